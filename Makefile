@@ -181,6 +181,7 @@ bench: setup ## Run the benchmarks, and write docs/performance.md from them (TOP
 bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, in a real vLLM
 	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_pd
 	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_concurrent
+	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_waiting
 
 # mkdocs reads the code without importing it: neither torch nor NIXL is needed.
 DOCS_VENV := .venv-docs/.installed

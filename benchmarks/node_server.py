@@ -61,7 +61,8 @@ def server_process(arguments: list[str], socket: str) -> Iterator[ServerProcess]
     Raises:
         RuntimeError: it ended before it said that it was ready; the message has its output.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    ours = ("KVFERRY_", "KVFERRYD_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     with tempfile.TemporaryDirectory(prefix="kvferry-log-") as folder:
         log = Path(folder) / "log"
         # A file and not a pipe, which somebody would have to empty.

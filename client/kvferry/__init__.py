@@ -6,15 +6,25 @@ reads them with `Cache.read` and gets a `Read`, which can be awaited, polled and
 the same for event loops, and `serve` runs a node server inside this process. `kvferry.geometry` describes caches,
 `kvferry.planner` plans which rank reads which bytes from where, and `kvferry.errors` has the exceptions.
 
-Names are loaded on first use: importing kvferry imports neither torch nor NIXL nor gRPC.
+Names and modules are loaded on first use: importing kvferry imports neither torch nor NIXL nor gRPC.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvferry import aio as aio
+    from kvferry import engine as engine
+    from kvferry import errors as errors
+    from kvferry import geometry as geometry
+    from kvferry import host_memory as host_memory
+    from kvferry import integrations as integrations
+    from kvferry import planner as planner
+    from kvferry import stats as stats
+    from kvferry import testing as testing
     from kvferry._cache import Cache as Cache
     from kvferry._client import Client as Client
     from kvferry._control.publications import Publication as Publication
@@ -40,6 +50,8 @@ if TYPE_CHECKING:
     from kvferry._wire.reference import router_reference as router_reference
     from kvferry._wire.token import EngineToken as EngineToken
     from kvferry.aio import AsyncClient as AsyncClient
+    from kvferry.engine import SchedulerPort as SchedulerPort
+    from kvferry.engine import WorkerPort as WorkerPort
     from kvferry.errors import KvferryError as KvferryError
     from kvferry.geometry import Blocks as Blocks
     from kvferry.geometry import EngineGeometry as EngineGeometry
@@ -51,6 +63,9 @@ if TYPE_CHECKING:
     from kvferry.geometry import Plane as Plane
     from kvferry.geometry import RankGeometry as RankGeometry
     from kvferry.geometry import TokenShard as TokenShard
+    from kvferry.geometry import shard as shard
+    from kvferry.geometry.tensors import Holding as Holding
+    from kvferry.geometry.tensors import TensorView as TensorView
     from kvferry.planner import Costs as Costs
     from kvferry.planner import PathRule as PathRule
     from kvferry.planner import ReadPlan as ReadPlan
@@ -59,7 +74,7 @@ if TYPE_CHECKING:
     from kvferry.planner.summed_blocks import IntegrityOptions as IntegrityOptions
     from kvferry.planner.summed_blocks import Verification as Verification
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME_OF = {
     "AsyncClient": "aio",
@@ -75,6 +90,7 @@ _HOME_OF = {
     "EngineToken": "_wire.token",
     "Group": "geometry",
     "GroupKind": "geometry",
+    "Holding": "geometry.tensors",
     "IntegrityOptions": "planner.summed_blocks",
     "Interval": "geometry",
     "KvferryError": "errors",
@@ -95,28 +111,39 @@ _HOME_OF = {
     "ReadSummary": "_control.publications",
     "Release": "_control.publications",
     "ReleaseOutcome": "_control.publications",
+    "SchedulerPort": "engine",
     "ServerSettings": "_embed",
     "StagingOptions": "_transport.staging_pool",
+    "TensorView": "geometry.tensors",
     "TlsConfig": "_wire.channel",
     "TokenShard": "geometry",
     "Verification": "planner.summed_blocks",
+    "WorkerPort": "engine",
     "diff": "planner",
     "open_directory": "_directory.opening",
     "plan_read": "planner",
     "router_reference": "_wire.reference",
     "serve": "_embed",
+    "shard": "geometry",
 }
+
+_MODULES = frozenset(
+    ("aio", "engine", "errors", "geometry", "host_memory", "integrations", "planner", "stats", "testing")
+)
 
 __all__ = ["__version__", *_HOME_OF]
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"kvferry.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+        # With both arguments Python adds "Did you mean".
+        raise AttributeError(f"module 'kvferry' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = getattr(import_module(f"kvferry.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, *_MODULES})

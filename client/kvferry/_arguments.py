@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ Value = TypeVar("Value")
 
 MOST_SECONDS = 1e8
 """The longest timeout in seconds, about three years: more would overflow the timeouts of threads and gRPC."""
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def described(value: object) -> object:
@@ -102,6 +105,28 @@ def text(name: str, value: object, expected: str = "a string") -> str:
         found.encode()
     except UnicodeEncodeError:
         raise InvalidField(name, ascii(found)[:80], f"{expected} that is Unicode") from None
+    return found
+
+
+SHOWABLE = "no line ends and other control characters"
+"""What `showable` expects, for errors."""
+
+
+def showable(name: str) -> bool:
+    """Whether a name looks like no other where it is printed: it has no control characters, which begin new lines or
+    turn the text around. Python's own `isprintable` also refuses what people write: the spaces of Japanese, and emoji
+    that are joined, or newer than the interpreter."""
+    return name.isprintable() or _CONTROLS.search(name) is None
+
+
+def label(name: str, value: object, most: int = 256) -> str:
+    """Return a name of 1 to `most` bytes that can be shown (`showable`); raises `InvalidField`."""
+    found = text(name, value)
+    size = len(found.encode())
+    if not 1 <= size <= most:
+        raise InvalidField(name, found[:most], f"1 to {most} bytes")
+    if not showable(found):
+        raise InvalidField(name, ascii(found)[:most], SHOWABLE)
     return found
 
 

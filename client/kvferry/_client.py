@@ -17,6 +17,7 @@ from kvferry._control.homes import Homes
 from kvferry._control.judgement import Confirm, confirmed
 from kvferry._control.rank_watch import rank_watcher
 from kvferry._control.renewals import Renewals
+from kvferry._control.retrying import retrying
 from kvferry._control.watcher import Watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
@@ -199,7 +200,8 @@ class Client(OneProcess):
             timeout: seconds to keep trying.
 
         Raises:
-            BadGeometry: the planes contradict the engine's groups, or lie outside the regions.
+            BadGeometry: the planes contradict the engine's groups, lie over each other, or lie outside the regions; or
+                this is the last rank, and the ranks together lack heads or tokens (`EngineSpec.partial`).
             InvalidField: the memory is described in no way or in two ways, is not mapped, or is read-only; or a rank of
                 several does not say which heads it holds.
             WrongState: this process has registered the rank already.
@@ -241,7 +243,7 @@ class Client(OneProcess):
         timeout = arguments.seconds("timeout", timeout)
         self._homes.discover()
         home = self._homes.of(parse_reference(reference))
-        home.decline(reference, now() + timeout)
+        retrying(lambda left: home.decline(reference, left), now() + timeout)
 
     def stats(self) -> ClientStats:
         """Return what this client has counted and measured, its ports and caches included. Makes no RPC.
@@ -265,7 +267,7 @@ class Client(OneProcess):
         )
 
     def close(self) -> None:
-        """Cancel the reads, and end NIXL agents, sessions and connections. Idempotent."""
+        """Cancel the reads, and end NIXL agents, sessions (see `EngineSession.close`) and connections. Idempotent."""
         with self._lock:
             if self._closed:
                 return

@@ -101,6 +101,9 @@ class ServerSettings(TypedDict, total=False):
     """How many streams may be open at once over TCP, and again over the UNIX socket."""
     max_connections: int
     """How many TCP connections may be open, and again as many to the UNIX socket."""
+    memory: int | str
+    """Bytes that the home keeps of engines and their requests, or ``"512MiB"``. 0: half of what the process may have,
+    at most 1 GiB."""
     trace_endpoint: str
     """URL of an OpenTelemetry collector that gets a span for each call that belongs to a trace; empty: none."""
 

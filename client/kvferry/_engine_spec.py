@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry._arguments import coerce_integers, several, string_map, text
+from kvferry._arguments import coerce_integers, flag, label, several, string_map
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group
 
@@ -15,11 +15,14 @@ class EngineSpec:
     """Describes an engine. All of its processes use an equal value.
 
     Attributes:
-        engine_id: stable name, 1 to 256 bytes.
+        engine_id: stable name, 1 to 256 bytes, printable.
         groups: the KV-cache groups.
         num_ranks: number of ranks; each registers a cache.
         identity: what the contents of the cache depend on: model, revision digest, quantisation, rope and the like. An
             engine reads only from engines of equal identity.
+        partial: the engine holds a part of the model: its ranks together need not hold every head (unit) and token of
+            each of their layers. Without it, the home refuses the last rank of an engine that does not, with
+            `BadGeometry`: most often, two ranks have declared the same heads.
 
     Raises:
         InvalidField: a field has the wrong type or value.
@@ -29,13 +32,14 @@ class EngineSpec:
     groups: tuple[Group, ...]
     num_ranks: int = 1
     identity: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", several("groups", self.groups, Group, "several Groups, (group,)"))
         object.__setattr__(self, "identity", string_map("identity", self.identity))
         coerce_integers(self, ("num_ranks",))
-        if not 1 <= len(text("engine_id", self.engine_id).encode()) <= 256:
-            raise InvalidField("engine_id", self.engine_id, "1 to 256 bytes")
+        flag("partial", self.partial)
+        label("engine_id", self.engine_id)
         if self.num_ranks < 1:
             raise InvalidField("num_ranks", self.num_ranks, "at least 1")
         if not self.groups:

@@ -58,7 +58,7 @@ class EngineSession(OneProcess):
         (R2).
 
         Args:
-            request_id: the source's name for the request, 1 to 256 bytes.
+            request_id: the source's name for the request, 1 to 256 bytes, printable.
             blocks: the blocks by group; `Blocks.end_token` is the end of the tokens that they hold.
             last: no more blocks will follow; if False, `publish_more` publishes them.
             expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
@@ -154,7 +154,13 @@ class EngineSession(OneProcess):
         return self._session.unreleased()
 
     def close(self) -> None:
-        """End the session. Leases continue at the home, but their releases are no longer reported. Idempotent."""
+        """End the session and its incarnation: another start of the engine is accepted at once. Idempotent.
+
+        Nobody gets a new lease, and leases are not renewed. Those that are live run to their ends, for at most the
+        home's max_ttl (30 s), and `released` reports nothing any more: before the memory is used for anything else,
+        wait for the releases, or let `Cache.reuse_after` of the next start pass. The call takes at most a second if the
+        home cannot be reached; the incarnation then counts as alive until its engine_ttl (10 s) is over.
+        """
         self._session.close()
 
 

@@ -1,28 +1,90 @@
-"""Starts threads; if the system refuses one, raises a typed error."""
+"""Threads, and what runs on them that a caller gave: callbacks, watches, hooks, handlers of loggers. Whatever that
+raises is logged, and ends no thread of kvferry's: also what is no `Exception`, such as `asyncio.CancelledError` and
+`SystemExit`."""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from kvferry.errors import LimitReached
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 RETRY_AFTER = 1.0
 """Seconds after which the system may have threads again."""
 
+FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
+"""Shortest and longest pause in seconds after a turn of a loop that has failed."""
+
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread.
+    """Start a daemon thread. What `run` raises is logged.
 
     Raises:
         LimitReached: the system refused another thread.
     """
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = threading.Thread(target=guarded, args=(run, f"thread {name}"), name=name, daemon=True)
     try:
         thread.start()
     except (RuntimeError, MemoryError):
         raise no_thread(f"thread {name!r}") from None
     return thread
+
+
+def start_loop(turn: Callable[[], bool], name: str) -> threading.Thread:
+    """Start a daemon thread that takes turns until one returns False. One that raises is logged; the next begins after
+    a pause.
+
+    Raises:
+        LimitReached: the system refused another thread.
+    """
+    return start_thread(partial(_repeat, turn, name), name)
+
+
+def guarded(work: Callable[[], object], what: str) -> bool:
+    """Run something of a caller, or that may call such a thing. Whatever it raises is logged.
+
+    On the main thread `KeyboardInterrupt` and `SystemExit` are raised: there they are the application's own.
+
+    Args:
+        work: what to run.
+        what: its name in the log.
+
+    Returns:
+        Whether it has raised nothing.
+    """
+    try:
+        work()
+    except BaseException as error:
+        mine = isinstance(error, (KeyboardInterrupt, SystemExit))
+        if mine and threading.current_thread() is threading.main_thread():
+            raise
+        # The handlers of loggers are the application's, too.
+        with suppress(BaseException):
+            logger.exception("%s failed", what)
+        return False
+    return True
+
+
+def settle(future: Future[Result], result: Result | BaseException) -> None:
+    """End a future with a result or an error. Its callbacks are a caller's."""
+
+    def end() -> None:
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    guarded(end, "a callback of a future")
 
 
 def no_thread(what: str) -> LimitReached:
@@ -34,3 +96,17 @@ def no_thread(what: str) -> LimitReached:
     running = threading.active_count()
     message = f"the system refused {what}; {running} threads of this process are running"
     return LimitReached(message, retry_after=RETRY_AFTER, limit="threads", value=running)
+
+
+def _repeat(turn: Callable[[], bool], name: str) -> None:
+    more, pause = [True], FIRST_PAUSE
+
+    def take() -> None:
+        more[0] = turn()
+
+    while more[0]:
+        if guarded(take, f"a turn of thread {name}"):
+            pause = FIRST_PAUSE
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)

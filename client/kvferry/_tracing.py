@@ -9,14 +9,13 @@ no secret and no capability.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeAlias
 
-logger = logging.getLogger(__name__)
+from kvferry._threads import guarded
 
 Attributes: TypeAlias = Mapping[str, "str | int"]
 
@@ -78,10 +77,9 @@ def start_span(name: str, parent: str = "", **attributes: str | int) -> Span:
     known = parent if FORM.fullmatch(parent) else ""
     start = _start
     if start is not None:
-        try:
-            return start(name, known, attributes)
-        except Exception:
-            logger.exception("a span could not be started")
+        started: list[Span] = []
+        if guarded(lambda: started.append(start(name, known, attributes)), f"starting the span {name}"):
+            return started[0]
     return Span(known) if known else NO_SPAN
 
 

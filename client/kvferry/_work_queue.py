@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry._clock import now
-from kvferry._threads import start_thread
-
-logger = logging.getLogger(__name__)
+from kvferry._threads import guarded, start_loop
 
 LONGEST_SLEEP = 1.0
 """Seconds after which the thread checks delayed work again: a sleeping thread does not notice that its host was
@@ -49,7 +46,9 @@ class WorkQueue:
         self._lock = threading.Lock()
         """Guards `_ended`, so that nothing is queued for a thread that has just ended."""
         self._ended = False
-        self._thread = start_thread(self._run, name)
+        self._delayed: list[_Delayed] = []
+        self._closing = False
+        self._thread = start_loop(self._turn, name)
 
     def do(self, work: Callable[[], object]) -> bool:
         """Queue work. Its exceptions are logged.
@@ -76,25 +75,24 @@ class WorkQueue:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _run(self) -> None:
-        delayed: list[_Delayed] = []
-        closing = False
-        while not (closing and self._end()):
-            pause = max(0.0, min(LONGEST_SLEEP, delayed[0].at - now())) if delayed else None
-            try:
-                work = self._queue.get(timeout=pause)
-            except queue.Empty:
-                pass
+    def _turn(self) -> bool:
+        delayed = self._delayed
+        pause = max(0.0, min(LONGEST_SLEEP, delayed[0].at - now())) if delayed else None
+        try:
+            work = self._queue.get(timeout=pause)
+        except queue.Empty:
+            pass
+        else:
+            if work is None:
+                self._closing = True
+            elif isinstance(work, _Delayed):
+                heapq.heappush(delayed, work)
             else:
-                if work is None:
-                    closing = True
-                elif isinstance(work, _Delayed):
-                    heapq.heappush(delayed, work)
-                else:
-                    self._do(work)
-            # Delayed work gets its turn even if the queue never becomes empty.
-            while delayed and delayed[0].at <= now():
-                self._do(heapq.heappop(delayed).work)
+                self._do(work)
+        # Delayed work gets its turn even if the queue never becomes empty.
+        while delayed and delayed[0].at <= now():
+            self._do(heapq.heappop(delayed).work)
+        return not (self._closing and self._end())
 
     def _end(self) -> bool:
         """End unless there is more work; returns whether the queue has ended."""
@@ -103,7 +101,4 @@ class WorkQueue:
             return self._ended
 
     def _do(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception:
-            logger.exception("work of thread %s failed", self._name)
+        guarded(work, f"work of thread {self._name}")

@@ -1,40 +1,172 @@
 """The asyncio client, for services, tools and tests.
 
 It wraps the synchronous client: calls that would wait run on threads. It does not use `grpc.aio`, so that a process
-that has used it may still fork. The reads of both clients can be awaited.
+that has used it may still fork. The reads of both clients can be awaited. Methods have the arguments, results and
+errors of those that they name.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from functools import wraps
 from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT, Cache
+from kvferry._cache import Cache
 from kvferry._client import MAX_READS, Client
-from kvferry._control.connection import CALL_TIMEOUT
-from kvferry._control.publications import Publication, Release
-from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
-from kvferry._reads.read import Read
 from kvferry._session import EngineSession
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._transport.transport import TransportGauges
 from kvferry._wire.channel import TlsConfig
 from kvferry._wire.token import EngineToken
-from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import MemoryRegion
-from kvferry.geometry.plane import Interval, Plane
-from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
-from kvferry.stats import ClientStats
+
+Sync = TypeVar("Sync")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Wrapped = TypeVar("Wrapped")
 
 
-class AsyncClient(OneProcess):
+class _Async(OneProcess, Generic[Sync]):
+    """Wraps an object of the synchronous client.
+
+    Attributes:
+        sync: that object.
+    """
+
+    def __init__(self, sync: Sync) -> None:
+        self.sync = sync
+
+
+def _direct(method: Callable[Concatenate[Sync, Given], Result]) -> Callable[Concatenate[_Async[Sync], Given], Result]:
+    """Make a method that calls one which returns at once."""
+
+    @wraps(method)
+    def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
+        return method(self.sync, *given, **options)
+
+    return call
+
+
+def _on_thread(
+    method: Callable[Concatenate[Sync, Given], Result],
+) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]]:
+    """Make a method that calls one which waits, on a thread."""
+
+    @wraps(method)
+    async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
+        return await asyncio.to_thread(method, self.sync, *given, **options)
+
+    return call
+
+
+def _wrapped(
+    method: Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]], made: Callable[[Result], Wrapped]
+) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Wrapped]]:
+    """Make a method that wraps the result of one."""
+
+    @wraps(method)
+    async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Wrapped:
+        return made(await method(self, *given, **options))
+
+    return call
+
+
+def _awaited(
+    method: Callable[Concatenate[Sync, Given], Future[Result]],
+) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]]:
+    """Make a method that awaits the future of one."""
+
+    @wraps(method)
+    async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
+        return await asyncio.wrap_future(method(self.sync, *given, **options))
+
+    return call
+
+
+class AsyncSession(_Async[EngineSession]):
+    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
+
+    Attributes:
+        sync: the synchronous session.
+        spec: the engine.
+    """
+
+    def __init__(self, session: EngineSession) -> None:
+        super().__init__(session)
+        self.spec = session.spec
+
+    @property
+    def token(self) -> EngineToken:
+        """The token with which the engine's other processes join it. Secret."""
+        return self.sync.token
+
+    @property
+    def engine_reference(self) -> str:
+        """The engine's reference, for readers to warm up with. See `EngineSession.engine_reference`."""
+        return self.sync.engine_reference
+
+    publish = _on_thread(EngineSession.publish)
+    """Publish a request's blocks. See `EngineSession.publish`."""
+    publish_more = _on_thread(EngineSession.publish_more)
+    """Publish the next blocks of a publication. See `EngineSession.publish_more`."""
+    abort = _on_thread(EngineSession.abort)
+    """Withdraw a publication. See `EngineSession.abort`."""
+    released = _on_thread(EngineSession.released)
+    """Return the publications released since the last call. See `EngineSession.released`."""
+    unreleased = _on_thread(EngineSession.unreleased)
+    """Return the publications whose blocks are still pinned. See `EngineSession.unreleased`."""
+    close = _on_thread(EngineSession.close)
+    """End the session. See `EngineSession.close`."""
+
+
+class AsyncCache(_Async[Cache]):
+    """`Cache` for an event loop. Made by `AsyncClient.register_cache`.
+
+    Attributes:
+        sync: the synchronous cache.
+        spec, rank, reuse_after: see `Cache`.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(cache)
+        self.spec, self.rank, self.reuse_after = cache.spec, cache.rank, cache.reuse_after
+
+    @property
+    def session(self) -> AsyncSession:
+        """The engine's session; raises `WrongState` if another process has it."""
+        return AsyncSession(self.sync.session)
+
+    @property
+    def engine_reference(self) -> str:
+        """The engine's reference, for readers to warm up with. See `Cache.engine_reference`."""
+        return self.sync.engine_reference
+
+    read = _direct(Cache.read)
+    """Start to read a publication; await the read that this returns. See `Cache.read`."""
+    checksum = _awaited(Cache.checksum)
+    """Send checksums of published blocks to the home; the number of sums sent. See `Cache.checksum`."""
+    prepare = _direct(Cache.prepare)
+    """Make the NIXL agents for reading now. Returns at once. See `Cache.prepare`."""
+    warm = _awaited(Cache.warm)
+    """Connect to a source engine ahead of the first read from it; the source ranks that connections are being opened
+    to. See `Cache.warm`."""
+    gauges = _direct(Cache.gauges)
+    """Return the current state of this rank's data plane."""
+    close = _on_thread(Cache.close)
+    """Cancel the reads and end the NIXL agents. See `Cache.close`."""
+
+
+class AsyncClient(_Async[Client]):
     """`kvferry.Client` for an event loop. Arguments and errors are the same.
 
     Threading: make and use it on one event loop. Its methods never block the loop.
+
+    Attributes:
+        sync: the synchronous client.
     """
 
     def __init__(
@@ -51,74 +183,31 @@ class AsyncClient(OneProcess):
         max_reads: int = MAX_READS,
         confirm: str = "before",
     ) -> None:
-        self._client = Client(
-            address,
-            tls=tls,
-            allowed_homes=allowed_homes,
-            directory=directory,
-            home_in_references=home_in_references,
-            options=options,
-            staging=staging,
-            integrity=integrity,
-            max_reads=max_reads,
-            confirm=confirm,
+        super().__init__(
+            Client(
+                address,
+                tls=tls,
+                allowed_homes=allowed_homes,
+                directory=directory,
+                home_in_references=home_in_references,
+                options=options,
+                staging=staging,
+                integrity=integrity,
+                max_reads=max_reads,
+                confirm=confirm,
+            )
         )
 
-    def stats(self) -> ClientStats:
-        """Return what this client has counted and measured. See `Client.stats`."""
-        return self._client.stats()
-
-    async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
-        """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
-        return AsyncSession(await asyncio.to_thread(self._client.open_engine, spec, timeout=timeout))
-
-    async def register_cache(
-        self,
-        engine: EngineSpec,
-        rank: int = 0,
-        *,
-        tensors: Mapping[str, Tensor] | None = None,
-        axes: Sequence[str] | None = None,
-        heads: range | Interval | None = None,
-        total_heads: int | None = None,
-        holding: Holding | None = None,
-        replicated: bool = False,
-        planes: Sequence[Plane] | None = None,
-        regions: Sequence[MemoryRegion] | None = None,
-        keep: object = None,
-        labels: Mapping[str, int] | None = None,
-        token: EngineToken | str | None = None,
-        serve: bool = True,
-        timeout: float = OPEN_TIMEOUT,
-    ) -> AsyncCache:
-        """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
-        cache = await asyncio.to_thread(
-            self._client.register_cache,
-            engine,
-            rank,
-            tensors=tensors,
-            axes=axes,
-            heads=heads,
-            total_heads=total_heads,
-            holding=holding,
-            replicated=replicated,
-            planes=planes,
-            regions=regions,
-            keep=keep,
-            labels=labels,
-            token=token,
-            serve=serve,
-            timeout=timeout,
-        )
-        return AsyncCache(cache)
-
-    async def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
-        """Tell a publication's home that nobody will read it. See `Client.decline`."""
-        await asyncio.to_thread(self._client.decline, reference, timeout=timeout)
-
-    async def close(self) -> None:
-        """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
-        await asyncio.to_thread(self._client.close)
+    stats = _direct(Client.stats)
+    """Return what this client has counted and measured. See `Client.stats`."""
+    open_engine = _wrapped(_on_thread(Client.open_engine), AsyncSession)
+    """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
+    register_cache = _wrapped(_on_thread(Client.register_cache), AsyncCache)
+    """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
+    decline = _on_thread(Client.decline)
+    """Tell a publication's home that nobody will read it. See `Client.decline`."""
+    close = _on_thread(Client.close)
+    """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -127,175 +216,3 @@ class AsyncClient(OneProcess):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-class AsyncSession(OneProcess):
-    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
-
-    Attributes:
-        sync: the synchronous session.
-        spec: the engine.
-    """
-
-    def __init__(self, session: EngineSession) -> None:
-        self.sync = session
-        self.spec = session.spec
-
-    @property
-    def token(self) -> EngineToken:
-        """The token with which the engine's other processes join it. Secret."""
-        return self.sync.token
-
-    @property
-    def engine_reference(self) -> str:
-        """The engine's reference, for readers to warm up with. See `EngineSession.engine_reference`."""
-        return self.sync.engine_reference
-
-    async def publish(
-        self,
-        request_id: str,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool = True,
-        expected_reads: int = 1,
-        payload: bytes = b"",
-        checksums: bool = False,
-        timeout: float = CALL_TIMEOUT,
-        traceparent: str = "",
-        reference: str = "",
-        layers: Collection[str] | None = None,
-    ) -> Publication:
-        """Publish a request's blocks. See `EngineSession.publish`."""
-        return await asyncio.to_thread(
-            self.sync.publish,
-            request_id,
-            blocks,
-            last=last,
-            expected_reads=expected_reads,
-            payload=payload,
-            checksums=checksums,
-            timeout=timeout,
-            traceparent=traceparent,
-            reference=reference,
-            layers=layers,
-        )
-
-    async def publish_more(
-        self,
-        publication: Publication,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool,
-        payload: bytes = b"",
-        layers: Collection[str] | None = None,
-        timeout: float = CALL_TIMEOUT,
-    ) -> None:
-        """Publish the next blocks of a publication. See `EngineSession.publish_more`."""
-        await asyncio.to_thread(
-            self.sync.publish_more,
-            publication,
-            blocks,
-            last=last,
-            payload=payload,
-            layers=layers,
-            timeout=timeout,
-        )
-
-    async def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """Withdraw a publication. See `EngineSession.abort`."""
-        await asyncio.to_thread(self.sync.abort, publication, timeout)
-
-    async def released(self, timeout: float = 0.0) -> list[Release]:
-        """Return the publications released since the last call. See `EngineSession.released`."""
-        return await asyncio.to_thread(self.sync.released, timeout)
-
-    def unreleased(self) -> tuple[Publication, ...]:
-        """Return the publications whose blocks are still pinned."""
-        return self.sync.unreleased()
-
-    async def close(self) -> None:
-        """End the session. See `EngineSession.close`."""
-        await asyncio.to_thread(self.sync.close)
-
-
-class AsyncCache(OneProcess):
-    """`Cache` for an event loop. Made by `AsyncClient.register_cache`.
-
-    Attributes:
-        sync: the synchronous cache.
-        spec, rank, reuse_after: see `Cache`.
-    """
-
-    def __init__(self, cache: Cache) -> None:
-        self.sync = cache
-        self.spec, self.rank, self.reuse_after = cache.spec, cache.rank, cache.reuse_after
-
-    @property
-    def session(self) -> AsyncSession:
-        """The engine's session; raises `WrongState` if another process has it."""
-        return AsyncSession(self.sync.session)
-
-    @property
-    def engine_reference(self) -> str:
-        """The engine's reference, for readers to warm up with. See `Cache.engine_reference`."""
-        return self.sync.engine_reference
-
-    def read(
-        self,
-        reference: str,
-        blocks: Mapping[str, Blocks],
-        tokens: tuple[int, int] | None = None,
-        *,
-        layers: Collection[str] | None = None,
-        read_id: str | None = None,
-        parties: int = 1,
-        expected_reads: int = 0,
-        progressive: bool = False,
-        timeout: float = READ_TIMEOUT,
-        allow_overlap: bool = False,
-        traceparent: str = "",
-    ) -> Read:
-        """Start to read a publication; await the read that this returns. See `Cache.read`."""
-        return self.sync.read(
-            reference,
-            blocks,
-            tokens,
-            layers=layers,
-            read_id=read_id,
-            parties=parties,
-            expected_reads=expected_reads,
-            progressive=progressive,
-            timeout=timeout,
-            allow_overlap=allow_overlap,
-            traceparent=traceparent,
-        )
-
-    async def checksum(
-        self, publication: int, blocks: Mapping[str, Blocks], *, last: bool = True, timeout: float = READ_TIMEOUT
-    ) -> int:
-        """Send checksums of published blocks to the home. See `Cache.checksum`.
-
-        Returns:
-            The number of sums sent.
-        """
-        return await asyncio.wrap_future(self.sync.checksum(publication, blocks, last=last, timeout=timeout))
-
-    def prepare(self) -> None:
-        """Make the NIXL agents for reading now. Returns at once. See `Cache.prepare`."""
-        self.sync.prepare()
-
-    async def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> tuple[int, ...]:
-        """Connect to a source engine ahead of the first read from it. See `Cache.warm`.
-
-        Returns:
-            The source ranks that connections are being opened to.
-        """
-        return await asyncio.wrap_future(self.sync.warm(engine_reference, timeout=timeout))
-
-    def gauges(self) -> TransportGauges:
-        """Return the current state of this rank's data plane."""
-        return self.sync.gauges()
-
-    async def close(self, timeout: float = 10.0) -> None:
-        """Cancel the reads and end the NIXL agents. See `Cache.close`."""
-        await asyncio.to_thread(self.sync.close, timeout)

@@ -6,9 +6,11 @@ with metrics of its own reads them where it likes. Totals only rise; the other v
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 SECONDS = (0.0001, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Bounds for durations, from a plan of a short request to the longest timeout of a read."""
@@ -35,6 +37,10 @@ class Distribution:
     def count(self) -> int:
         """Number of values."""
         return sum(self.counts)
+
+    def up_to(self) -> Iterator[tuple[float, int]]:
+        """Return each bound with the number of values up to it; the last bound is infinite."""
+        return zip((*self.bounds, math.inf), accumulate(self.counts), strict=True)
 
 
 class Measured:

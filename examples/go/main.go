@@ -63,9 +63,11 @@ func main() {
 		}
 	}
 
+	// The contract that this program was made for; see the protos.
+	version := &kvferry.Version{ContractRevision: 2, Release: "examples/go"}
 	for _, reference := range os.Args[2:] {
 		decline := &kvferry.Notification{Kind: &kvferry.Notification_Decline{Decline: &kvferry.Decline{Reference: reference}}}
-		notify := &kvferry.NotifyRequest{Notifications: []*kvferry.Notification{decline}}
+		notify := &kvferry.NotifyRequest{Notifications: []*kvferry.Notification{decline}, Version: version}
 		answer, err := kvferry.NewKVTransferClient(connection).Notify(ctx, notify)
 		if err != nil {
 			log.Fatalf("%v [%s]", err, reason(err))

@@ -13,6 +13,8 @@ import protobuf from "protobufjs";
 
 const CALL_TIMEOUT_MS = 5_000;
 const PAUSE_MS = 100;
+// The contract that this client was made for; see the protos.
+const VERSION = { contract_revision: 2, release: "examples/router" };
 const PAGE_SIZE = 1_000;
 
 // Fields as in the protos: 64-bit integers are strings, enums their names, bytes Buffers.
@@ -199,7 +201,7 @@ export class NodeServer {
       const answer = await this.call<{ results: { error?: NotificationError | null }[] }>(
         this.transfer,
         "Notify",
-        { notifications: [{ decline: { reference } }] },
+        { notifications: [{ decline: { reference } }], version: VERSION },
         until,
       );
       // The call may go well, and the decline be refused.

@@ -11,9 +11,9 @@ from kvferry._wire.authority import new_agent_key
 from kvferry._wire.token import engine_ref
 from kvferry.errors import BadAgentMetadata
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.api.conftest import Pair
 from tests.support.identifiers import unique_id
+from tests.support.stubs import KVTransferStub
 
 
 @pytest.fixture

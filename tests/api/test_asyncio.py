@@ -37,7 +37,7 @@ async def test_two_engines_on_one_loop(node: str) -> None:
         await source.session.publish_more(publication, rest, last=True, payload=b"token")
         assert await source.checksum(publication.number, first, last=False) > 0
         assert await source.checksum(publication.number, rest) > 0
-        assert source.session.unreleased() == (publication,)
+        assert await source.session.unreleased() == (publication,)
         result = await reader.read(publication.reference, {"full": Blocks([1, 2])})
         assert (result.payload, result.confirmed) == (b"token", True)
         assert result.verification is not None

@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from kvferry import ServerSettings
 from kvferry._embed import serve
@@ -49,9 +50,9 @@ def test_wrong_settings_are_named(settings: dict[str, object], says: str) -> Non
 
 def test_serve_takes_every_setting_of_the_server_with_its_type() -> None:
     settings = {name: field.annotation for name, field in NodeConfig.model_fields.items()}
-    # Only kvferryd sets up logging.
+    # Only kvferryd sets up logging. `serve` takes a size as whatever pydantic converts to one.
     del settings["log_level"], settings["log_format"]
-    assert typing.get_type_hints(ServerSettings) | {"listen": str, "unix": str} == settings
+    assert typing.get_type_hints(ServerSettings) | {"listen": str, "unix": str, "memory": ByteSize} == settings
     assert set(inspect.signature(serve).parameters) == {"listen", "unix", "settings"}
 
 

@@ -148,6 +148,7 @@ def constructors() -> Iterator[Case]:
             "tokens_per_state": [None, 0, -1, 1.0, "1", True, Fraction(-1)],
             "units_divide": FLAG,
             "optional_cover": FLAG,
+            "shared": FLAG,
         },
     )
     yield Case(
@@ -191,6 +192,7 @@ def constructors() -> Iterator[Case]:
             "engine_id": [*TEXT, "", "x" * 257],
             "groups": [None, GROUP, [], [1], ["full"], {"full": GROUP}, [GROUP, GROUP]],
             "num_ranks": [*NOT_AN_INTEGER, *NEGATIVE, 0],
+            "partial": FLAG,
             "identity": MAPPING,
         },
     )
@@ -208,6 +210,7 @@ def constructors() -> Iterator[Case]:
             "token_granule": [*NOT_AN_INTEGER, *NEGATIVE],
             "units_divide": FLAG,
             "optional_cover": FLAG,
+            "shared": FLAG,
         },
     )
     yield Case(
@@ -605,7 +608,9 @@ def assert_refused(case: Case) -> None:
 
 def test_every_public_class_is_here() -> None:
     """What is exported and can be made of arguments is in the tables."""
-    covered = {case.name.split()[0].split(".")[0] for case in CONSTRUCTORS} | {"Client", "Cache", "EngineSession"}
+    covered = {case.name.split()[0].split(".")[0] for case in CONSTRUCTORS} | {
+        *("Client", "Cache", "EngineSession", "SchedulerPort", "WorkerPort")
+    }
     values = {"ReadResult", "ReadSummary", "ReadProgress", "Publication", "Release", "Verification", "ReadPlan", "Read"}
     # The settings of `serve` are a TypedDict, and checked by the server.
     waived = {"Listed", "AsyncClient", "TlsConfig", "Costs", "PathRule", "EmbeddedServer", "ServerSettings"}

@@ -16,14 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 import kvferry
-from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry import Blocks, Client, EngineSpec, Group, GroupKind
 from kvferry._cli import app
 from kvferry._clock import now
 from kvferry._transport.peer_link import _called
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import (
-    AgentsWithheld,
     BadAgentMetadata,
+    BadBlock,
     BadGeometry,
     EngineIncomplete,
     InvalidField,
@@ -87,8 +87,29 @@ def test_a_source_that_serves_nothing(client: Client) -> None:
 def test_an_engine_that_reads_its_own_publication_is_told_so(client: Client) -> None:
     cache = client.register_cache(EngineSpec(unique_id("engine"), (GROUP,)), tensors={"l": array()}, axes=AXES)
     publication = cache.session.publish("request", {"full": Blocks([1])})
-    with pytest.raises(AgentsWithheld, match="cannot read from itself"):
+    with pytest.raises(WrongState, match="cannot read from itself"):
         cache.read(publication.reference, {"full": Blocks([2])}).result(60)
+
+
+def test_a_window_s_table_is_published_with_its_null_blocks_as_engines_have_it(client: Client) -> None:
+    group = Group("full", GroupKind.WINDOW, TOKENS, BLOCKS, window_tokens=TOKENS + 2, null_block=0)
+    theirs, mine = array(), array()
+    theirs[:], mine[:] = 7, 9
+    source = client.register_cache(EngineSpec(unique_id("source"), (group,)), tensors={"l": theirs}, axes=AXES)
+    reader = client.register_cache(EngineSpec(unique_id("reader"), (group,)), tensors={"l": mine}, axes=AXES)
+    publication = source.session.publish("request", {"full": Blocks([0, 0, 5, 6], end_token=4 * TOKENS)})
+    # The null block stays free: the second request has it in its table, too.
+    source.session.publish("another", {"full": Blocks([0, 3], end_token=2 * TOKENS)})
+    reader.read(publication.reference, {"full": Blocks([0, 0, 1, 2])}).result(60)
+    assert (mine[:, 2] == 7).all()
+    assert (mine[:, 0] == 9).all()
+    with pytest.raises(BadBlock, match="null block"):
+        source.session.publish("middle", {"full": Blocks([4, 0, 8], end_token=3 * TOKENS)})
+
+
+def test_no_tensors_are_refused(client: Client) -> None:
+    with pytest.raises(InvalidField, match=r"tensors is \{\}, expected at least one layer"):
+        client.register_cache(EngineSpec(unique_id("engine"), (GROUP,)), tensors={}, axes=AXES)
 
 
 @pytest.mark.parametrize("call", [lambda client, spec: client.open_engine(spec, timeout=3.0)], ids=["open"])

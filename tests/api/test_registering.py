@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from kvferry import Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegio
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import BadGeometry, InvalidField, InvalidInput
 from kvferry.geometry.formats import vllm_attention
-from kvferry.geometry.tensors import Holding, TensorView, planes_of
+from kvferry.geometry.tensors import Holding, TensorView, held, planes_of
 from tests.api.conftest import AXES, BLOCKS, TOKENS, array
 from tests.support.identifiers import unique_id
 
@@ -142,6 +143,66 @@ def shrunk() -> torch.Tensor:
     return made
 
 
+def quantised() -> torch.Tensor:
+    with warnings.catch_warnings():
+        # torch is about to drop them.
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.zeros(array().shape), 0.1, 0, torch.qint8)
+
+
+class Producer:
+    """An array of a library that kvferry does not know, which has DLPack only."""
+
+    def __init__(self, array: Any, device: int = 1) -> None:
+        self._array, self._device = array, device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+
+class Copies(Producer):
+    """An array whose library hands out copies, as DLPack lets it where the caller does not say otherwise."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options:
+            raise TypeError("options are not known here")
+        return self._array.copy().__dlpack__()
+
+
+class Fails(Producer):
+    """An array whose library fails."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise ValueError("the array was donated")
+
+
+class Interface:
+    """An array of a library that kvferry does not know, which has an ``__array_interface__`` only."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._array = array
+
+
+@pytest.mark.parametrize("made", [Producer, Interface, memoryview], ids=lambda made: made.__name__)
+def test_arrays_of_other_libraries_are_shared_and_not_copied(made: Callable[[Any], Any]) -> None:
+    memory = array()
+    foreign = made(memory)
+    assert planes_of({"l": foreign}, AXES, GROUP) == planes_of({"l": memory}, AXES, GROUP)
+    own: Any = held(foreign)
+    own[:] = 7
+    assert (memory == 7).all()
+
+
+def test_types_that_numpy_lacks_are_shared_with_torch() -> None:
+    memory = torch.zeros(array().shape, dtype=torch.bfloat16)
+    planes = planes_of({"l": Producer(memory)}, AXES, GROUP)  # type: ignore[dict-item]
+    assert planes == planes_of({"l": memory}, AXES, GROUP)
+
+
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
@@ -159,6 +220,16 @@ def shrunk() -> torch.Tensor:
         (lambda: np.zeros((2, 0, 2, TOKENS, 4)), "holds nothing"),
         (lambda: array()[:, ::-1], "runs backwards"),
         (lambda: torch.zeros(array().shape, device="meta"), "meta"),
+        (quantised, "scales and zero points"),
+        (lambda: b"1234", "read-only"),
+        (
+            lambda: Producer(np.zeros(4), device=8),
+            "device of DLPack's type 8, which kvferry does not know; describe its",
+        ),
+        (lambda: Producer(np.broadcast_to(np.uint32(0), array().shape)), "read-only"),
+        (lambda: Copies(array()), "gives copies of its memory"),
+        (lambda: Fails(array()), "ValueError: the array was donated"),
+        (lambda: np.ndarray, "is a class"),
         (lambda: None, "neither a torch tensor nor a numpy array"),
         (lambda: [[1, 2]], "neither a torch tensor nor a numpy array"),
     ],

@@ -17,15 +17,17 @@ import pytest
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.channel import connect
 from kvferry.v1 import geometry_pb2, kv_transfer_pb2
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import Kvferryd
+from tests.support.stubs import KVTransferStub
 
 SOURCE, READER = "prefill", "decode"
 BLOCKS, BLOCK_TOKENS, UNITS, STATE_BYTES = 32, 16, 4, 256
 PLANE_BYTES = BLOCKS * BLOCK_TOKENS * UNITS * STATE_BYTES
 CACHE_BYTES = 2 * 2 * PLANE_BYTES
 RANKS = 2
+LEASES = ("--ttl", "500", "--max-ttl", "500")
+"""The lease is not renewed, and outlives a test run."""
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -43,7 +45,9 @@ class Stage:
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     path = tmp_path_factory.mktemp("cli") / "node.sock"
     with ExitStack() as stack:
-        server = stack.enter_context(Kvferryd("--unix", str(path), "--listen", "127.0.0.1:0", "--drain", "0"))
+        server = stack.enter_context(
+            Kvferryd(*("--unix", str(path), "--listen", "127.0.0.1:0", "--drain", "0"), *LEASES)
+        )
         stub = KVTransferStub(stack.enter_context(connect(server.address)))
         secret = new_session_secret()
         source = open_engine(stub, SOURCE, secret)
@@ -75,7 +79,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         )
         messages = iter(reading)
         lease_id = next(messages).accepted.lease_id
-        report = kv_transfer_pb2.RankReport(rank=2, outcome=kv_transfer_pb2.RANK_OUTCOME_DONE, bytes=1_500_000)
+        report = kv_transfer_pb2.RankReport(rank=2, outcome=kv_transfer_pb2.RANK_OUTCOME_DONE, bytes=150_000)
         done = kv_transfer_pb2.Notification(read_done=kv_transfer_pb2.ReadDone(lease_id=lease_id, reports=[report]))
         stub.Notify(kv_transfer_pb2.NotifyRequest(sender=reader, notifications=[done]), timeout=10)
         yield Stage(server, source.incarnation, publish.publication)

@@ -21,12 +21,13 @@ import pytest
 from kvferry._wire.authority import new_session_secret
 from kvferry._wire.channel import connect
 from kvferry._wire.reference import parse_reference
+from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.cli.conftest import open_engine, registration
 from tests.support.certificates import Authority, tls_flags
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import Kvferryd, environment
+from tests.support.stubs import KVTransferStub
 from tests.support.waiting import until
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -57,7 +58,14 @@ class Scene:
             reference=self.reference, reader=reader, read_id=secrets.token_bytes(16), parties=1
         )
         accepted: pb.Accepted = self.stub.PollBlocks(pb.PollBlocksRequest(read=request), timeout=10).accepted
+        self.reader = reader
         return accepted
+
+    def report(self, lease_id: bytes, *reports: pb.RankReport) -> None:
+        """Report the ends of shares of the last read."""
+        done = pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports))
+        answer = self.stub.Notify(pb.NotifyRequest(sender=self.reader, notifications=[done]), timeout=10)
+        assert answer.results[0].HasField("read_ended"), answer
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return run_kvferry(*arguments, KVFERRY_SERVER=self.server.address)
@@ -111,6 +119,26 @@ def test_listings_are_filtered(scene: Scene) -> None:
     assert len(scene.answer("requests", *of, "--reader", "one")["requests"]) == 1
     assert scene.answer("requests", *of, "--request", "cmpl-2")["requests"] == []
     assert "Nothing that was asked for" in scene.run("requests", "--request", "nothing").stdout
+
+
+def test_a_failed_read_says_why(scene: Scene) -> None:
+    scene.engine("failing")
+    of = ("--engine", "failing")
+    # A reader of a later version may have reasons that nobody here knows.
+    for reason in (pb.RankReport(reason=9999), pb.RankReport(reason=errors_pb2.ERROR_REASON_TRANSFER_STUCK)):  # type: ignore[arg-type]
+        reason.outcome = pb.RANK_OUTCOME_FAILED
+        scene.report(scene.read("reader").lease_id, reason)
+    unknown, stuck = scene.answer("transfers", *of)["transfers"]
+    reasons = [transfer["reports"][0]["reason"] for transfer in (unknown, stuck)]
+    assert reasons == ["ERROR_REASON_UNSPECIFIED", "ERROR_REASON_TRANSFER_STUCK"]
+    (request,) = scene.answer("requests", *of)["requests"]
+    assert request["last_failure"] == "ERROR_REASON_TRANSFER_STUCK"
+    table = scene.run("transfers", *of).stdout
+    assert "failed: no reason given (rank 0)" in table
+    assert "failed: TRANSFER_STUCK (rank 0)" in table
+    assert "published, a read failed: TRANSFER_STUCK" in scene.run("requests", *of).stdout
+    (top,) = [read for read in scene.answer("top", "--once")["transfers"] if "STUCK" in read["state"]]
+    assert (top["source"], top["state"]) == ("failing", "failed: TRANSFER_STUCK (rank 0)")
 
 
 def test_a_lease_is_let_run_out(scene: Scene) -> None:

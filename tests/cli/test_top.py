@@ -122,20 +122,20 @@ def test_one_look_as_json(kvferry: Run, stage: Stage) -> None:
             "reader": READER,
             "reading": 1,
             "ended": 0,
-            "bytes": 1_500_000,
+            "bytes": 150_000,
             "rate": None,
         }
     ]
     (read,) = found["transfers"]
     assert (read["publication"], read["request_id"], read["state"]) == (7, "cmpl-7", "reading")
-    assert (read["reported"], read["parties"], read["bytes"]) == (1, 4, 1_500_000)
+    assert (read["reported"], read["parties"], read["bytes"]) == (1, 4, 150_000)
     assert read["remaining"] > 0
 
 
 def test_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
     first, second = kvferry("top", "--once").stdout.splitlines()
     assert first.endswith(f"{stage.server.address}: 2 engines, 1 publications, 1 leases, -")
-    assert second.endswith(f"{SOURCE} -> {READER}: 1 reading, 0 ended, 1.5 MB, -")
+    assert second.endswith(f"{SOURCE} -> {READER}: 1 reading, 0 ended, 150.0 kB, -")
 
 
 def test_several_servers_and_one_that_is_gone(stage: Stage, empty: Kvferryd, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import grpc
 
 from kvferry._control.connection import Control
 from kvferry._wire.status import to_status
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
@@ -41,13 +42,13 @@ class Scripted(KVTransferServicer):
         except KvferryError as error:
             _abort(context, error)
             results = []
-        return pb.NotifyResponse(home_epoch=EPOCH, results=results)
+        return pb.NotifyResponse(home_epoch=EPOCH, results=results, version=OURS_ENCODED)
 
     def RegisterCache(self, request: pb.RegisterCacheRequest, context: Any) -> pb.RegisterCacheResponse:
-        return pb.RegisterCacheResponse(home_epoch=EPOCH)
+        return pb.RegisterCacheResponse(home_epoch=EPOCH, version=OURS_ENCODED)
 
     def Handshake(self, request: pb.HandshakeRequest, context: Any) -> Iterator[pb.HandshakeResponse]:
-        yield pb.HandshakeResponse(home_epoch=EPOCH)
+        yield pb.HandshakeResponse(home_epoch=EPOCH, version=OURS_ENCODED)
 
     def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Any) -> pb.ReadChecksumsResponse:
         return pb.ReadChecksumsResponse(home_epoch=EPOCH)
@@ -57,7 +58,10 @@ class Scripted(KVTransferServicer):
             self.watched.append(request)
             self.news.notify_all()
         try:
-            yield from self.watch(len(self.watched))
+            for count, message in enumerate(self.watch(len(self.watched))):
+                if not count:
+                    message.version.CopyFrom(OURS_ENCODED)
+                yield message
         except KvferryError as error:
             _abort(context, error)
         ended = threading.Event()
@@ -104,13 +108,13 @@ def released(publication: int, **changes: Any) -> pb.WatchResponse:
 
 def polled(**told: Any) -> pb.PollBlocksResponse:
     """An answer to a reader that polls; nothing told: nothing new."""
-    return pb.PollBlocksResponse(home_epoch=EPOCH, **told)
+    return pb.PollBlocksResponse(home_epoch=EPOCH, version=OURS_ENCODED, **told)
 
 
 @contextmanager
-def scripted(folder: Path) -> Iterator[tuple[Scripted, Control]]:
+def scripted(folder: Path, answers: Scripted | None = None) -> Iterator[tuple[Scripted, Control]]:
     """The server, and a client's connection to it."""
-    answers = Scripted()
+    answers = answers or Scripted()
     server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.max_send_message_length", -1)])
     add_KVTransferServicer_to_server(answers, server)
     address = f"unix:{folder / 'scripted'}"

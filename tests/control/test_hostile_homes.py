@@ -28,6 +28,7 @@ from kvferry._wire.handshake import put_together
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry._wire.status import from_notification_error, to_notification_error
 from kvferry._wire.token import engine_ref
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import (
     BadGeometry,
     HomeRecovering,
@@ -166,7 +167,9 @@ def test_a_handshake_of_more_ranks_than_it_said_ends_at_once() -> None:
     taken: list[int] = []
 
     def pages() -> Iterator[pb.HandshakeResponse]:
-        yield pb.HandshakeResponse(engine=geometry_pb2.EngineGeometry(engine_id="engine"), num_ranks=0)
+        yield pb.HandshakeResponse(
+            source_version=OURS_ENCODED, engine=geometry_pb2.EngineGeometry(engine_id="engine"), num_ranks=0
+        )
         while len(taken) < 1000:
             taken.append(1)
             yield page
@@ -180,7 +183,9 @@ def test_a_handshake_of_too_many_planes_is_refused_before_they_are_made(monkeypa
     monkeypatch.setattr("kvferry._wire.handshake.MAX_PLANES", 100, raising=False)
     planes = [geometry_pb2.Plane() for _ in range(101)]
     page = pb.HandshakeResponse(ranks=[geometry_pb2.RankGeometry(planes=planes)])
-    first = pb.HandshakeResponse(engine=geometry_pb2.EngineGeometry(engine_id="engine"), num_ranks=1)
+    first = pb.HandshakeResponse(
+        source_version=OURS_ENCODED, engine=geometry_pb2.EngineGeometry(engine_id="engine"), num_ranks=1
+    )
     with pytest.raises(BadGeometry, match="100 planes"):
         put_together([first, page])
 

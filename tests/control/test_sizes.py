@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kvferry import Blocks, Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegion, Plane
 from kvferry._clock import now
-from kvferry._control.batches import BATCH, SENT_BYTES, batches
+from kvferry._control.batches import BATCH, SENT_BYTES, SENT_NOTIFY_BYTES, batches
 from kvferry._control.connection import Control
 from kvferry._session import home_session_of
-from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import KvferryError, MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.identifiers import unique_id
@@ -35,7 +35,11 @@ def published(size: int) -> pb.Notification:
 
 @given(
     sizes=st.lists(
-        st.one_of(st.integers(0, 64), st.integers(60_000, 65_536), st.integers(SENT_BYTES - 400, SENT_BYTES - 100)),
+        st.one_of(
+            st.integers(0, 64),
+            st.integers(60_000, 65_536),
+            st.integers(SENT_NOTIFY_BYTES - 400, SENT_NOTIFY_BYTES - 100),
+        ),
         max_size=40,
     ),
     repeat=st.integers(1, 30),
@@ -48,16 +52,20 @@ def test_any_notifications_go_out_in_order_and_within_the_limits(sizes: list[int
     for request in requests:
         assert len(request.notifications) <= BATCH
         # One that fits alone has the margin for its envelope.
-        assert request.ByteSize() <= (SENT_BYTES if len(request.notifications) > 1 else SENT_BYTES + 1024)
+        assert request.ByteSize() <= SENT_NOTIFY_BYTES + (0 if len(request.notifications) > 1 else 1024)
+        assert request.ByteSize() <= MAX_NOTIFY_BYTES
     for one, other in itertools.pairwise(requests):
-        full = len(one.notifications) == BATCH or one.ByteSize() + other.notifications[0].ByteSize() > SENT_BYTES - 8192
+        full = (
+            len(one.notifications) == BATCH
+            or one.ByteSize() + other.notifications[0].ByteSize() > SENT_NOTIFY_BYTES - 8192
+        )
         assert full, "as few calls as the limits allow"
 
 
 def test_one_that_does_not_fit_is_refused_with_its_size() -> None:
     with pytest.raises(MessageTooLarge) as caught:
-        list(batches(SENDER, [published(SENT_BYTES + 1)]))
-    assert int(caught.value.values["size"]) > int(caught.value.values["limit"]) == SENT_BYTES
+        list(batches(SENDER, [published(SENT_NOTIFY_BYTES + 1)]))
+    assert int(caught.value.values["size"]) > int(caught.value.values["limit"]) == SENT_NOTIFY_BYTES
     assert not caught.value.retryable
 
 
@@ -117,7 +125,7 @@ def test_blocks_of_a_step_that_fits_no_message_are_refused_before_they_are_pinne
         for last in (True, False):
             with pytest.raises(MessageTooLarge) as caught:
                 session.publish("wide", {"full": blocks}, last=last)
-            assert int(caught.value.values["size"]) > SENT_BYTES
+            assert int(caught.value.values["size"]) > SENT_NOTIFY_BYTES
         assert session.unreleased() == ()
         first, step = home_session_of(session).offer("narrow", {"full": Blocks([1])}, last=False)
         with pytest.raises(MessageTooLarge):
@@ -149,6 +157,7 @@ def test_a_rank_that_fits_no_message_is_refused_at_once(tmp_path: Path) -> None:
             state_bytes=8,
             axis_size=1,
             units=Interval(0, 1),
+            shared=True,
         )
         for index in range(16_384)
     ]

@@ -14,10 +14,10 @@ from kvferry._control import lease_holder
 from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import Acquired
 from kvferry._control.cancellation import Cancellation
-from kvferry._control.connection import retrying
 from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
+from kvferry._control.retrying import retrying
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import (
     Closed,

@@ -9,14 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from kvferry import EngineSpec, Group
+from kvferry import Blocks, EngineSpec, Group
 from kvferry._control.connection import SILENCE
 from kvferry._control.home_session import HomeSession
 from kvferry._control.watcher import Watcher
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
-from kvferry.errors import EngineUnknown, HomeRecovering, InternalError, KvferryError, ServerDraining, WatchTakenOver
+from kvferry.errors import (
+    ContractDiffers,
+    EngineUnknown,
+    HomeRecovering,
+    InternalError,
+    KvferryError,
+    ServerDraining,
+    WatchTakenOver,
+)
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import opened, released, scripted, synced
+from tests.support.waiting import until
 
 SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
 SCHEDULER = pb.WatchRequest(
@@ -89,6 +98,35 @@ def test_an_answer_that_cannot_be_taken_is_survived(tmp_path: Path, kind: str) -
         assert handler.done.wait(30)
         assert watcher.failure is None
         watcher.close()
+
+
+def test_an_engine_publishes_again_when_the_release_of_its_home_was_taken_back(tmp_path: Path) -> None:
+    taken_back = threading.Event()
+
+    def watch(count: int) -> Iterator[pb.WatchResponse]:
+        if count > 1 and not taken_back.is_set():
+            raise ContractDiffers("the caller is too old")
+        yield opened()
+        yield synced()
+        if count == 1:
+            raise InternalError("it stops")
+
+    with scripted(tmp_path) as (server, control):
+        server.watch = watch
+        session = HomeSession(control, SPEC, 30)
+
+        def refused() -> bool:
+            try:
+                session.offer("r", {"full": Blocks([1])})
+            except ContractDiffers:
+                return True
+            return False
+
+        until(refused)
+        assert not server.notified
+        taken_back.set()
+        until(lambda: not refused())
+        session.close()
 
 
 def test_an_engine_that_was_never_there_is_told_at_once(tmp_path: Path) -> None:

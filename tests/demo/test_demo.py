@@ -46,7 +46,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     scratch.mkdir(exist_ok=True)
     # UCX as users have it: see tests/conftest.py.
     kept = {name: value for name, value in os.environ.items() if name != "UCX_MEM_MMAP_HOOK_MODE"}
-    return {**kept, "TMPDIR": str(scratch)}
+    # The node servers of the demonstration are not set up as those of the host are.
+    return {**kept, "TMPDIR": str(scratch), "KVFERRYD_POLICY": str(scratch / "none")}
 
 
 @pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])

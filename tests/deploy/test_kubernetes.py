@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import kvferry
 from kvferry_server.node.config import ENV_PREFIX, NodeConfig
 from kvferry_server.node.loading import load
 from kvferry_server.node.times import DRAIN_STREAMS, STOP_MARGIN
@@ -53,7 +54,7 @@ def test_kubectl_puts_them_together() -> None:
     (daemons,) = (document for document in made if document["kind"] == "DaemonSet")
     pod = daemons["spec"]["template"]["spec"]
     images = {container["image"] for container in (*pod["containers"], *pod["initContainers"])}
-    assert images == {"registry.example/kvferry:0.1.0"}
+    assert images == {f"registry.example/kvferry:{kvferry.__version__}"}
 
 
 def test_environment_is_settings_that_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry import Directory, Listed, Listing
 from kvferry._directory import etcd as etcd_module
-from kvferry._directory import etcd_calls
+from kvferry._directory import etcd_calls, etcd_entries
 from kvferry._directory.etcd import EtcdDirectory
 from kvferry.errors import DirectoryUnavailable
 from tests.directory.conftest import problem
@@ -180,7 +180,7 @@ def test_a_large_directory_is_read_in_pages(etcd: Etcd, opened: Open, monkeypatc
 
 
 def test_entries_that_are_no_listings_spoil_no_others(
-    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch
+    etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     home, reader = opened(etcd.url), opened(etcd.url)
     for key, value in (
@@ -196,11 +196,125 @@ def test_entries_that_are_no_listings_spoil_no_others(
     home.publish(HERE, [Listing("good", HERE)], 30.0)
     until(lambda: lists(reader, "good"))
     assert reader.listed() == Listed(frozenset({HERE}), (Listing("good", HERE),))
-    # Whoever can write there can also write very much.
-    monkeypatch.setattr(etcd_module, "MAX_KEYS", 3)
-    crowded = opened(etcd.url)
-    until(lambda: "more than 3 keys" in problem(crowded))
-    assert not crowded.wait(0)
+    # Each is named once, however often the directory is read; what is not a directory's is not mentioned.
+    other = opened(etcd.url)
+    until(lambda: lists(other, "good"))
+    home.publish(HERE, [Listing("good", HERE), Listing("more", HERE)], 30.0)
+    until(lambda: lists(reader, "more") and lists(other, "more"))
+    named = [record.getMessage() for record in caplog.records if "is not a listing" in record.getMessage()]
+    for key in ("'/fleet/engines/x/y'", "'/fleet/engines/x/z'", "'/fleet/homes/unix%3A%2Frun'", "'/fleet/homes/%FF'"):
+        assert sum(key in line for line in named) == 2, key
+    assert len(named) == 8
+
+
+def test_whoever_writes_very_much_does_not_fill_a_readers_memory(
+    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = opened(etcd.url)
+    home.publish(HERE, [Listing(f"engine-{number}", HERE) for number in range(3)], 30.0)
+    for limit, value, said in (("MAX_KEYS", 3, "more than 3 listings"), ("MAX_BYTES", 200, "more than 200 bytes")):
+        with monkeypatch.context() as patch:
+            patch.setattr(etcd_entries, limit, value)
+            crowded = opened(etcd.url)
+            until(lambda: said in problem(crowded))  # noqa: B023
+            assert not crowded.wait(0)
+
+
+def test_keys_without_a_listing_fill_neither_the_log_nor_the_memory_of_a_reader(
+    etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = opened(etcd.url)
+    assert reader.wait(30)
+    for begin in ("homes/", "homes/h%3A", "engines/a/"):
+        etcd.put(f"/fleet/{begin}{'9' * 300_000}", Listing("a", HERE).to_json())
+    etcd.put("/fleet/homes/10.0.0.1%3A7423", b"{}")
+    until(lambda: HERE in reader.listed().homes)
+    named = [record.getMessage() for record in caplog.records if "is not a listing" in record.getMessage()]
+    assert len(named) == 3
+    assert all(len(line) < 1000 for line in named)
+    assert isinstance(reader, EtcdDirectory)
+    assert sum(map(len, reader._entries._named)) < 1000
+
+
+def test_an_engine_is_listed_only_under_its_own_key(etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    reader = opened(etcd.url)
+    good = Listing("good", HERE)
+    etcd.put("/fleet/engines/good/10.0.0.1%3A7423", good.to_json())
+    # Another engine's name, another home's address, and another form of its own key.
+    etcd.put("/fleet/engines/mine/10.0.0.1%3A7423", Listing("theirs", HERE).to_json())
+    etcd.put("/fleet/engines/good/10.0.0.9%3A7423", good.to_json())
+    etcd.put("/fleet/engines/goo%64/10.0.0.1%3A7423", good.to_json())
+    # A directory below this one: its prefix is /fleet/engines.
+    nested = opened(f"{etcd.url}/engines")
+    nested.publish(THERE, [Listing("nested", THERE)], 30.0)
+    until(lambda: lists(nested, "nested"))
+    until(lambda: lists(reader, "good"))
+    etcd.put("/fleet/homes/10.0.0.1%3A7423", b"{}")
+    until(lambda: HERE in reader.listed().homes)
+    assert reader.listed() == Listed(frozenset({HERE}), (good,))
+    assert nested.listed() == Listed(frozenset({THERE}), (Listing("nested", THERE),))
+    assert caplog.text.count("as the value says") == 3
+    # What becomes junk is no listing any more.
+    etcd.put("/fleet/engines/good/10.0.0.1%3A7423", Listing("theirs", HERE).to_json())
+    until(lambda: not reader.listed().engines)
+
+
+def test_values_that_do_not_fit_an_answer_keep_nobody_from_the_listings(
+    etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    home, running = opened(etcd.url), opened(etcd.url)
+    home.publish(HERE, [Listing("engine", HERE)], 60.0)
+    until(lambda: lists(running, "engine"))
+    for number in range(5):
+        etcd.put(f"/fleet/engines/a/junk-{number}", b"x" * 1_000_000)
+    later = opened(etcd.url)
+    assert later.wait(30)
+    assert later.listed() == Listed(frozenset({HERE}), (Listing("engine", HERE),))
+    # Those that run hear of what comes after it.
+    home.publish(HERE, [Listing("engine", HERE), Listing("next", HERE)], 60.0)
+    until(lambda: lists(running, "next") and lists(later, "next"))
+    assert "cannot be read" not in caplog.text
+
+
+def test_a_key_whose_value_is_larger_than_any_answer_is_left_out_by_name(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Etcd(tmp_path, flags=("--max-request-bytes", "8000000")) as large:
+        home = opened(large.url)
+        home.publish(HERE, [Listing(f"engine-{number}", HERE) for number in range(4)], 60.0)
+        large.put("/fleet/engines/engine-1/huge", b"x" * 6_000_000)
+        reader = opened(large.url)
+        assert reader.wait(30)
+        assert [listing.engine_id for listing in reader.listed().engines] == [f"engine-{n}" for n in range(4)]
+        assert caplog.text.count("'/fleet/engines/engine-1/huge'") == 1
+
+
+def test_valid_listings_that_are_large_together_are_read(etcd: Etcd, opened: Open) -> None:
+    # 4.2 kB each: a thousand of them do not fit an answer.
+    home, reader = opened(etcd.url), opened(etcd.url)
+    labels = {f"label-{number}": "x" * 256 for number in range(16)}
+    engines = tuple(Listing(f"engine-{number:04}", HERE, labels=labels) for number in range(1100))
+    home.publish(HERE, engines, 120.0)
+    assert reader.wait(60)
+    assert reader.listed().engines == engines
+
+
+def test_a_change_costs_its_own_entry_and_not_all(etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, reader = opened(etcd.url), opened(etcd.url)
+    home.publish(HERE, [Listing(f"engine-{number}", HERE) for number in range(50)], 60.0)
+    until(lambda: lists(reader, "engine-49"))
+    parsed: list[bytes] = []
+    whole = Listing.from_json
+
+    def counted(encoded: bytes) -> Listing:
+        parsed.append(encoded)
+        return whole(encoded)
+
+    monkeypatch.setattr(Listing, "from_json", counted)
+    again = [Listing(f"engine-{number}", HERE, b"2" * 16) for number in range(50)]
+    home.publish(HERE, again, 60.0)
+    until(lambda: reader.listed().engines == tuple(again))
+    assert sorted(parsed) == sorted(listing.to_json() for listing in again)
 
 
 def test_an_endpoint_that_is_away_is_passed_over(etcd: Etcd, opened: Open) -> None:

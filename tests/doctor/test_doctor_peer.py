@@ -16,7 +16,6 @@ from kvferry._doctor import peer
 from kvferry._doctor.finding import Finding
 from kvferry._doctor.host import Host
 from kvferry._wire.channel import TlsConfig
-from kvferry.v1 import introspection_pb2
 from tests.doctor.looking import names
 from tests.support.certificates import Authority, tls_flags
 from tests.support.node_servers import Kvferryd, free_port
@@ -53,9 +52,7 @@ def look(address: str, tls: TlsConfig | None = None, timeout: float = 5.0) -> li
 
 def test_a_node_server_that_serves(stage: Stage) -> None:
     found = look(stage.tcp, stage.right)
-    # GetServerInfo comes with a later revision of the contract; where this SDK has it, so has its node server.
-    version = "peer-version" if hasattr(introspection_pb2, "GetServerInfoRequest") else "peer-older"
-    assert names(found) == {"peer-answers", version}
+    assert names(found) == {"peer-answers", "peer-version"}
     assert "over TLS (median of 21" in found[0].found
     assert "without TLS" in look(stage.socket)[0].found
 
@@ -166,7 +163,7 @@ def test_what_a_peer_says_is_cut() -> None:
 
 def test_an_older_node_server_tells_no_version() -> None:
     with server_with_health(b"\x08\x01") as address:
-        assert names(look(address)) == {"peer-answers", "peer-older"}
+        assert names(look(address)) == {"peer-answers", "peer-version-differs"}
 
 
 def test_something_that_accepts_and_never_answers() -> None:

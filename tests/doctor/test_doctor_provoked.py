@@ -274,7 +274,7 @@ sys.meta_path.insert(0, Missing())
 )
 def test_what_a_read_says(monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str) -> None:
     """Ways and speeds that this machine does not have."""
-    monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10))
+    monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10, 0))
     monkeypatch.setattr(moves, "_written", lambda log: way)
     monkeypatch.setattr(moves, "way_of", lambda text: text)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -295,3 +295,15 @@ def test_a_read_between_two_processes(tls: str, finding: str) -> None:
         assert "of a copy in one process" in found[0].found
     else:
         assert "UCX: " in found[0].found
+
+
+@NIXL
+def test_a_process_that_crashes_at_its_end_is_seen() -> None:
+    crash = """
+from kvferry._doctor import moves
+real = moves.python
+moves.python = lambda code: real(code + "; import os; os.kill(os.getpid(), 11)")
+"""
+    found = look_in([], "moves", first=crash)
+    assert set(found) & {"reads-by-cma", "reads-slow"}
+    assert found["nixl-ends-badly"]["found"] == "the process that was read from ended by SIGSEGV"

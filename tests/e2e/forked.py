@@ -54,7 +54,7 @@ def public_classes() -> set[type]:
     for module in (kvferry, kvferry.engine, kvferry.aio):
         for name in getattr(module, "__all__", vars(module)):
             member = getattr(module, name)
-            if inspect.isclass(member) and member.__module__.startswith(module.__name__):
+            if not name.startswith("_") and inspect.isclass(member) and member.__module__.startswith(module.__name__):
                 found.add(member)
     values = {found_class for found_class in found if is_value(found_class)}
     return found - values

@@ -79,6 +79,7 @@ def test_the_guide_to_testing_shows_tests_that_pass(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", *options, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert "3 passed" in done.stdout, done.stdout
+    assert done.returncode == 0
 
 
 def test_every_grpcurl_line_says_what_the_server_understands() -> None:

@@ -7,16 +7,21 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, Interval, NixlOptions, Read, ReadState
+from kvferry._wire.channel import connect
+from kvferry._wire.failures import failures_of
 from kvferry.errors import TransferCancelled, TransferExpired, TransferStuck
+from kvferry.v1.introspection_pb2 import ListTransfersRequest
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.caches import POISON, Model, expect, kv, shards, write
 from tests.support.engines import Engine, reader_of
 from tests.support.node_servers import NodeServerProcess
-from tests.support.waiting import stop
+from tests.support.waiting import stop, until
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model(num_blocks=64)
@@ -81,6 +86,12 @@ def test_read_whose_lease_ran_out_is_expired_and_its_blocks_are_uncertain_until_
         assert np.array_equal(cells[wanted != POISON], wanted[wanted != POISON])
 
 
+def failures(list_transfers: Any) -> list[str]:
+    """Why reads failed, as their source's home tells it, by lease."""
+    answer = list_transfers(ListTransfersRequest(), timeout=20)
+    return [failures_of(transfer.reports) for transfer in answer.transfers]
+
+
 def test_read_that_does_not_end_fails_by_its_own_timeout(tmp_path: Path, engine: MakeEngine, cells: np.ndarray) -> None:
     with (
         NodeServerProcess(tmp_path / "home", tcp=True) as server,
@@ -100,5 +111,8 @@ def test_read_that_does_not_end_fails_by_its_own_timeout(tmp_path: Path, engine:
             assert not cancelled.cancel()
             assert isinstance(cancelled.exception(20), TransferCancelled)
         assert stuck.wait_quiet(20)
+        with connect(server.address) as channel:
+            home = IntrospectionStub(channel)
+            until(lambda: "TRANSFER_STUCK (rank 0)" in failures(home.ListTransfers))
         assert cancelled.wait_quiet(20)
         assert cache.gauges().uncertain == 0

@@ -50,7 +50,7 @@ def test_pair_of_geometries_is_moved_exactly(sources: Connection, homes: tuple[s
             "granule",
         ),
         ({"model": {**GQA, "dtype": "float16"}}, {}, "dtype"),
-        ({"tp_size": 2, "shards": [[0, 3], [4, 8]]}, {}, "units"),
+        ({"tp_size": 2, "shards": [[0, 3], [4, 8]], "partial": True}, {}, "units"),
     ],
     ids=["page-opaque-unequal-pages", "dtype", "hole"],
 )

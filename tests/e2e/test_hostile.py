@@ -31,11 +31,11 @@ from kvferry.errors import (
 )
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
+from tests.support.stubs import KVTransferStub
 
 MakeEngine = Callable[..., Engine]
 Homes = tuple[str, str]
@@ -197,7 +197,7 @@ def test_incompatible_caches_are_refused_at_handshake_naming_every_field(engine:
 
 
 def test_units_that_nobody_holds_are_refused_at_handshake(engine: MakeEngine, homes: Homes) -> None:
-    source = engine(homes[0], MODEL, [Interval(0, 1), Interval(1, 3)])
+    source = engine(homes[0], MODEL, [Interval(0, 1), Interval(1, 3)], partial=True)
     destination = engine(homes[1], MODEL, shards(4, 1), serve=False)
     source.ready()
     (rank,) = destination.ready().ranks

@@ -16,9 +16,9 @@ from kvferry import Blocks, Client, EngineSession, EngineSpec, Interval, MemoryK
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.caches import Model
 from tests.support.identifiers import unique_id
+from tests.support.stubs import KVTransferStub
 from tests.support.waiting import until
 
 MODEL = Model()

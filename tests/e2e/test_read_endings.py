@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvferry._work_queue
+import kvferry._threads
 from kvferry import Blocks, Cache, Client, Read
 from kvferry._threads import start_thread
 from kvferry.errors import Closed, LimitReached, PublicationTimeout
@@ -75,7 +75,7 @@ def test_callback_may_wait_for_another_read_also_where_threads_are_short(
             raise LimitReached("none", retry_after=1.0, limit="threads", value=0)
         return start_thread(run, name)
 
-    monkeypatch.setattr(kvferry._work_queue, "start_thread", few)
+    monkeypatch.setattr(kvferry._threads, "start_thread", few)
     reference = one_to_one[0].session.publish("r", BLOCKS, expected_reads=2).reference
     found: list[Any] = []
     called = threading.Event()

@@ -24,11 +24,11 @@ from kvferry.engine import Grant
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.e2e.secrets_in import forms, found
 from tests.support.admin_listeners import get
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import NodeServerProcess, free_port
+from tests.support.stubs import KVTransferStub
 from tests.support.waiting import until
 
 GROUP = Group("full", block_tokens=16, num_blocks=8)

@@ -15,6 +15,7 @@ from kvferry._control.connection import Control
 from kvferry._session import EngineSession
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from kvferry._wire.token import engine_ref
+from kvferry._wire.version import OURS_AS_RELAY
 from kvferry.errors import EngineIncomplete, InvalidField, PeerRestarted, RelayLoop, Unreachable
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -175,7 +176,9 @@ def registration(spanning: Spanning, **changes: Any) -> pb.RegisterCacheRequest:
 def test_what_cannot_be_relayed_is_refused_and_harms_nobody(spanning: Spanning) -> None:
     home, other = spanning.home.address, spanning.other.address
     token = spanning.session.token
-    assert isinstance(failure(other, registration(spanning, home=home, relayed_by="third:1")), RelayLoop)
+    looping = registration(spanning, home=home, relayed_by="third:1")
+    looping.version.relay.CopyFrom(OURS_AS_RELAY)
+    assert isinstance(failure(other, looping), RelayLoop)
     watch = pb.WatchRequest(engine=engine_ref(token), session_secret=token.session_secret, role=pb.WATCH_ROLE_SCHEDULER)
     watch.home = home
     assert isinstance(failure(other, watch), InvalidField)

@@ -27,11 +27,11 @@ from kvferry._wire.channel import connect
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.integrations import otel
 from kvferry.v1.kv_transfer_pb2 import NotifyRequest, WatchRequest
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.node_servers import Kvferryd, NodeServerProcess, environment, refused
 from tests.support.raw_parties import Party
 from tests.support.recorded_spans import Recorded
 from tests.support.repository import ROOT
+from tests.support.stubs import KVTransferStub
 from tests.support.waiting import until
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from kvferry.errors import (
     PublicationStale,
     PublicationTimeout,
     TransferCancelled,
+    TransferExpired,
     TransferFailed,
     TransferStuck,
     WrongState,
@@ -386,6 +388,8 @@ def test_workers_that_say_nothing_are_given_up(
     publication, _ = publish(source, "silent")
     destination.scheduler.acquire("mine", publication.reference, timeout=2)
     destination.grant("mine")
+    # Nor does the engine tell them that the read has ended.
+    monkeypatch.setattr(destination.scheduler, "cancels", list)
     grant = destination.start("mine", IDS, ranks=range(0))
     end = destination.end_of("mine")
     assert isinstance(end.error, TransferStuck)
@@ -408,6 +412,7 @@ def test_failed_reads_are_withheld_until_quiet(
     publication, _ = publish(source, "withheld")
     destination.scheduler.acquire("mine", publication.reference, timeout=2)
     destination.grant("mine")
+    monkeypatch.setattr(destination.scheduler, "cancels", list)
     grant = destination.start("mine", IDS, ranks=range(0))
     destination.until(lambda: destination.scheduler.stats().failed == 1)
     destination.step()
@@ -514,7 +519,7 @@ def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
 
 def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
     model = Model()
-    with NodeServerProcess(tmp_path / "one", tcp=True, ttl=3, max_ttl=3, engine_ttl=10) as server:
+    with NodeServerProcess(tmp_path / "one", tcp=True, ttl=6, max_ttl=6, engine_ttl=10) as server:
         source = port_engine(server.address, model, shards(model.heads, 1))
         destination = port_engine(server.address, model, shards(model.heads, 1))
         source.ready(), destination.ready()
@@ -523,10 +528,13 @@ def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Call
         destination.grant("mine")
         server.stop(signal.SIGKILL)
         server.start()
-        destination.start("mine", IDS)
-        end = destination.end_of("mine")
+        end = None
+        # On a busy machine the lease ends before the home is back.
+        with suppress(TransferExpired):
+            destination.start("mine", IDS)
+            end = destination.end_of("mine")
         # Whichever way it ends, it is not wrong.
-        if end.error is None:
+        if end is not None and end.error is None:
             assert (destination.memories[0].cells == expect(destination.memories[0], values, IDS, (0, TOKENS))).all()
         source.scheduler.abort(publication)
         source.release_of(publication, 60)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
 import pytest
 
-from kvferry import Blocks, EngineSpec, Group, Publication, Release
+from kvferry import Blocks, EngineSpec, Group, Publication, Release, ReleaseOutcome
 from kvferry._control import publication_sender
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, Control
@@ -176,22 +177,78 @@ def test_steps_behind_one_that_must_wait_are_sent_after_it(port: SchedulerPort, 
     publish(port, 1)
     assert calls.begun.wait(SOON)
     publication = steps(port, 2, 3, 4)
-    port.abort(publication)
     number = publication.number
-    aborts = list[int]()
-
-    def fail(_: int) -> None:
-        aborts.append(calls.aborts)
-
     busy = HomeRecovering("not now", retry_after=0.01)
-    calls.fail = fail
     calls.change = lambda call, step: busy if (call, step.publication, step.step) == (1, number, waits) else None
     calls.go.set()
-    # The home has refused those behind it, and would have taken the abort.
-    assert [(release.publication, release.local) for release in all_released(port, 1)] == [(number, False)]
+    # The home has refused those behind it.
     every = [(number, step) for step in range(3)]
-    assert calls.sent[1:] == [every, every[waits : waits + 1], every[waits + 1 :]]
-    assert not any(aborts)
+    expected = [every, every[waits : waits + 1], every[waits + 1 :]]
+    until(lambda: len(calls.sent) == 1 + len(expected))
+    assert calls.sent[1:] == expected
+    port.abort(publication)
+    assert [(release.publication, release.local) for release in all_released(port, 1)] == [(number, False)]
+
+
+@pytest.mark.parametrize(("taken", "local"), [(0, True), (1, False)])
+def test_what_waits_is_not_sent_again_once_it_is_aborted(
+    port: SchedulerPort, calls: Calls, taken: int, local: bool
+) -> None:
+    publish(port, 1)
+    assert calls.begun.wait(SOON)
+    publication = steps(port, 2, 3, 4)
+    port.abort(publication)
+    number = publication.number
+    busy = HomeRecovering("not now", retry_after=0.01)
+    calls.change = lambda call, step: busy if step.publication == number and step.step >= taken else None
+    calls.go.set()
+    # The home has nothing of it, or it releases what it has.
+    assert [(release.publication, release.local) for release in all_released(port, 1)] == [(number, local)]
+    assert calls.sent[1:] == [[(number, step) for step in range(3)]]
+    assert calls.aborts == taken
+
+
+def test_what_a_home_did_not_take_for_long_is_taken_when_the_home_is_back(
+    port: SchedulerPort, calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(port, 1)
+    assert calls.begun.wait(SOON)
+    publications = [steps(port, block, block + 1) for block in range(2, 22, 2)]
+    started, back = time.monotonic(), threading.Event()
+    calls.fail = lambda _: None if back.is_set() else Unreachable("no answer", address="home")
+    calls.go.set()
+    until(lambda: time.monotonic() > started + CALL_TIMEOUT + 1.0)
+    assert port.released() == []
+    back.set()
+    taken = {(publication.number, step) for publication in publications for step in range(2)}
+    until(lambda: taken <= {sent for call in calls.sent for sent in call})
+    for publication in publications:
+        port.abort(publication)
+    assert {(release.local, release.outcome) for release in all_released(port, len(publications))} == {
+        (False, ReleaseOutcome.ABORTED)
+    }
+    # One line for all of them.
+    assert sum("publications of engine 'prefill' wait" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_publication_that_no_home_has_taken_for_as_long_as_one_holds_it_is_given_up(
+    port: SchedulerPort, calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    port._session._session.patience = 0.5
+    publish(port, 1)
+    assert calls.begun.wait(SOON)
+    publications = [port.publish("lost", {"full": Blocks([block])}) for block in (2, 3, 4)]
+    busy = HomeRecovering("not now", retry_after=0.01)
+    calls.change = lambda _, step: busy if step.publication > 1 else None
+    calls.go.set()
+    # No home can have them: their blocks are free at once.
+    found = all_released(port, len(publications))
+    assert [(release.publication, release.local) for release in found] == [
+        (publication.number, True) for publication in publications
+    ]
+    lost = [record.getMessage() for record in caplog.records if "could not send" in record.getMessage()]
+    assert len(lost) == 1
+    assert f"publication {publications[0].number}: request 'lost' is given up after" in lost[0]
 
 
 def test_a_home_that_takes_steps_behind_one_that_it_refused_may_have_all(port: SchedulerPort, calls: Calls) -> None:
@@ -246,6 +303,7 @@ def test_a_call_without_an_answer_is_repeated_whole(port: SchedulerPort, calls: 
 def test_one_that_must_wait_for_long_ends_no_other(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
+    port._session._session.patience = SOON
     long, short, good = (publish(port, block) for block in (2, 3, 4))
     answers: dict[tuple[int, int], KvferryError] = {
         (1, long): LimitReached("full", retry_after=60.0, limit="x", value=1),
@@ -253,7 +311,7 @@ def test_one_that_must_wait_for_long_ends_no_other(port: SchedulerPort, calls: C
     }
     calls.change = lambda call, step: answers.get((call, step.publication))
     calls.go.set()
-    # It is longer than it is tried for, so that it is aborted; the next one is tried again.
+    # It is longer than it is tried for; the next one is tried again.
     assert [release.publication for release in all_released(port, 1)] == [long]
     until(lambda: len(calls.sent) == 3)
     assert calls.sent[1:] == [[(long, 0), (short, 0), (good, 0)], [(short, 0)]]
@@ -347,7 +405,8 @@ def test_what_is_left_of_a_refused_publication_is_not_sent(port: SchedulerPort, 
 def test_what_was_accepted_for_sending_is_sent_or_said_to_be_too_large(
     port: SchedulerPort, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry._control.batches.SENT_BYTES", 4000)
+    for module in ("batches", "publication_steps"):
+        monkeypatch.setattr(f"kvferry._control.{module}.SENT_NOTIFY_BYTES", 4000)
     publish(port, 1)
     assert calls.begun.wait(SOON)
     publication = port.publish("r" * 256, {"full": Blocks([2])}, last=False)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquisition import Acquired, MoreBlocks
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm
@@ -503,6 +503,66 @@ def test_what_is_refused_is_told_once(world: World) -> None:
         world.reads.granted("mine")
     assert not world.reads.stages()
     assert not world.reads.cancel("mine")
+
+
+def test_news_names_the_requests_that_were_granted_or_refused_each_once(world: World) -> None:
+    """Of those that still wait an engine hears nothing, so it need not ask for each in each step."""
+    for request in ("granted", "refused", "cancelled", "waits"):
+        world.reads.acquire(request, request, 0, TIMEOUT)
+    assert world.reads.take_changed() == []
+    world.answer(text="granted")
+    world.until(ReadStage.GRANTED)
+    world.answer(PublicationStale("gone"), text="refused")
+    world.until(ReadStage.REFUSED)
+    world.reads.cancel("cancelled")
+    assert world.reads.take_changed() == ["granted", "refused"]
+    assert world.reads.take_changed() == []
+
+
+def test_news_forgets_a_request_that_is_given_up(world: World) -> None:
+    """An engine that never asks for news has nothing piled up."""
+    world.granted()
+    world.reads.cancel("mine")
+    assert world.reads.take_changed() == []
+
+
+def test_news_names_a_granted_request_whose_source_has_published_more(make: Callable[..., World]) -> None:
+    world = make()
+    world.granted()
+    world.reads.take_changed()
+    [read] = world.reads._by_id.values()
+    with world.reads._lock:
+        world.reads.on_more(read, MoreBlocks({"full": Blocks([5], 32, 48)}, b"", complete=False))
+    assert world.reads.take_changed() == ["mine"]
+
+
+def test_news_of_a_request_outlives_an_earlier_read_of_the_same_name(world: World) -> None:
+    """The earlier one has failed, and becomes quiet only when the later one is granted already."""
+    earlier = world.reading()
+    world.ends(earlier, 0, "TransferFailed", quiet=False)
+    world.ends(earlier, 1)
+    world.until(ReadStage.ENDED)
+    world.reads.take_changed()
+    world.granted()
+    world.reads.collect(WorkerOutput(0, quiesced=(earlier,)))
+    assert world.reads.take_changed() == ["mine"]
+
+
+def test_no_more_reads_wait_than_may_and_one_that_is_granted_or_given_up_waits_no_longer(
+    make: Callable[..., World],
+) -> None:
+    world = make(max_waiting=2)
+    for request in ("one", "two"):
+        world.reads.acquire(request, request, 0, TIMEOUT)
+    with pytest.raises(LimitReached):
+        world.reads.acquire("three", "three", 0, TIMEOUT)
+    world.answer(text="one")
+    world.until(ReadStage.GRANTED)
+    world.reads.cancel("two")
+    for request in ("three", "four"):
+        world.reads.acquire(request, request, 0, TIMEOUT)
+    with pytest.raises(LimitReached):
+        world.reads.acquire("five", "five", 0, TIMEOUT)
 
 
 def test_the_end_of_a_read_that_comes_as_a_schedulers_wait_ends_is_told(world: World) -> None:

@@ -66,7 +66,7 @@ def test_a_source_rank_that_never_goes_on(world: World) -> None:
 
 
 def test_a_home_that_never_comes_back(tmp_path: Path) -> None:
-    world = World(tmp_path, times=Times(ttl=1.0, max_ttl=1.0, final=3.0)).ready()
+    world = World(tmp_path, times=Times(ttl=1.0, max_ttl=1.0, hold=3.0, final=3.0)).ready()
     try:
         works(world)
         request = world.source.publish()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from hypothesis import strategies as st
 
+from kvferry._wire.version import introduce
 from kvferry.v1 import admin_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.fuzz.methods import Method
@@ -68,7 +69,7 @@ def seed(method: Method, party: Party) -> Message:
     }
     for name, make in known.items():
         if method.path.endswith(name):
-            return make()
+            return introduced(make())
     identities = {"engine_id": party.name, "page_token": "YQ.YQ", "page_size": 5, "engine": party.ref}
     for field in method.request.fields:
         value = identities.get(field.name)
@@ -76,6 +77,13 @@ def seed(method: Method, party: Party) -> Message:
             getattr(message, field.name).CopyFrom(value)
         elif value is not None and not isinstance(value, Message):
             setattr(message, field.name, value)
+    return introduced(message)
+
+
+def introduced(message: Message) -> Message:
+    """Put in what every caller says of its version, without which all is refused at once."""
+    if "version" in message.DESCRIPTOR.fields_by_name:
+        introduce(cast("Any", message))
     return message
 
 

@@ -31,7 +31,7 @@ from kvferry._wire.status import from_rpc_error
 from kvferry.errors import PublicationTimeout
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.fuzz.messages import EXTREMES, is_map
+from tests.fuzz.messages import EXTREMES, introduced, is_map
 from tests.fuzz.methods import METHODS, Method
 from tests.fuzz.pockets import Pockets
 
@@ -244,7 +244,7 @@ class HostilePeer:
                 for named in (ref, self._impostor(ref)):
                     secret = self.secrets[0]
                     request = pb.WatchRequest(engine=named, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
-                    held.append(watch(request, wait_for_ready=True))
+                    held.append(watch(introduced(request), wait_for_ready=True))
             while self._rushing.is_set() and any(stream.is_active() for stream in held):
                 time.sleep(0.01)
             for stream in held:
@@ -270,6 +270,8 @@ class HostilePeer:
 
     def _call(self, method: Method, request: Message) -> list[Message]:
         self.calls += 1
+        if self._turns.random() < 0.98:
+            introduced(request)
         began = time.monotonic()
         answers: list[Message] = []
         try:

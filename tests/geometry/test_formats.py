@@ -245,7 +245,7 @@ def test_tensors_of_another_format_are_refused() -> None:
         lambda: formats.vllm_cpu({"l": cache}, GROUP, "X86!"),
         lambda: formats.vllm_mla({"l": cache[:, :1]}, GROUP, latent_dim=17),
         lambda: formats.vllm_indexer({"l": cache[:, :1]}, GROUP, index_dim=8),
-        lambda: formats.sglang_mha({"l": cache}, {}, GROUP),
+        lambda: formats.sglang_mha({"l": cache}, {"m": cache}, GROUP),
         lambda: formats.trtllm_pool(cache, ("a",), GROUP, 3),
     )
     for call in refused:

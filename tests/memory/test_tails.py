@@ -35,6 +35,8 @@ def test_what_was_not_moved_is_cleared(granule: int, window: int, floor: int) ->
         count = -(-end // BLOCK)
         # Blocks that have left the window are null blocks.
         ids = [0 if (place + 1) * BLOCK <= first else 3 + place for place in range(count)][floor // BLOCK :]
+        if window and end - window >= floor and ids[(end - window) // BLOCK - floor // BLOCK]:
+            first = end - window
         blocks = Blocks(ids, floor, end)
         source = {"g": Blocks(range(1, count + 1), 0, end)}
         moved = needed([group], {"g": Group("g", kind, BLOCK, NUM_BLOCKS, None, window)}, source, {"g": blocks}, None)

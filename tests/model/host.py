@@ -17,11 +17,12 @@ from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
 from kvferry_server.home.streams import read_blocks, watch
+from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 from kvferry_server.servicers import decode, encode
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.notify import notify
-from kvferry_server.servicers.relay import Relays
+from kvferry_server.servicers.relay import Caller, Relays
 from tests.model.clocks import PartyClock
 
 if TYPE_CHECKING:
@@ -92,6 +93,17 @@ class Pulled(Generic[T]):
             return
 
 
+class _NoLoop(TimeSlices):
+    """No event loop that calls would share: each is handled to its end."""
+
+    @property
+    def over(self) -> bool:
+        return False
+
+    async def begin(self, host: str, *, short: bool) -> None:
+        return
+
+
 class Host:
     """One start of the node server."""
 
@@ -99,6 +111,7 @@ class Host:
         self.clock = clock
         self.home = Home(clock, TIMES, ADVERTISE)
         self.home.wakeups = _ParkedWakeups()
+        self.home.time_slices = _NoLoop()
         self.heard: deque[pb.NotifyRequest | pb.ReadBlocksRequest | pb.WatchRequest] = deque(maxlen=12)
         """What parties have said lately."""
         self.renewed_at: dict[bytes, float] = {}
@@ -123,9 +136,9 @@ class Host:
 
     def lie(self, request: pb.NotifyRequest) -> pb.NotifyResponse:
         """As `notify`, from a party that nobody believes to have renewed anything."""
-        # Nothing in it waits; a long batch only lets others have their turn.
+        # Nothing in it waits, see `_NoLoop`.
         relays = Relays(self.home.advertise, None, anywhere=False)
-        answering = notify(self.home, relays, request, NOBODY, 0.0)
+        answering = notify(self.home, relays, request, 0.0, Caller("", NOBODY))
         while True:
             try:
                 answering.send(None)

@@ -33,7 +33,14 @@ Between = Literal[
 ]
 Trouble = Literal["lost", "repeated", "overtaken", "timeout", "heard", "cut", "noticed"]
 Disaster = Literal[
-    "home restarts", "home is away", "home drains", "source restarts", "reader dies", "reader pauses", "clock leaps"
+    "home restarts",
+    "home is away",
+    "home drains",
+    "source restarts",
+    "source stops",
+    "reader dies",
+    "reader pauses",
+    "clock leaps",
 ]
 
 
@@ -184,6 +191,8 @@ class Machine(RuleBasedStateMachine):
         world, victim = self.world, self.world.readers[reader]
         if what == "source restarts":
             world.restart_source()
+        elif what == "source stops":
+            world.stop_source()
         elif what == "reader dies":
             world.kill(victim)
         elif what == "reader pauses":
@@ -232,7 +241,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.source.can_publish)
     @rule(
         reader=st.integers(0, 1),
-        end=st.sampled_from(("declined", "aborted", "read by another", "unread", "its source restarts")),
+        end=st.sampled_from(
+            ("declined", "aborted", "read by another", "unread", "its source restarts", "its source stops")
+        ),
         home_restarts=st.booleans(),
         copy=st.booleans(),
     )
@@ -260,7 +271,7 @@ class Machine(RuleBasedStateMachine):
         elif end == "unread":
             world.pass_time(TIMES.hold + 0.05)
         else:
-            world.restart_source()
+            (world.restart_source if end == "its source restarts" else world.stop_source)()
             for _ in range(3):
                 world.flow()
                 world.pass_time(0.4)
@@ -357,6 +368,37 @@ class Machine(RuleBasedStateMachine):
         world.read(world.readers[reader], world.offered[-1], 1, scheduled=True)
         world.flow()
         world.pass_time(0.7)
+        self._copy_all()
+        world.flow()
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(
+        reader=st.integers(0, 1),
+        heard=st.booleans(),
+        seconds=st.sampled_from((6.0, 13.0)),
+        then=st.sampled_from(("kept", "kept", "aborted", "given up")),
+    )
+    def a_request_is_published_in_an_outage(self, reader: int, heard: bool, seconds: float, then: str) -> None:
+        """One that lasts for longer than a call. The home may have heard the first attempt; readers wait for the next
+        home, which is told in a snapshot, by the step itself, or both."""
+        world, source = self.world, self.world.source
+        if not heard:
+            world.stop_home()
+        world.publish(1, last=True, expected_reads=1)
+        if heard:
+            world.network.arrive(world.network.packets[-1], world.host)
+            world.stop_home()
+        world.pass_time(seconds)
+        world.flow()
+        if then == "aborted":
+            source.abort(world.offered[-1])
+        elif then == "given up" and source.sendings:
+            source.disown(source.sendings[0])
+        world.start_home()
+        world.read(world.readers[reader], world.offered[-1], 1, scheduled=True)
+        for _ in range(3):
+            world.flow()
+            world.pass_time(0.4)
         self._copy_all()
         world.flow()
 

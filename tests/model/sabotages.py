@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
 from kvferry._control import judgement, publications, reader_lease
+from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry.errors import WrongSession
 from kvferry.geometry.blocks import Unfinished
@@ -305,6 +307,35 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
 # What only a liar makes use of: a proof that is not asked for, or a secret that is none.
 
 
+@sabotage
+def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Its leases are forgotten with it."""
+    retire, reuse_after = registry.Registry.retire, Home.reuse_after
+    stopped = WeakSet[registry.Registry]()
+
+    def forget(self: registry.Registry, ref: EngineRef) -> None:
+        retire(self, ref)
+        stopped.add(self)
+
+    patch.setattr(registry.Registry, "retire", forget)
+    patch.setattr(
+        Home, "reuse_after", lambda self, engine: 0.0 if self.engines in stopped else reuse_after(self, engine)
+    )
+
+
+@sabotage
+def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pytest.MonkeyPatch) -> None:
+    """As soon as the source stops to send it, although a home may have it, or be told of it."""
+    sent = publications.Offers.sent
+
+    def release(self: publications.Offers, number: int, now: float) -> None:
+        sent(self, number, now)
+        if number in self._held:
+            self._held[number].release_at = self._next_deadline = now + CALL_TIMEOUT
+
+    patch.setattr(publications.Offers, "sent", release)
+
+
 @of_a_liar
 def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
     original = lessor.Lessor._lease
@@ -462,8 +493,8 @@ def whoever_declines_first_is_believed(patch: pytest.MonkeyPatch) -> None:
     """Before the publication comes, its key is not known; and then it is not asked for."""
     original = router_keys.RouterKeys.decline
 
-    def decline(self: router_keys.RouterKeys, key: RouterKey, *rest: Any) -> None:
-        original(self, RouterKey(key.name, b""), *rest)
+    def decline(self: router_keys.RouterKeys, key: RouterKey, *rest: Any, not_published: bool = False) -> None:
+        original(self, RouterKey(key.name, b""), *rest, not_published=not_published)
 
     def arrived(self: router_keys.RouterKeys, publication: PublicationRecord, now: float) -> bool:
         key = publication.router_key

@@ -225,6 +225,12 @@ class Source:
             self._usable_at = None
             self._take(None, tuple(self.memory.contents))
 
+    def retire(self, caller: object) -> None:
+        """Say that this incarnation ends, without waiting for an answer."""
+        retire = pb.Notification(retire=pb.Retire())
+        request = pb.NotifyRequest(sender=self.engine, session_secret=self._secret, notifications=[retire])
+        self.network.call(caller, lambda host: host.notify(request), lambda _: None)
+
     def end(self) -> None:
         """The process is gone; its memory stays as it is."""
         self.alive = False

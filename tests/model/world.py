@@ -110,6 +110,11 @@ class World:
         self.network.open(self, late, Pipe[pb.WatchResponse](lambda _: None, lambda _: None, listening=False))
         self.network.packets[-1].first = False
 
+    def stop_source(self) -> None:
+        """As `restart_source`, in order: the old process says that it ends. The network may keep that, too."""
+        self.source.retire(self)
+        self.restart_source()
+
     def stop_home(self) -> None:
         self.host = None
         self.network.home_gone()

@@ -50,15 +50,17 @@ class Copy:
         for package in ("client/kvferry", "server/kvferry_server"):
             shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def passes(self, tests: Sequence[str], timeout: float) -> bool:
+    def passes(self, tests: Sequence[str], timeout: float, python: str = sys.executable) -> bool:
         """Whether these tests pass with what is in the copy; tests that take longer have failed."""
         paths = [str(self._folder / part) for part in ("client", "server")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
         # Whether a test fails is all that is asked.
         environment["KVFERRY_SHRINK"] = "0"
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--basetemp", str(self._folder / "tmp")]
+        # Warnings are errors in our own environment only, as in `make test-vllm`.
+        options = [] if python == sys.executable else ["-W", "ignore"]
+        options += ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--basetemp", str(self._folder / "tmp")]
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *tests],
+            [python, "-m", "pytest", *options, *tests],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -75,39 +77,47 @@ class Copy:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def notices(self, file: str, mutant: Mutant, stages: Sequence[tuple[Sequence[str], float]]) -> bool:
+    def notices(self, file: str, mutant: Mutant, stages: Sequence[tuple[Sequence[str], float]], python: str) -> bool:
         """Whether a test fails with the mutant in its file's place."""
         place = self._folder / file
         original = place.read_text()
         place.write_text(mutant.source)
         try:
-            return not all(self.passes(tests, timeout) for tests, timeout in stages)
+            return not all(self.passes(tests, timeout, python) for tests, timeout in stages)
         finally:
             place.write_text(original)
 
 
-def limits(copy: Copy, stages: Sequence[Sequence[str]]) -> list[tuple[Sequence[str], float]]:
+def python_of(target: Target) -> str | None:
+    """The Python that runs a target's tests; None: it is not set up."""
+    if target.environment == Target.environment:
+        return sys.executable
+    python = ROOT / target.environment / "bin" / "python"
+    return str(python) if python.exists() else None
+
+
+def limits(copy: Copy, stages: Sequence[Sequence[str]], python: str) -> list[tuple[Sequence[str], float]]:
     """Each stage with the seconds that a mutant may take in it: several times what the original takes."""
     found = []
     for tests in stages:
         began = time.monotonic()
-        if not copy.passes(tests, 600):
+        if not copy.passes(tests, 600, python):
             raise SystemExit(f"without any mutant, {' '.join(tests)} fails")
         found.append((tests, 20 + 3 * (time.monotonic() - began)))
     return found
 
 
-def row(copy: Copy, file: str, target: Target, turns: random.Random, sample: int, until: float) -> Row:
+def row(copy: Copy, file: str, target: Target, python: str, turns: random.Random, sample: int, until: float) -> Row:
     """Try a sample of a file's mutants, as long as there is time."""
     made = mutants((ROOT / file).read_text())
     result = Row(file, len(made))
-    stages = limits(copy, target.stages)
+    stages = limits(copy, target.stages, python)
     for mutant in turns.sample(made, min(sample, len(made))):
         if time.monotonic() > until:
             break
         if mutant.name in target.equivalent:
             result.equivalent.append(mutant)
-        elif copy.notices(file, mutant, stages):
+        elif copy.notices(file, mutant, stages, python):
             result.killed += 1
         else:
             result.survived.append(mutant)
@@ -142,8 +152,12 @@ def main() -> int:
         copy = Copy(Path(folder))
         for file, target in TARGETS.items():
             if any(part in file for part in wanted) and time.monotonic() < until:
+                python = python_of(target)
+                if python is None:
+                    print(f"{file}: not tried, there is no {target.environment}", flush=True)
+                    continue
                 turns = random.Random(f"{arguments.seed} {file}")
-                rows.append(row(copy, file, target, turns, arguments.sample, until))
+                rows.append(row(copy, file, target, python, turns, arguments.sample, until))
                 print(f"{file}: {rows[-1].killed} of {rows[-1].tried} killed", flush=True)
     print(table(rows))
     return 1 if any(one.survived for one in rows) else 0

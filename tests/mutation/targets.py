@@ -59,8 +59,60 @@ READS = ("tests/transport/test_raw_reads.py", "tests/transport/test_faults.py", 
 QUIET = ("tests/transport/test_quiet.py",)
 END_TO_END = ("tests/e2e/test_reads.py", "tests/e2e/test_expiry.py")
 THREADS = ("tests/transport/test_reading_thread.py",)
+CALIBRATION = ("tests/transport/test_calibration.py",)
+SOURCES = ("tests/reads/test_source_engines.py",)
+PARTLY_KNOWN = ("tests/integrity/test_partly_known_sums.py",)
+VERIFIED = ("tests/integrity/test_verified_reads.py",)
+GIVEN_UP = ("tests/engine/test_given_up.py",)
+SENT_AGAIN = ("tests/engine/test_sent_again.py", "tests/engine/test_publishing.py")
+SESSION = ("tests/api/test_blocks_in_use.py", "tests/api/test_copies.py", "tests/control/test_sizes.py")
+WATCHES = ("tests/control/test_watches.py", "tests/control/test_hostile_homes.py")
+TOLD = ("tests/control/test_telling.py", "tests/control/test_lease_holder.py", "tests/control/test_hostile_homes.py")
+STEP_ORDERS = ("tests/engine/test_step_orders.py",)
+PARTS = ("tests/planner/test_request_parts.py", "tests/planner/test_missing_groups.py")
+LATE = ("tests/testing/test_late_grants.py",)
+SLICES = ("tests/server/home/test_time_slices.py",)
+DECODED = ("tests/server/node/test_decoded_size.py",)
+COMPLETE = ("tests/planner/test_completeness.py",)
+DECLARED = ("tests/testing/test_wrong_declarations.py",)
+ROUTERS = (
+    "tests/server/servicers/test_router_references.py",
+    "tests/server/servicers/test_router_impostors.py",
+    "tests/server/servicers/test_decline_anywhere.py",
+)
+FABRIC_ROUTERS = ("tests/testing/test_fabric_routers.py",)
 PORT = ("tests/engine/test_port_decisions.py",)
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
+PROGRESSIVE = ("tests/testing/test_progressive_reads.py", "tests/testing/test_progressive_layers.py")
+VLLM = (
+    "tests/integrations/vllm/test_computed_publishing.py",
+    "tests/integrations/vllm/test_sending.py",
+    "tests/integrations/vllm/test_routed.py",
+    "tests/integrations/vllm/test_order.py",
+    "tests/integrations/vllm/test_first_token.py",
+)
+VLLM_STEPS = (
+    "tests/integrations/vllm/test_rest.py",
+    "tests/integrations/vllm/test_idle_steps.py",
+    "tests/integrations/vllm/test_waiting.py",
+    "tests/integrations/vllm/test_order.py",
+)
+"""What needs vLLM's block managers, and no engine."""
+WITHOUT_SGLANG = {
+    "aux_rows": ("tests/integrations/sglang/test_aux_rows.py",),
+    "bootstrap": ("tests/integrations/sglang/test_bootstrap.py",),
+    "settings": ("tests/integrations/sglang/test_sglang_settings.py",),
+    "support": ("tests/integrations/sglang/test_support.py",),
+}
+"""What needs no SGLang; by module."""
+WITH_SGLANG = {
+    "pools": ("tests/integrations/sglang/test_pools.py",),
+    "holding": ("tests/integrations/sglang/test_endings.py",),
+    "receiver": ("tests/integrations/sglang/test_endings.py",),
+    "sender": ("tests/integrations/sglang/test_endings.py",),
+    "manager": ("tests/integrations/sglang/test_endings.py",),
+}
+"""What needs SGLang's classes, and no engine; by module."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +122,12 @@ class Target:
     Attributes:
         stages: tests, the quickest first; a mutant that the first do not notice meets the next.
         equivalent: mutants that are no mistakes, by `Mutant.name`, with the reason.
+        environment: the folder of the Python that runs the tests; a target is left out where there is none.
     """
 
     stages: Sequence[Sequence[str]]
     equivalent: Mapping[str, str] = field(default_factory=dict)
+    environment: str = ".venv"
 
 
 PLANNER = (PLAN, REFUSALS, ORACLE)
@@ -229,4 +283,36 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
+    "client/kvferry/engine/scheduler_read.py": Target((PORT, ENGINE_READS, PORTS, PROGRESSIVE)),
+    "client/kvferry/engine/step_order.py": Target((STEP_ORDERS, PROGRESSIVE)),
+    "client/kvferry/planner/request_parts.py": Target((PARTS, PLAN)),
+    "client/kvferry/planner/completeness.py": Target((COMPLETE, DECLARED)),
+    "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
+    "client/kvferry/_reads/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
+    "client/kvferry/_reads/looks.py": Target((LATE,)),
+    "client/kvferry/_reads/checksum_publisher.py": Target((VERIFIED,)),
+    "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
+    "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
+    "client/kvferry/_control/home_session.py": Target((SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
+    "client/kvferry/_control/acknowledger.py": Target((WATCHES, SENT_AGAIN)),
+    "client/kvferry/_control/watcher.py": Target((WATCHES,)),
+    "client/kvferry/_control/teller.py": Target((TOLD,)),
+    "server/kvferry_server/domain/router_keys.py": Target((ROUTERS, FABRIC_ROUTERS)),
+    "server/kvferry_server/domain/routing.py": Target((ROUTERS, FABRIC_ROUTERS)),
+    "server/kvferry_server/home/rotation.py": Target((SLICES,)),
+    "server/kvferry_server/home/time_slices.py": Target((SLICES,)),
+    "server/kvferry_server/node/decoded_size.py": Target((DECODED,)),
+    **{
+        f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM_STEPS,), environment=".venv-vllm")
+        for name in ("idle_steps", "loads")
+    },
+    **{
+        f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM,), environment=".venv-vllm")
+        for name in ("routed", "sending", "publishing", "block_hold", "device")
+    },
+    **{f"client/kvferry/integrations/sglang/{name}.py": Target((tests,)) for name, tests in WITHOUT_SGLANG.items()},
+    **{
+        f"client/kvferry/integrations/sglang/{name}.py": Target((tests,), environment=".venv-sglang")
+        for name, tests in WITH_SGLANG.items()
+    },
 }

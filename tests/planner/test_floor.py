@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import InvalidField
-from kvferry.geometry import Blocks, EngineGeometry, Group, RankGeometry, TokenShard
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, RankGeometry, TokenShard
 from kvferry.planner import Path, PathRule, plan_read
 from tests.support.large_caches import BLOCKS, plane
 from tests.support.simulated_memories import copies
@@ -38,3 +38,19 @@ def test_a_first_token_inside_a_granule_is_refused(theirs: int, mine: int) -> No
     first = plan.rank.planes[0]
     floor = min(mine for read in expansion.sources for part in read.descriptors for _, mine, _ in copies(part))
     assert floor >= first.base + 2 * first.block_stride
+
+
+def test_the_token_before_a_window_is_left_where_its_granule_begins_too_early() -> None:
+    """It is not required, so that what may not be written is no reason to refuse the read."""
+    made = [
+        EngineGeometry(name, (Group("full", GroupKind.WINDOW, 16, BLOCKS, window_tokens=13),), ranks(1, base))
+        for name, base in (("p", 1 << 36), ("d", 1 << 40))
+    ]
+    plan = plan_read(made[0], made[1], 0, rule=PathRule(Path.DIRECT, slot_bytes=1 << 20))
+    blocks = {"full": Blocks([0, 1])}
+    granule = plan.expand(blocks, blocks, (8, 9)).total_bytes
+    # Tokens 8 to 19 are required, and 7 is not.
+    assert plan.expand(blocks, blocks, (4, 20)).total_bytes == 4 * granule
+    assert plan.expand(blocks, blocks, (6, 20)).total_bytes == 3 * granule
+    with pytest.raises(InvalidField, match=r"first token is '?9'?"):
+        plan.expand(blocks, blocks, (9, 20))

@@ -57,10 +57,15 @@ def ids_of(group: Group, blocks: Blocks, tokens: list[int]) -> list[int]:
 
 
 def wanted(group: Group, lowest: int, end: int) -> list[int]:
-    """What of ``[lowest, end)`` the token at `end` attends to."""
+    """What of ``[lowest, end)`` the token at `end` attends to, if the window counts that token."""
     return [
         token for token in range(lowest, end) if group.kind is not GroupKind.WINDOW or end - token < group.window_tokens
     ]
+
+
+def one_more(group: Group, lowest: int, end: int) -> list[int]:
+    """What it attends to beside these, if the window does not count it."""
+    return [end - group.window_tokens] if group.kind is GroupKind.WINDOW and end - group.window_tokens >= lowest else []
 
 
 def in_range(group: Group, blocks: Blocks) -> None:
@@ -72,28 +77,43 @@ def lowest_of(mine: Blocks, asked: Range) -> int:
     return mine.first_token if asked is None else max(mine.first_token, asked[0])
 
 
-def moved(group: Group, offered: range, mine: Blocks, asked: Range) -> list[int]:
-    """The tokens that are moved."""
+def moved(group: Group, offered: range, mine: Blocks, asked: Range, *, theirs: Callable[[int], bool]) -> list[int]:
+    """The tokens that are moved; `theirs` says whether the source has a block for one that it offers."""
     room = held(group, mine)
     end = asked[1] if asked is not None else offered.stop if mine.end_token is None else mine.end_token
-    tokens = wanted(group, lowest_of(mine, asked), end)
+    lowest = lowest_of(mine, asked)
+    tokens = wanted(group, lowest, end)
     if any(token not in offered or token not in room for token in tokens):
         raise Wrong(BlocksShort)
-    return tokens
+    more = [
+        token
+        for token in one_more(group, lowest, end)
+        if token in offered and token in room and block_of(group, mine, token) != group.null_block and theirs(token)
+    ]
+    return more + tokens
 
 
 def expected(group: Group, source_group: Group, theirs: Blocks, mine: Blocks, asked: Range) -> Any:
     """`needed`, for one group."""
     in_range(source_group, theirs)
     in_range(group, mine)
-    tokens = moved(group, held(source_group, theirs), mine, asked)
+    offered = held(source_group, theirs)
+    tokens = moved(
+        group,
+        offered,
+        mine,
+        asked,
+        theirs=lambda token: block_of(source_group, theirs, token) != source_group.null_block,
+    )
     if not tokens:
         return None
+    end = tokens[-1] + 1
+    required = min(wanted(group, lowest_of(mine, asked), end), default=end)
     source, own = ids_of(source_group, theirs, tokens), ids_of(group, mine, tokens)
     if len(set(own)) < len(own):
         raise Wrong(BadBlock)
     places = tokens[0] // source_group.block_tokens, tokens[0] // group.block_tokens
-    return tokens[0], tokens[-1] + 1, lowest_of(mine, asked), source, own, *places
+    return tokens[0], required, end, lowest_of(mine, asked), source, own, *places
 
 
 def told(found: Mapping[str, GroupRequest]) -> Any:
@@ -102,7 +122,7 @@ def told(found: Mapping[str, GroupRequest]) -> Any:
         return None
     (one,) = found.values()
     ids = one.source.ids.tolist(), one.destination.ids.tolist()
-    return one.begin, one.end, one.floor, *ids, one.source.first, one.destination.first
+    return one.begin, one.required, one.end, one.floor, *ids, one.source.first, one.destination.first
 
 
 def expected_written(group: Group, theirs: Blocks | None, mine: Blocks, asked: Range) -> Any:
@@ -112,13 +132,15 @@ def expected_written(group: Group, theirs: Blocks | None, mine: Blocks, asked: R
     if theirs is None:
         end = asked[1] if asked is not None else mine.end_token
         last = (first + len(mine.ids)) * group.block_tokens
-        tokens = range(lowest_of(mine, asked), last) if end is None else wanted(group, lowest_of(mine, asked), end)
+        lowest = lowest_of(mine, asked)
+        tokens = range(lowest, last) if end is None else one_more(group, lowest, end) + wanted(group, lowest, end)
         places = {token // group.block_tokens for token in tokens if token < last}
         return [
             block for at, block in enumerate(mine.ids.tolist(), first) if at in places and block != group.null_block
         ]
     assert theirs.end_token is not None
-    tokens = moved(group, range(theirs.first_token, theirs.end_token), mine, asked)
+    # Whether the source has a block is known later: it may name one that is not written.
+    tokens = moved(group, range(theirs.first_token, theirs.end_token), mine, asked, theirs=lambda token: True)
     if not tokens:
         return None
     own = ids_of(group, mine, tokens)
@@ -231,7 +253,7 @@ def test_a_state_is_one_block_at_one_token(call: Call) -> None:
 
 def test_the_state_that_is_moved() -> None:
     theirs, mine = {"state": Blocks([5], state_token=9)}, {"state": Blocks([3], state_token=9)}
-    assert told(needed([STATE], {"state": STATE}, theirs, mine, (2, 3))) == (0, 1, 0, [5], [3], 0, 0)
+    assert told(needed([STATE], {"state": STATE}, theirs, mine, (2, 3))) == (0, 0, 1, 0, [5], [3], 0, 0)
     assert written_of([STATE], theirs, mine) == written_of([STATE], None, mine) == {"state": [3]}
 
 
@@ -285,7 +307,7 @@ def test_tokens_below_the_limit_are_moved_and_no_others(side: str) -> None:
     group = Group("g", block_tokens=block, num_blocks=8)
     last = TOKEN_LIMIT // block - 1
     fine = Blocks([3], last * block, TOKEN_LIMIT - 1)
-    assert told(needed([group], {"g": group}, {"g": fine}, {"g": fine}, None))[1] == TOKEN_LIMIT - 1
+    assert told(needed([group], {"g": group}, {"g": fine}, {"g": fine}, None))[2] == TOKEN_LIMIT - 1
     for wrong in (
         Blocks([3], last * block, TOKEN_LIMIT),
         Blocks([3], TOKEN_LIMIT),
@@ -301,3 +323,17 @@ def test_the_ids_are_a_copy_that_does_not_wrap() -> None:
     (one,) = needed([group], {"g": group}, {"g": whole(1 << 29)}, {"g": whole(7)}, None).values()
     assert (one.source.ids * 1024).tolist() == [1 << 39]
     assert (one.destination.ids * (1 << 40)).tolist() == [7 << 40]
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [([0, 5], [3, 4]), ([5, 6], [0, 4])])
+def test_the_token_before_a_window_is_not_required(theirs: list[int], mine: list[int]) -> None:
+    """Token 3 is in a block of its own side's null block, which both declare to hold."""
+    group = Group("g", GroupKind.WINDOW, block_tokens=4, num_blocks=8, null_block=0, window_tokens=4)
+
+    def told_of(source: list[int], destination: list[int]) -> Any:
+        given = {"g": Blocks(source, 0, 7)}, {"g": Blocks(destination, 0, 7)}
+        assert written([group], *given, None)["g"].tolist() == [block for block in destination if block]
+        return told(needed([group], {"g": group}, *given, None))
+
+    assert told_of(theirs, mine) == (4, 4, 7, 0, theirs[1:], mine[1:], 1, 1)
+    assert told_of([5, 6], [3, 4]) == (3, 4, 7, 0, [5, 6], [3, 4], 0, 0)

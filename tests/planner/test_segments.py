@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import lcm
 from random import Random
@@ -52,7 +53,7 @@ def drawn(turns: Random) -> tuple[Lane, GroupRequest]:
         tokens = layout.block_states * per_state
         first, last = int(begin // tokens), -int(-end // tokens)
         blocks.append(NeededBlocks(np.array(turns.sample(range(4096), last - first), np.int64), first))
-    return lane, GroupRequest(begin, end, floor, *blocks)
+    return lane, GroupRequest(begin, end, begin, floor, *blocks)
 
 
 def moves(lane: Lane, needed: GroupRequest) -> set[tuple[int, int, int, int]] | None:
@@ -123,6 +124,26 @@ def test_a_lane_moves_its_stripe_in_whole_granules_and_nothing_below_the_floor(s
     assert all(seen.values())
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_move_each_state_once_also_if_a_token_is_not_required(seed: int) -> None:
+    turns, left_out = Random(seed), 0
+    for _ in range(1500):
+        lane, needed = drawn(turns)
+        if needed.end - needed.begin < 2:
+            continue
+        needed = replace(needed, required=needed.begin + 1)
+        of = turns.choice((2, 3, 4))
+        stripes = [replace(lane, stripe=Stripe(index, index + 1, of)) for index in range(of)]
+        try:
+            begin, end = span(replace(lane, stripe=Stripe()), needed)
+        except InvalidField:
+            continue
+        parts = [states for begin, end in (span(stripe, needed) for stripe in stripes) for states in range(begin, end)]
+        assert sorted(parts) == list(range(begin, end))
+        left_out += (begin, end) != span(replace(lane, stripe=Stripe()), replace(needed, floor=0))
+    assert left_out
+
+
 def test_how_far_along_its_line_a_request_is_changes_nothing() -> None:
     """A request may begin at any token below 2**62."""
 
@@ -142,7 +163,7 @@ def test_how_far_along_its_line_a_request_is_changes_nothing() -> None:
             NeededBlocks(side.ids, side.first + states // layout.block_states)
             for side, layout in ((near.source, lane.source), (near.destination, lane.destination))
         ]
-        far = GroupRequest(near.begin + shift, near.end + shift, near.floor + shift, *blocks)
+        far = GroupRequest(near.begin + shift, near.end + shift, near.begin + shift, near.floor + shift, *blocks)
         assert far.end < 1 << 62
         try:
             expected = cuts(lane, near)
@@ -161,7 +182,7 @@ def test_no_more_segments_for_a_long_request() -> None:
     counts = set()
     for tokens in (24, 120, 1200):
         ids = [NeededBlocks(np.arange(tokens // block.block_states, dtype=np.int64), 0) for block in layout]
-        counts.add(len(segments(lane, GroupRequest(0, tokens, 0, *ids))))
+        counts.add(len(segments(lane, GroupRequest(0, tokens, 0, 0, *ids))))
     assert counts == {len(lane.line.period_pieces)}
 
 
@@ -172,7 +193,7 @@ def test_the_one_block_of_a_state_falls_to_one_stripe(stripe: Stripe) -> None:
     layout = StateLayout(3, TokenShard(), 4096, 64)
     lane = Lane(0, STATE, stripe, DRAM, layout, layout, 1, Fraction(1), ())
     one = [NeededBlocks(np.array([block], np.int64), 0) for block in (5, 9)]
-    found = segments(lane, GroupRequest(0, 1, 0, *one))
+    found = segments(lane, GroupRequest(0, 1, 0, 0, *one))
     if stripe.end < stripe.of:
         assert found == []
         return
@@ -191,6 +212,6 @@ def test_what_cannot_be_cut_says_what_can() -> None:
         lane = Lane(0, FULL, Stripe(), DRAM, layout, layout, granule, per_state, ())
         ids = [NeededBlocks(np.arange(8, dtype=np.int64), 0)] * 2
         with pytest.raises(InvalidField) as caught:
-            segments(lane, GroupRequest(floor, 24, floor, *ids))
+            segments(lane, GroupRequest(floor, 24, floor, floor, *ids))
         assert f"a multiple of {multiple} tokens: group 'full' cannot be cut finer" in str(caught.value)
         assert str(floor) in str(caught.value)

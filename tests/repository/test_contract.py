@@ -14,13 +14,13 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from kvferry._wire import authority, reference
+from kvferry._wire import authority, reference, version
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import BadGeometry
 from kvferry.geometry import Group, GroupKind
 from kvferry.v1 import admin_pb2, errors_pb2, geometry_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.domain.limits import MAX_CHECKSUM_PAGES, MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES, Limits
-from kvferry_server.servicers import limits, server_info
+from kvferry_server.servicers import limits
 from scripts import rpc_reference
 from tests.support.repository import ROOT
 
@@ -159,7 +159,7 @@ def test_every_file_has_one_go_package() -> None:
 
 
 def test_the_revision_of_the_contract_rises_with_what_is_added_after_a_release() -> None:
-    assert len(RELEASED) <= server_info.CONTRACT_REVISION <= len(RELEASED) + 1
+    assert len(RELEASED) <= version.CONTRACT_REVISION <= len(RELEASED) + 1
 
 
 def test_released_contracts_can_be_read_without_this_repository() -> None:

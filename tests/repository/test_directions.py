@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_forks": {"errors"},
     "_work_queue": {"errors", "_clock", "_threads"},
     "stats": set(),
-    "_tracing": {"errors"},
+    "_tracing": {"errors", "_threads"},
     "geometry": {"errors", "_arguments"},
     "_engine_spec": {"errors", "_arguments", "geometry"},
     "host_memory": {"errors", "_arguments", "geometry"},
@@ -98,7 +98,7 @@ RULES = {**MAY_IMPORT, **FACES}
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
-OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_directory", "_clock", "_tracing", "v1"}
+OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_directory", "_arguments", "_clock", "_tracing", "stats", "v1"}
 """What the server may use of it."""
 SERVER_RULES = {
     "domain": set[str](),

@@ -130,8 +130,8 @@ def test_the_python_reference_describes_what_there_is() -> None:
 
 def test_the_python_reference_describes_all_that_kvferry_exports() -> None:
     names = described()
-    # Errors are described with their module.
-    missing = [name for name in kvferry.__all__ if f"kvferry.{name}" not in names]
+    # Errors are described with their module, ports under the name that they have there.
+    missing = [name for name in kvferry.__all__ if not {f"kvferry.{name}", f"kvferry.engine.{name}"} & set(names)]
     assert missing == ["__version__", "KvferryError"]
     engine = importlib.import_module("kvferry.engine")
     public = [name for name in vars(engine) if name[0].isupper()]

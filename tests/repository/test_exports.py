@@ -1,5 +1,11 @@
 """What `import kvferry` offers."""
 
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
 import kvferry
 
 
@@ -18,6 +24,7 @@ def test_exported_names() -> None:
         "EngineToken",
         "Group",
         "GroupKind",
+        "Holding",
         "IntegrityOptions",
         "Interval",
         "KvferryError",
@@ -38,17 +45,21 @@ def test_exported_names() -> None:
         "ReadSummary",
         "Release",
         "ReleaseOutcome",
+        "SchedulerPort",
         "ServerSettings",
         "StagingOptions",
+        "TensorView",
         "TlsConfig",
         "TokenShard",
         "Verification",
+        "WorkerPort",
         "__version__",
         "diff",
         "open_directory",
         "plan_read",
         "router_reference",
         "serve",
+        "shard",
     ]
 
 
@@ -61,3 +72,26 @@ def test_every_exported_name_is_there_and_documented() -> None:
 
 def test_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(kvferry, "no_such_name")
+
+
+PUBLIC = sorted(module.name for module in pkgutil.iter_modules(kvferry.__path__) if module.name[0] != "_")
+
+
+@pytest.mark.parametrize("module", [name for name in PUBLIC if name != "v1"])
+def test_public_modules_are_there_without_an_import_of_their_own(module: str) -> None:
+    program = f"""
+import sys
+import kvferry
+assert not {{"torch", "nixl", "grpc", "numpy"}} & set(sys.modules)
+assert {module!r} in dir(kvferry)
+assert kvferry.{module}.__name__ == "kvferry.{module}"
+assert not {{"torch", "nixl"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_misspelt_is_not_there_and_similar_ones_are_known() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Clint'") as caught:
+        kvferry.Clint  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("Clint", kvferry)

@@ -187,11 +187,12 @@ class Engine:
         engine_id: str = "",
         serve: bool = True,
         identity: dict[str, str] | None = None,
+        partial: bool = False,
         **options: object,
     ) -> None:
         self.model = model
         self.spec = EngineSpec(
-            engine_id or unique_id("engine"), (model.group(),), len(units), identity or {"model": "tiny"}
+            engine_id or unique_id("engine"), (model.group(),), len(units), identity or {"model": "tiny"}, partial
         )
         self.client = Client(address)
         self.session: EngineSession = self.client.open_engine(self.spec)

@@ -6,11 +6,15 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import grpc
 import pytest
 
+from kvferry._directory import etcd_v3_pb2
+from kvferry._directory.etcd_calls import PUT
 from kvferry._wire.channel import TlsConfig
 from tests.support.node_servers import free_port
 from tests.support.waiting import until
@@ -26,9 +30,10 @@ class Etcd:
     Args:
         folder: for its data and log.
         tls: its certificate, and the authority of its clients; None: no TLS.
+        flags: further flags.
     """
 
-    def __init__(self, folder: Path, tls: TlsConfig | None = None) -> None:
+    def __init__(self, folder: Path, tls: TlsConfig | None = None, flags: Sequence[str] = ()) -> None:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing:
             pytest.skip(f"etcd is not installed: {', '.join(missing)}")
@@ -36,6 +41,7 @@ class Etcd:
         self.address = f"127.0.0.1:{free_port()}"
         self.url = f"{'etcd' if tls is None else 'etcds'}://{self.address}/fleet"
         self._tls = tls
+        self._flags = flags
         self._client = f"{'http' if tls is None else 'https'}://{self.address}"
         self._peer = f"http://127.0.0.1:{free_port()}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,6 +57,7 @@ class Etcd:
                     *("--listen-peer-urls", self._peer),
                     *("--initial-advertise-peer-urls", self._peer, "--initial-cluster", f"one={self._peer}"),
                     *("--heartbeat-interval", "10", "--election-timeout", "50"),
+                    *self._flags,
                     *self._files("--cert-file", "--key-file", "--trusted-ca-file", "--client-cert-auth"),
                 ],
                 stdout=log,
@@ -77,6 +84,12 @@ class Etcd:
         ]
         environment = {**os.environ, "ETCDCTL_API": "3"}
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=check, timeout=60)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a value of any size; etcdctl takes small ones only."""
+        with grpc.insecure_channel(self.address) as channel:
+            put = channel.unary_unary(PUT.path, etcd_v3_pb2.PutRequest.SerializeToString, PUT.decode)
+            put(etcd_v3_pb2.PutRequest(key=key.encode(), value=value), timeout=30)
 
     def keys(self, *flags: str) -> list[str]:
         """All keys of the fleet."""

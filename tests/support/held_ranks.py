@@ -84,7 +84,7 @@ class HeldRanks:
     ) -> None:
         self.engine = engine
         self.client = Client(address, options=NixlOptions(ucx_tls=ucx_tls), staging=staging, integrity=integrity)
-        self.spec = EngineSpec(unique_id("engine"), engine.groups, len(engine.ranks))
+        self.spec = EngineSpec(unique_id("engine"), engine.groups, len(engine.ranks), partial=engine.partial)
         self.session = self.client.open_engine(self.spec)
         self.ranks: list[tuple[Cache, Bytes, RankGeometry]] = []
         for rank in engine.ranks:

@@ -18,13 +18,13 @@ from kvferry._wire.handshake import Handshaken, put_together
 from kvferry._wire.reference import format_reference
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.token import EngineToken
+from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED
 from kvferry.errors import KvferryError
 from kvferry.geometry import Group, RankGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.admin_pb2_grpc import AdminStub
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.watch_feed import Process
@@ -32,12 +32,14 @@ from kvferry_server.home.home import Home
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import CallLimits
+from kvferry_server.node.requests import Requests
 from kvferry_server.node.server import SERVICES
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 from tests.support.parties import FULL, SECRETS, TIMES, D, FakeClock, P, agent_of, key, rank_geometry, read_id
+from tests.support.stubs import KVTransferStub
 
 if TYPE_CHECKING:
     from kvferry.v1.admin_pb2_grpc import AdminAsyncStub
@@ -175,7 +177,7 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
         clock.pass_by(1000)
     worker, relays = Worker(), Relays(ADVERTISE, None, anywhere=False)
     server = make_server(
-        Guard(CallLimits(), TRUSTED.check),
+        Guard(CallLimits(), TRUSTED, Requests(worker, home.time_slices)),
         SERVER_OPTIONS,
         SERVICES,
         lambda server: add_servicers(server, home, relays, worker),
@@ -219,6 +221,7 @@ def register_request(
     request = pb.RegisterCacheRequest(
         engine=proto(ref),
         session_secret=SECRETS[ref],
+        version=OURS_ENCODED,
         num_ranks=ranks,
         identity={"model": "m"},
         groups=[group_to_proto(group) for group in groups],
@@ -232,6 +235,8 @@ def register_request(
     )
     for name, value in changes.items():
         setattr(request, name, value)
+    if request.relayed_by:
+        request.version.relay.CopyFrom(OURS_AS_RELAY)
     return request
 
 
@@ -244,6 +249,7 @@ def handshake_request(**changes: Any) -> pb.HandshakeRequest:
         "groups": [group_to_proto(FULL)],
         "rank": rank_to_proto(rank_geometry()),
         "reference": engine_reference(),
+        "version": OURS_ENCODED,
     }
     return pb.HandshakeRequest(**{**given, **changes})
 
@@ -285,7 +291,7 @@ def engine_reference(ref: EngineRef = P) -> str:
 
 def read_request(number: int = 1, reader: EngineRef = D, **changes: Any) -> pb.ReadBlocksRequest:
     given: dict[str, Any] = {"reference": reference(number), "read_id": read_id("read"), "parties": 1}
-    return pb.ReadBlocksRequest(reader=proto(reader), **{**given, **changes})
+    return pb.ReadBlocksRequest(reader=proto(reader), version=OURS_ENCODED, **{**given, **changes})
 
 
 def read_done(lease_id: bytes, *ranks: int, outcome: int = pb.RANK_OUTCOME_DONE) -> pb.Notification:

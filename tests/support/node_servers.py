@@ -69,8 +69,9 @@ def environment(**more: str) -> dict[str, str]:
     """This process's environment without settings of kvferry. Node servers have no admin listener unless they are told
     to: only one could have its default port. Nor has it a terminal's size, which pytest-xdist's workers are given:
     readline sets it in the process that starts them."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_") and name not in SIZE}
-    return {**kept, "KVFERRY_ADMIN": "", **more}
+    ours = ("KVFERRY_", "KVFERRYD_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours) and name not in SIZE}
+    return {**kept, "KVFERRYD_ADMIN": "", **more}
 
 
 class NodeServerProcess:

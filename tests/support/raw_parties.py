@@ -17,8 +17,8 @@ from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.parties import FULL, agent_of, rank_geometry
+from tests.support.stubs import KVTransferStub
 
 TIMEOUT = 30.0
 """Seconds for any call: nothing here has anything to wait for."""

@@ -7,26 +7,16 @@ SGLang loads `register` as a plug-in, in each of its processes; `environment` sa
 
 from __future__ import annotations
 
-import atexit
-import functools
-import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from tests.support.vllm_engines import install, installed
+from tests.support.vllm_engines import plugged
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
-@functools.cache
 def environment() -> dict[str, str]:
     """What an instance's environment has beside the usual one."""
-    folder = Path(tempfile.mkdtemp(prefix="kvferry-window-reads-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    install(folder, "kvferry-tests", "1", {"sglang.srt.plugins": {"window_reads": f"{__name__}:register"}})
-    return {"PYTHONPATH": os.pathsep.join([str(folder), installed()["PYTHONPATH"]])}
+    return plugged("sglang.srt.plugins", __name__)
 
 
 def register() -> None:

@@ -199,6 +199,15 @@ class Wanted:
     floor: int
 
 
+def has_token(group: Group, blocks: Blocks, token: int) -> bool:
+    """Whether a block table has a block with the token."""
+    place = token // group.block_tokens - blocks.first_token // group.block_tokens
+    if token < blocks.first_token or place >= len(blocks.ids):
+        return False
+    within = blocks.end_token is None or token < blocks.end_token
+    return within and int(blocks.ids[place]) != group.null_block
+
+
 def wanted(
     group: Group, source: Blocks, mine: Blocks, source_group: Group, tokens: tuple[int, int] | None
 ) -> Wanted | None:
@@ -216,8 +225,12 @@ def wanted(
         end = (source.first_token // source_group.block_tokens + len(source.ids)) * source_group.block_tokens
     begin = floor
     if group.kind is GroupKind.WINDOW:
-        # The next token attends to itself and the window_tokens - 1 before it.
+        # The next token attends to itself and the window_tokens - 1 before it; the one before these is moved where
+        # both sides hold it.
         begin = max(begin, end - group.window_tokens + 1)
+        more = end - group.window_tokens
+        if more >= floor and has_token(source_group, source, more) and has_token(group, mine, more):
+            begin = more
     return Wanted(begin, end, floor)
 
 

@@ -14,7 +14,7 @@ import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -28,6 +28,7 @@ from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.planner import Path as ReadPath
 from kvferry.planner import PathRule
 from tests.support.simulated_memories import copies
+from tests.support.vllm_versions import planned_caches
 
 Specs = Callable[[RankPlace], Mapping[str, Any]]
 """vLLM's specs of the layers of a rank, by layer."""
@@ -99,7 +100,7 @@ def engine(name: str, specs: Specs, config: VllmConfig, ranks: Sequence[RankPlac
         backend = TritonMLABackend if isinstance(spec, MLAAttentionSpec) else TritonAttentionBackend
         module = SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
         config.compilation_config.static_forward_context[layer_name] = module
-    planned = get_kv_cache_configs(config, each, [1 << 30] * len(each))
+    planned = planned_caches(config, each, [1 << 30] * len(each))
     layout = config.cache_config.get_resolved_kv_cache_layout()
     caches = [allocate_kv_cache(plan, torch.device("cpu"), layout) for plan in planned]
     scheduled = generate_scheduler_kv_cache_config(planned)

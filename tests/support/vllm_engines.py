@@ -83,16 +83,27 @@ def installed() -> dict[str, str]:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    folder = Path(tempfile.mkdtemp(prefix="kvferry-installed-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    install(folder, "kvferry", project["version"], project["entry-points"])
-    install(folder, "kvferry-waits", "1", {"vllm.general_plugins": {"waits": "tests.support.vllm_waits:register"}})
-    paths = [str(folder), str(ROOT / "client"), str(ROOT / "server"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    folders = [
+        distribution("kvferry", project["version"], project["entry-points"]),
+        distribution("kvferry-waits", "1", {"vllm.general_plugins": {"waits": "tests.support.vllm_waits:register"}}),
+        *(str(folder) for folder in (ROOT / "client", ROOT / "server", ROOT)),
+    ]
+    paths = [*folders, os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def install(folder: Path, name: str, version: str, points: Mapping[str, Mapping[str, str]]) -> None:
-    """Describe a distribution in a folder, as pip would: its entry points by group and name."""
+@functools.cache
+def plugged(group: str, module: str) -> dict[str, str]:
+    """What an engine's environment has beside `installed`, so that it loads the `register` of a module as a plug-in."""
+    name = module.rpartition(".")[2]
+    folder = distribution(name, "1", {group: {name: f"{module}:register"}})
+    return {"PYTHONPATH": os.pathsep.join([folder, installed()["PYTHONPATH"]])}
+
+
+def distribution(name: str, version: str, points: Mapping[str, Mapping[str, str]]) -> str:
+    """A folder that describes a distribution as pip would: its entry points by group and name."""
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-installed-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     described = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -101,6 +112,7 @@ def install(folder: Path, name: str, version: str, points: Mapping[str, Mapping[
         for group, named in points.items()
     ]
     (described / "entry_points.txt").write_text("\n".join(groups))
+    return str(folder)
 
 
 class Node:

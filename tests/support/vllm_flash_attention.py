@@ -7,26 +7,16 @@ vLLM's backends for GPUs do. vLLM loads `register` as a plug-in, in each of its 
 
 from __future__ import annotations
 
-import atexit
-import functools
-import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from tests.support.vllm_engines import install, installed
+from tests.support.vllm_engines import plugged
 
 BACKEND = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 
 
-@functools.cache
 def environment() -> dict[str, str]:
     """What an engine's environment has beside the usual one."""
-    folder = Path(tempfile.mkdtemp(prefix="kvferry-flash-attention-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    install(folder, "kvferry-tests", "1", {"vllm.general_plugins": {"flash_attention_on_cpu": f"{__name__}:register"}})
-    return {"PYTHONPATH": os.pathsep.join([str(folder), installed()["PYTHONPATH"]])}
+    return plugged("vllm.general_plugins", __name__)
 
 
 def register() -> None:

@@ -16,12 +16,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 
 from kvferry.geometry import Group, GroupKind, Interval
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm.layouts import Layer, backend_of
+from tests.support.vllm_versions import planned_caches
 
 NULL_BLOCK = 0
 
@@ -109,7 +109,7 @@ def bound(
     config.cache_config.num_gpu_blocks_override = blocks
     specs = {name: specify(module.get_kv_cache_spec(config)) for name, module in modules.items()}
     config.model_config.max_model_len = min(spec.block_size for spec in specs.values())
-    planned = get_kv_cache_configs(config, [specs], [1 << 30])[0]
+    planned = planned_caches(config, [specs], [1 << 30])[0]
     sizes = None if kernel_block is None else [kernel_block] * len(planned.kv_cache_groups)
     caches = allocate_kv_cache(planned, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout(), sizes)
     bind_kv_cache(caches, config.compilation_config.static_forward_context, [])

@@ -1,10 +1,10 @@
-"""What the tests must know of the version of vLLM that they run with: 0.30 to 0.32."""
+"""What the tests must know of the version of vLLM that they run with: 0.30 to 0.33."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -44,6 +44,18 @@ def convolves_float32() -> bool:
     import torch
 
     return MINOR >= 32 or not torch.cpu._is_avx512_bf16_supported()
+
+
+def planned_caches(config: Any, specs: Sequence[Mapping[str, Any]], memory: list[int]) -> Any:
+    """vLLM's plan of each worker's caches, of the specs of its layers and its memory in bytes."""
+    try:
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    except ModuleNotFoundError:
+        # vLLM 0.32 and older.
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(config, specs, memory)
+    return get_kv_cache_configs(config, specs, memory, get_global_kv_cache_groups(config, specs))
 
 
 def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:

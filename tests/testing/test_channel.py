@@ -13,11 +13,12 @@ import kvferry
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, connect
 from kvferry._wire.status import from_rpc_error
+from kvferry._wire.version import introduce
 from kvferry.testing import Fabric
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from tests.support.stubs import KVTransferStub
 
 SOON = 20.0
 
@@ -125,6 +126,7 @@ def test_a_call_that_was_cancelled_has_neither_result_nor_exception(channel: grp
         session_secret=secret,
         role=pb.WATCH_ROLE_SCHEDULER,
     )
+    introduce(request)
     serialize, deserialize = pb.WatchRequest.SerializeToString, pb.WatchResponse.FromString
     call = channel.unary_unary("/kvferry.v1.KVTransfer/Watch", serialize, deserialize).future(request, timeout=SOON)
     ended = threading.Event()

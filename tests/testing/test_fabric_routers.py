@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, ReleaseOutcome, router_reference
-from kvferry._control import publication_sender
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import (
@@ -19,10 +18,12 @@ from kvferry.errors import (
     InvalidField,
     KvferryError,
     LimitReached,
+    NotPublished,
     PublicationReleased,
     PublicationTimeout,
     RouterKeyUsed,
     TransferCancelled,
+    Unreachable,
     WrongKey,
     WrongState,
 )
@@ -118,8 +119,10 @@ def test_a_router_that_gives_up_ends_both_sides(fabric: Fabric, pair: Pair) -> N
 def test_a_wait_is_as_long_as_asked(fabric: Fabric, pair: Pair) -> None:
     (read,) = pair[1].read(made(fabric), MINE, timeout=0.3)
     error = read.exception(SOON)
-    assert isinstance(error, PublicationTimeout)
-    assert "router key" in str(error) or "as '" in str(error)
+    # The home answers a little before the read's own deadline; on a busy machine, after it.
+    assert isinstance(error, (PublicationTimeout, Unreachable))
+    if isinstance(error, PublicationTimeout):
+        assert "router key" in str(error) or "as '" in str(error)
     fabric.wait_until_waiting(0)
 
 
@@ -240,12 +243,12 @@ class Ports:
             self.scheduler.wait_news(0.01)
         return released[0].outcome
 
-    def refusal(self, request_id: str) -> PublicationReleased:
+    def refusal(self, request_id: str) -> PublicationReleased | NotPublished:
         """The error with which a request that waits is not granted."""
         while True:
             try:
                 assert self.scheduler.granted(request_id) is None
-            except PublicationReleased as error:
+            except (NotPublished, PublicationReleased) as error:
                 return error
             self.scheduler.wait_news(SOON)
 
@@ -292,14 +295,16 @@ def test_readers_hear_of_a_publication_that_was_refused(
     reference = made(fabric)
     ports.scheduler.acquire("decode-1", reference, timeout=SOON)
     fabric.wait_until_waiting()
-    monkeypatch.setattr(publication_sender, "CALL_TIMEOUT", 0.05)
 
     def refuse(*_: object) -> None:
         raise LimitReached("no", limit="publications", value=1)
 
     monkeypatch.setattr("kvferry_server.domain.sources.Sources.publish", refuse)
     ports.publish(reference)
-    assert ports.refusal("decode-1").values["outcome"] == "DECLINED"
+    # Nobody has declined it.
+    assert isinstance(ports.refusal("decode-1"), NotPublished)
+    ports.scheduler.acquire("decode-2", reference, timeout=SOON)
+    assert isinstance(ports.refusal("decode-2"), NotPublished)
 
 
 def test_a_client_needs_a_directory_for_references_without_a_home(fabric: Fabric) -> None:

@@ -10,12 +10,15 @@ from typing import cast
 import numpy as np
 import pytest
 
+from kvferry._clock import now
+from kvferry._memory.access import StillCopying
 from kvferry._memory.host import HostAccess
 from kvferry._transport import calibration
 from kvferry._transport.agents import Agents as NixlAgents
 from kvferry._transport.calibration import LONG_BYTES, measure
 from kvferry._transport.nixl_agent import AgentInfo, HandleState
 from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import Transport
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner import Costs
@@ -23,6 +26,7 @@ from kvferry.planner.descriptors import Descriptors, RawDescriptors
 from kvferry.planner.staged_read import Copy
 from tests.transport.played_agents import Agent, Agents, Handle
 from tests.transport.sources import SOON, Memory
+from tests.transport.transfers import until
 
 LAW = Costs(descriptor=3e-6, byte=2e-10, staged_byte=1.5e-10, cell=5e-9, copied_byte=1e-10)
 PAGE = 4096
@@ -148,3 +152,49 @@ def test_a_slow_start_leaves_no_less_time_to_measure(machine: Machine, transport
     measured(transport, peer)
     # The agent is there now, and the memory is touched.
     assert machine.posts == 2 * first
+
+
+def free_slots(pool: StagingPool) -> int:
+    """How many slots another read could have now."""
+    return pool.slots - pool.in_use
+
+
+def test_slots_of_a_failed_measurement_are_lent_again_when_nothing_can_write_to_them() -> None:
+    there = np.zeros(32 << 20, np.uint8)
+    region = MemoryRegion(MemoryKind.DRAM, 0, there.ctypes.data, there.nbytes)
+    peer = AgentInfo("peer", b"metadata", hashlib.sha256(b"metadata").digest(), (region,))
+    agents = Agents(state={"peer": HandleState.MOVING})
+    memory = Memory(PAGE)
+    transport = Transport([memory.region], agents=cast(NixlAgents, agents))
+    pool = transport.pool(MemoryKind.DRAM, 0)
+    assert measure(transport, peer, pool, now() + 0.1) is None
+    # What was posted may still write into the slot that it was read into, and into no other.
+    (handle,) = [handle for agent in agents.made for handle in agent.handles]
+    assert handle.chunk is not None
+    begins, _ = written(handle.chunk)
+    (slot,) = {(begin - pool.space.region.base) // pool.slot_bytes for begin in begins}
+    assert free_slots(pool) == pool.slots - 1
+    lent = [pool.borrow() for _ in range(pool.slots - 1)]
+    assert pool.space.region.base + slot * pool.slot_bytes not in lent
+    for other in lent:
+        assert other is not None
+        pool.release(other)
+    agents.state["peer"] = HandleState.DONE
+    assert until(lambda: free_slots(pool) == pool.slots)
+    assert transport.close(SOON)
+
+
+def test_a_slot_that_the_device_may_still_copy_into_is_not_lent_again(
+    transport: Transport, peer: AgentInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    into: list[int] = []
+
+    def stuck(_: HostAccess, copies: Iterable[Copy]) -> None:
+        into.extend(one.destination for one in copies)
+        raise StillCopying
+
+    monkeypatch.setattr(HostAccess, "copy", stuck)
+    pool = transport.pool(MemoryKind.DRAM, 0)
+    assert measure(transport, peer, pool, 1e4) is None
+    assert free_slots(pool) == pool.slots - 1
+    assert not set(into) & {pool.borrow() for _ in range(pool.slots - 1)}

@@ -53,6 +53,35 @@ def test_the_first_build_that_loads_is_taken(monkeypatch: pytest.MonkeyPatch) ->
         nixl_binding.load()
 
 
+RDMA = """
+import ctypes
+ctypes.CDLL("libefa.so.1")
+"""
+
+
+@pytest.mark.parametrize("imported_before", [False, True])
+def test_a_process_with_an_agent_ends_in_order_beside_the_rdma_libraries_of_the_distribution(
+    imported_before: bool,
+) -> None:
+    if subprocess.run([sys.executable, "-c", RDMA], capture_output=True, check=False).returncode:
+        pytest.skip("the distribution's RDMA libraries are missing (Debian: ibverbs-providers)")
+    program = f"""
+import sys
+from kvferry._transport import nixl_binding
+if {imported_before}:
+    from importlib import import_module, util
+    package = next(filter(util.find_spec, nixl_binding.packages_for(None)))
+    import_module(package + "._bindings")
+from kvferry.host_memory import HostMemory
+from kvferry._transport.nixl_agent import ServingAgent
+ServingAgent("ends", [HostMemory(4096).region])
+with open("/proc/self/maps") as maps:
+    assert "libefa.so.1" in maps.read()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "before", "expected"),
     [({}, "", "1024 stderr"), ({"UCX_RCACHE_MAX_UNRELEASED": "7"}, "", "7 stderr"), ({}, "nixl", "None")],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -96,7 +96,7 @@ def test_a_peer_that_cannot_be_opened_breaks_alone(
 
 
 def test_a_thread_that_fails_waits_for_what_it_posted_and_everything_else_fails(
-    new_source: MakeSource, memory: Memory, transport: MakeTransport, caplog: pytest.LogCaptureFixture
+    new_source: MakeSource, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = transport(TCP, chunk_bytes=1 << 20, bytes_in_flight=2 << 20, fence_time=30.0)
     stopped, other = new_source(TCP), new_source(TCP, size=4 << 20)
@@ -106,15 +106,21 @@ def test_a_thread_that_fails_waits_for_what_it_posted_and_everything_else_fails(
     moving = read_all(read, stopped, memory, deadline=None)
     assert until(lambda: moving.progress().chunks_in_flight == 2)
 
-    def leave(_: Transfer) -> None:
-        raise SystemExit("an engine's callback wants to end the process")
+    run = Transfer._run_callback
+
+    def fail(transfer: Transfer, callback: Callable[[Transfer], None]) -> None:
+        if transfer is last:
+            raise SystemExit("not of an engine's callback, which ends no thread")
+        run(transfer, callback)
 
     # Stopped, or it might be read before the callback is there, which would run here then.
     other.stop()
     last = read_all(read, other, memory, at=8 << 20)
-    last.add_done_callback(leave)
-    other.resume()
-    assert moving.wait(SOON)
+    last.add_done_callback(lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "_run_callback", fail)
+        other.resume()
+        assert moving.wait(SOON)
     assert moving.state is TransferState.FAILED
     assert isinstance(moving.error, TransferFailed)
     assert not moving.quiet

@@ -34,7 +34,7 @@ from kvferry.geometry import (
 )
 from kvferry.v1 import geometry_pb2 as pb
 
-names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+names = st.text(st.characters(codec="utf-8").filter(str.isprintable), min_size=1, max_size=12)
 
 
 @st.composite
@@ -94,6 +94,7 @@ def planes(draw: st.DrawFn, group: Group) -> Plane:
         token_shard=shard,
         tokens_per_state=per_state,
         optional_cover=draw(st.booleans()),
+        shared=draw(st.booleans()),
     )
 
 
@@ -107,7 +108,8 @@ def engines(draw: st.DrawFn) -> EngineGeometry:
         labels = {"tp_rank": index} if draw(st.booleans()) else {}
         ranks.append(RankGeometry(index, tuple(unique.values()), labels))
     identity = draw(st.dictionaries(names, names, max_size=3))
-    return EngineGeometry(draw(names), tuple(declared), tuple(ranks), identity, draw(st.binary(max_size=16)))
+    incarnation, partial = draw(st.binary(max_size=16)), draw(st.booleans())
+    return EngineGeometry(draw(names), tuple(declared), tuple(ranks), identity, incarnation, partial)
 
 
 @given(engine=engines())

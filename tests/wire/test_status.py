@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from kvferry import errors
+from kvferry._wire.channel import TlsConfig
 from kvferry._wire.status import (
     DETAILS_KEY,
     WireStatus,
@@ -17,6 +18,7 @@ from kvferry._wire.status import (
     to_notification_error,
     to_status,
 )
+from kvferry._wire.tls_failure import tls_failure
 from kvferry.errors import Incompatible, KvferryError, Mismatch
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -146,3 +148,19 @@ def test_a_reason_of_a_later_version_keeps_its_code_and_its_retry() -> None:
 def test_an_error_of_the_client_alone_is_not_sent() -> None:
     with pytest.raises(TypeError, match="never crosses the wire"):
         to_status(errors.Closed("closed"))
+
+
+CLOSED = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:7611: Socket closed"
+UNTRUSTED = "failed to connect to all addresses; last error: CERTIFICATE_VERIFY_FAILED: self-signed certificate"
+
+
+@pytest.mark.parametrize("tls", [None, TlsConfig()], ids=["plain", "tls"])
+def test_a_connection_that_is_closed_at_once_speaks_of_tls_only_if_none_was_answered_before(
+    tls: TlsConfig | None,
+) -> None:
+    assert "TLS settings are likely to differ" in tls_failure(CLOSED, "10.0.0.1:7611", tls)
+    later = tls_failure(CLOSED, "10.0.0.1:7611", tls, answered=True)
+    assert "likely to be restarting behind a proxy" in later
+    # A certificate that changed since is named all the same.
+    changed = tls_failure(UNTRUSTED, "10.0.0.1:7611", TlsConfig(), answered=True)
+    assert "does not trust the node server's certificate" in changed

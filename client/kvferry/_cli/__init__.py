@@ -9,6 +9,7 @@ you say no; 2 for wrong usage; 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ for _command in (*_ASKING, *_ACTING, reference, health, plan, demo, doctor, vers
 
 def main() -> None:
     """Run the command."""
+    # Read when gRPC is first used. Its library writes of a handshake that failed, in a form of its own, what the
+    # command then says by itself.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from kvferry.errors import KvferryError
 
     try:

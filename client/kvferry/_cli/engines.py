@@ -128,7 +128,7 @@ def _ranks(geometry: geometry_pb2.EngineGeometry) -> object:
     rows = table(">Rank", "Labels", ">Layers", "Holds", "Format", title="Ranks")
     for rank in geometry.ranks:
         held = {
-            f"{plane.component} {plane.unit_begin}-{plane.unit_end - 1} of {plane.axis_size}": None
+            f"{plane.component} [{plane.unit_begin}, {plane.unit_end}) of {plane.axis_size}": None
             for plane in rank.planes
         }
         add_row(

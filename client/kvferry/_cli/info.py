@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
 from kvferry._cli.render import add_row, console, duration, print_json, table
+
+if TYPE_CHECKING:
+    from kvferry.v1 import introspection_pb2
 
 
 @with_connection
 def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection: Connection) -> None:
     """Show a node server: its version, times and limits."""
     from kvferry._clock import from_duration
-    from kvferry.v1 import introspection_pb2
+    from kvferry.v1.introspection_pb2 import GetServerInfoRequest
 
     with connection.introspection(server) as asker:
-        answer = asker.stub.GetServerInfo(introspection_pb2.GetServerInfoRequest(), timeout=asker.timeout)
+        answer = asker.stub.GetServerInfo(GetServerInfoRequest(), timeout=asker.timeout)
     if as_json:
         print_json(answer)
         return
@@ -21,6 +26,7 @@ def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection
     facts.show_header = False
     add_row(facts, "version", answer.version)
     add_row(facts, "contract", f"kvferry.v1, revision {answer.contract_revision}")
+    add_row(facts, "this kvferry", _together(answer))
     add_row(facts, "state", "draining" if answer.draining else "serving")
     add_row(facts, "advertises", answer.advertise)
     add_row(facts, "epoch", answer.home_epoch.hex())
@@ -33,3 +39,12 @@ def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection
     for name, most in sorted(answer.limits.items()):
         add_row(limits, name, most)
     console().print(limits)
+
+
+def _together(answer: introspection_pb2.GetServerInfoResponse) -> str:
+    """Whether engines and readers of this release work with a node server."""
+    from kvferry._wire.version import OURS, Version
+
+    theirs = Version(answer.contract_revision, answer.oldest_revision, answer.version)
+    how = "works with it" if OURS.works_with(theirs) else "does not work with it: one refuses the other"
+    return f"release {OURS.release}, revision {OURS.revision}, {how}"

@@ -83,9 +83,13 @@ def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, strip
     """Plan for the wanted ranks; raises `Incompatible` with all mismatches of all ranks if there are any."""
     from kvferry.errors import Incompatible
     from kvferry.planner.compatibility import diff
+    from kvferry.planner.completeness import check_complete
+    from kvferry.planner.coverage import Indexed
     from kvferry.planner.plan import plan_read
 
     ranks = _ranks(destination, rank)
+    for engine in (source, destination):
+        check_complete(Indexed(engine))
     mismatches = diff(source, destination)
     if mismatches:
         raise Incompatible(mismatches)

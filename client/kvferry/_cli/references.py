@@ -49,14 +49,17 @@ def decline(
     publication: reads that wait for it end.
     """
     from kvferry._control.connection import checked_results
+    from kvferry._wire.version import check_server, introduce
     from kvferry.v1 import kv_transfer_pb2 as pb
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
     # As an argument it would be seen by everybody who can list processes.
     text = sys.stdin.readline().strip() if given == "-" else given
     request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=text))])
+    introduce(request)
     with connection.channel(server) as channel:
         answer = KVTransferStub(channel).Notify(request, timeout=connection.timeout)
+        check_server(answer.version, server)
         checked_results(request, list(answer.results), server)
     if as_json:
         print_json(answer)

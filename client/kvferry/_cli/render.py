@@ -111,11 +111,14 @@ def enum_name(names: Any, number: int, prefix: str) -> str:
 
 def read_state(states: Any, transfer: Any) -> str:
     """Return the state of a read as protobuf's `states` names it; with the parts that its reader may have moved, if it
-    waits for more."""
+    waits for more, and with what its ranks say of their failures."""
+    from kvferry._wire.failures import failures_of
+
     state = enum_name(states, transfer.read.state, "READ_STATE_")
-    if not transfer.parts:
-        return state
-    return f"{state}, {transfer.parts} part{'s' * (transfer.parts > 1)} so far"
+    if transfer.parts:
+        state += f", {transfer.parts} part{'s' * (transfer.parts > 1)} so far"
+    failures = failures_of(transfer.reports)
+    return f"{state}: {failures}" if failures else state
 
 
 def duration(seconds: float) -> str:

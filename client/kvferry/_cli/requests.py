@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
 from kvferry._cli.render import add_row, console, duration, enum_name, print_json, safe, table
+
+if TYPE_CHECKING:
+    from kvferry.v1 import introspection_pb2
 
 
 @with_connection
@@ -45,10 +48,19 @@ def requests(
             request.engine.engine_id,
             request.publication,
             request.request_id,
-            enum_name(introspection_pb2.RequestState, request.state, "REQUEST_STATE_"),
+            _state(request),
             request.blocks,
             f"{request.reads_valid}/{request.expected_reads}",
             request.leases,
             duration(from_duration(request.age)),
         )
     console().print(rows)
+
+
+def _state(request: introspection_pb2.RequestSummary) -> str:
+    from kvferry._wire.status import reason_name
+    from kvferry.v1 import introspection_pb2 as ipb
+
+    state = enum_name(ipb.RequestState, request.state, "REQUEST_STATE_")
+    failure = reason_name(request.last_failure)
+    return f"{state}, a read failed: {failure}" if failure else state

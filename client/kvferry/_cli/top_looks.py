@@ -183,7 +183,6 @@ class Lookers:
     def __init__(self, connection: Connection, servers: Sequence[str]) -> None:
         from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
-        self._stack = ExitStack()
         self._lookers = []
         with ExitStack() as stack:
             for server in dict.fromkeys(servers):

@@ -22,6 +22,7 @@ from kvferry._control.reacquisition import Reacquisition
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
+from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.reference import engine_ids, format_reference, parse_reference
 from kvferry._work_queue import WorkQueue
@@ -30,6 +31,7 @@ from kvferry.errors import (
     InvalidField,
     KvferryError,
     LeaseEnded,
+    NotPublished,
     PublicationAborted,
     PublicationTimeout,
     TransferCancelled,
@@ -373,7 +375,7 @@ class Acquisition:
             return
         if not self._said and now() - self._began >= SILENCE:
             self._said = True
-            logger.warning("still waiting for %s at %s: %s", _named(request), request.home.address, error)
+            request.home.complain(error, f"still waiting for {_named(request)}")
         self._pause(pause)
 
     def _end(self, outcome: Told) -> None:
@@ -391,10 +393,7 @@ class Acquisition:
 
     def _call(self, told: Told) -> None:
         self._told = self._told or isinstance(told, Acquired)
-        try:
-            self._tell(told)
-        except Exception:
-            logger.exception("a callback for the blocks of %s failed", _named(self._request))
+        guarded(partial(self._tell, told), f"a callback for the blocks of {_named(self._request)}")
 
     # Keeping the lease.
 
@@ -431,7 +430,13 @@ def _expired(request: AcquireRequest, how: str) -> TransferExpired:
     return TransferExpired(f"read {request.read_id}: the lease on {_named(request)} {how}", read_id=request.read_id)
 
 
-def _aborted(request: AcquireRequest, request_id: str, number: int) -> PublicationAborted:
+def _aborted(request: AcquireRequest, request_id: str, number: int) -> NotPublished | PublicationAborted:
+    if number == pb.REVOKE_REASON_NOT_PUBLISHED:
+        return NotPublished(
+            f"{_named(request)} was given up by its source, whose home did not take it; the source's log says why",
+            engine_id=request.reference.engine_id,
+            publication=request.reference.publication,
+        )
     known = number in pb.RevokeReason.values()
     reason = pb.RevokeReason.Name(pb.RevokeReason.ValueType(number)) if known else f"{number}"
     return PublicationAborted(

@@ -7,32 +7,32 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from google.protobuf.message import Message
 
-from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SENT_BYTES = MAX_MESSAGE_BYTES - 256 * 1024
-"""Bytes of the largest message that a client sends. The margin leaves room for what a home adds when it sends the
-blocks of a step on in a message of its own."""
+"""Bytes of the largest registration that a client sends. The margin leaves room for what a relay adds."""
+
+SENT_NOTIFY_BYTES = MAX_NOTIFY_BYTES - 16 * 1024
+"""Bytes of the notifications in one call. The margin leaves room for their sender and its secret."""
 
 BATCH = 512
 """Most notifications in one call; the contract allows 1024. A response of as many errors with all their values still
 fits into one message."""
 
 ITEM_BYTES = 8
-"""Upper bound for the framing of a notification in its batch: a tag, and a length below 4 MiB."""
+"""Upper bound for the framing of a notification in its batch: a tag, and a length below 1 MiB."""
 
 ADDED_BYTES = 512
 """Upper bound for what is added to a step after its size was checked: its numbers, its request_id and its framing."""
 
 
-def check_size(what: str, message: Message, added: int = 0) -> None:
-    """Raise `MessageTooLarge` for a message that is larger than `SENT_BYTES`, or will be with `added` bytes more."""
+def check_size(what: str, message: Message, most: int, added: int = 0) -> None:
+    """Raise `MessageTooLarge` for a message that is larger than `most` bytes, or will be with `added` bytes more."""
     size = message.ByteSize() + added
-    if size > SENT_BYTES:
-        raise MessageTooLarge(
-            f"{what} takes {size} bytes; a message holds {SENT_BYTES}", what=what, size=size, limit=SENT_BYTES
-        )
+    if size > most:
+        raise MessageTooLarge(f"{what} takes {size} bytes; a message holds {most}", what=what, size=size, limit=most)
 
 
 def batches(
@@ -53,10 +53,10 @@ def batches(
     size = empty
     for notification in notifications:
         own = notification.ByteSize() + ITEM_BYTES
-        if batch and (len(batch) == BATCH or size + own > SENT_BYTES):
+        if batch and (len(batch) == BATCH or size + own > SENT_NOTIFY_BYTES):
             yield _request(sender, batch, session_secret)
             batch, size = [], empty
-        check_size(f"notification {notification.WhichOneof('kind')}", notification)
+        check_size(f"notification {notification.WhichOneof('kind')}", notification, SENT_NOTIFY_BYTES)
         batch.append(notification)
         size += own
     if batch:

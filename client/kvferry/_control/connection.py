@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import threading
-import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from kvferry._clock import now
-from kvferry._control.backoff import Backoff
 from kvferry._control.breaker import Breaker
 from kvferry._control.channels import CurrentChannel
-from kvferry._threads import no_thread, start_thread
+from kvferry._control.exits import ends_at_exit
+from kvferry._threads import guarded, no_thread, start_thread
 from kvferry._tracing import call_metadata
 from kvferry._wire.channel import Dial, TlsConfig, connect
 from kvferry._wire.handshake import Handshaken, put_together
 from kvferry._wire.status import from_notification_error, from_rpc_error
-from kvferry.errors import Closed, InternalError, KvferryError, Unreachable
+from kvferry._wire.version import check_server, introduce
+from kvferry.errors import Closed, ContractDiffers, InternalError, KvferryError, Unreachable
 from kvferry.stats import CallStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -50,8 +51,20 @@ BREAKER_LAST = 1.0
 """Failures after which calls pause, and the shortest and longest pause in seconds: a node server restarts within
 seconds, so that there is at least one attempt per second."""
 
+_WITH_VERSION = (
+    pb.RegisterCacheResponse,
+    pb.HandshakeResponse,
+    pb.PollBlocksResponse,
+    pb.NotifyResponse,
+    pb.WatchResponse,
+)
+"""Answers that say what the node server speaks."""
+
 SILENCE = 1.0
 """Seconds of waiting after which a warning says what is being waited for."""
+
+COMPLAIN_EVERY = 60.0
+"""Seconds in which the same complaint about a node server is logged once, however many wait for it."""
 
 
 class Stream(Protocol[Message_co]):
@@ -68,6 +81,14 @@ class _Future(Protocol[Answer_co]):
     def cancel(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
     def result(self) -> Answer_co: ...
+
+
+@dataclass(slots=True)
+class _Complaint:
+    """How often something was complained of since it was logged, and when it is logged next."""
+
+    unsaid: int = 0
+    next_at: float = 0.0
 
 
 class Control:
@@ -89,9 +110,15 @@ class Control:
         self._starting = threading.Lock()
         """Held while a call is started whose end a thread of gRPC handles: the first such call starts that thread."""
         self._threads_short = False
+        self._open: weakref.WeakSet[object] = weakref.WeakSet()
+        """Streams and futures that somebody holds."""
+        ends_at_exit(self)
         self._closed = False
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
         self._why_unreachable = f"{address} cannot be reached"
+        self._answered = False
+        """It has answered a call: its address and the TLS settings were right then."""
+        self._complaints: dict[str, _Complaint] = {}
         self._calls = self._retried = 0
         self._failed: Counter[str] = Counter()
 
@@ -108,10 +135,12 @@ class Control:
 
     def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
         """Register a rank."""
+        introduce(request)
         return self._call(lambda stub: stub.RegisterCache(request, timeout=timeout, metadata=call_metadata()))
 
     def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
         """Fetch the geometry and agents of an engine. Also raises the errors of `put_together`."""
+        introduce(request)
         messages = self._start(
             lambda stub: cast(
                 "Stream[pb.HandshakeResponse]", stub.Handshake(request, timeout=timeout, metadata=call_metadata())
@@ -128,16 +157,18 @@ class Control:
 
     def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
         """Send a batch of notifications, and return their results, which may be errors."""
+        introduce(request)
         return list(self._call(lambda stub: stub.Notify(request, timeout=timeout, metadata=call_metadata())).results)
 
     def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
         """Send a batch of one notification, and return its result; raises the result's error, if it is one."""
         return checked_results(request, self.notify(request, timeout), self.address)[0]
 
-    def decline(self, reference: str, deadline: float) -> None:
-        """Say that nobody will read a publication; repeated until `deadline` on `kvferry._clock`."""
-        request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
-        retrying(lambda left: self.notify_one(request, left), deadline)
+    def decline(self, reference: str, timeout: float) -> None:
+        """Say that nobody will read a publication."""
+        self.notify_one(
+            pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))]), timeout
+        )
 
     def notify_later(
         self,
@@ -156,6 +187,7 @@ class Control:
         def take(answer: pb.NotifyResponse | KvferryError) -> None:
             answered(answer if isinstance(answer, KvferryError) else list(answer.results))
 
+        introduce(request)
         self._later(lambda stub: stub.Notify.future(request, timeout=timeout, metadata=call_metadata()), take)
 
     def poll_blocks_later(
@@ -174,23 +206,52 @@ class Control:
         Returns:
             A function that cancels the call, which then ends with an error. May be called on any thread, at any time.
         """
+        introduce(request)
         return self._later(
             lambda stub: stub.PollBlocks.future(request, timeout=timeout, metadata=call_metadata()), answered
         )
 
     def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
         """Open a Watch. Its errors are raised while it is read; see `typed`."""
+        introduce(request)
         return self._start(lambda stub: cast("Stream[pb.WatchResponse]", stub.Watch(request)))
 
     def typed(self, stream: Stream[Answer]) -> Iterator[Answer]:
         """Yield the messages of a stream; raises a `KvferryError` if it fails."""
+        first = True
+        failure: KvferryError | None = None
         try:
             for message in stream:
                 self._judge(None)
+                if first:
+                    self._check(message)
+                    first = False
                 yield message
         except grpc.RpcError as error:
             self._judge(error)
-            raise self._typed(error) from None
+            failure = self._typed(error)
+        if failure is not None:
+            # Not above: gRPC's error is the stream itself, which would be kept as the context of this one.
+            raise failure
+
+    def complain(self, error: KvferryError, what: str) -> None:
+        """Warn that something waits for this node server. Of complaints with errors of the same type only one a minute
+        is logged, with the number of the others.
+
+        Args:
+            error: why it waits.
+            what: what waits.
+        """
+        time = now()
+        with self._lock:
+            complaint = self._complaints.setdefault(type(error).__name__, _Complaint())
+            complaint.unsaid += 1
+            if time < complaint.next_at:
+                return
+            others, complaint.unsaid, complaint.next_at = complaint.unsaid - 1, 0, time + COMPLAIN_EVERY
+        more = f" ({others} more like this in the meantime)" if others else ""
+        where = "" if self.address in error.message else f" at {self.address}"
+        logger.warning("%s%s: %s%s", what, where, error.message, more)
 
     def close(self) -> None:
         """Close the channel: calls in progress end, and later calls raise `Closed`. Idempotent."""
@@ -199,6 +260,14 @@ class Control:
             channels = self._channels.drop_all()
         for channel in channels:
             channel.close()
+
+    def end_calls(self) -> None:
+        """See `exits.Ending`."""
+        self.close()
+
+    def calls(self) -> Iterable[object]:
+        """See `exits.Ending`."""
+        return tuple(self._open)
 
     def _later(
         self, call: Callable[[KVTransferStub], _Future[Answer]], answered: Callable[[Answer | KvferryError], None]
@@ -215,13 +284,15 @@ class Control:
             try:
                 failure = future.exception()
                 self._judge(failure)
-                answer = self._typed(failure) if failure is not None else future.result()
+                if failure is None:
+                    self._check(answer := future.result())
+                else:
+                    answer = self._typed(failure)
+            except ContractDiffers as error:
+                answer = error
             except Exception as error:
                 answer = self._typed(error)
-            try:
-                answered(answer)
-            except Exception:
-                logger.exception("a callback for the answer of %s failed", self.address)
+            guarded(partial(answered, answer), f"a callback for the answer of {self.address}")
 
         future.add_done_callback(on_done)
         return future.cancel
@@ -233,7 +304,9 @@ class Control:
                 start_thread(_nothing, "kvferry-probe")
                 self._threads_short = False
             try:
-                return self._call(call)
+                started = self._call(call)
+                self._open.add(started)
+                return started
             except (RuntimeError, MemoryError):
                 self._abandon()
                 raise no_thread(f"a call to {self.address}") from None
@@ -264,7 +337,13 @@ class Control:
         shared.end_with(answer)
         if isinstance(answer, Message):
             self._judge(None)
+            self._check(answer)
         return answer
+
+    def _check(self, answer: object) -> None:
+        """Check that an answer, or the first message of one, is of a node server that this release works with."""
+        if isinstance(answer, _WITH_VERSION):
+            check_server(answer.version, self.address)
 
     def _abandon(self) -> None:
         """Abandon a channel for which gRPC could not start its thread; the next call makes another channel.
@@ -281,7 +360,7 @@ class Control:
         if self._closed:
             return Closed(f"the connection to {self.address} is closed")
         if isinstance(failure, grpc.RpcError):
-            error = from_rpc_error(failure, self.address, self._tls)
+            error = from_rpc_error(failure, self.address, self._tls, answered=self._answered)
             with self._lock:
                 self._failed[type(error).__name__] += 1
                 self._retried += error.retryable
@@ -294,7 +373,7 @@ class Control:
         if failure is None:
             self._succeeded()
         elif isinstance(failure, grpc.RpcError) and isinstance(failure, grpc.Call):
-            error = from_rpc_error(failure, self.address, self._tls)
+            error = from_rpc_error(failure, self.address, self._tls, answered=self._answered)
             if not isinstance(error, Unreachable):
                 self._succeeded()
             elif failure.code() is grpc.StatusCode.UNAVAILABLE:
@@ -304,6 +383,7 @@ class Control:
                 self._warn_if_overdue()
 
     def _succeeded(self) -> None:
+        self._answered = True
         if self._breaker.succeeded():
             logger.info("%s answers again", self.address)
 
@@ -333,74 +413,5 @@ def checked_results(
     return results
 
 
-def retrying(
-    call: Callable[[float], Answer],
-    deadline: float,
-    wait: Callable[[float], object] = time.sleep,
-    most: float = CALL_TIMEOUT,
-    *,
-    what: str = "",
-) -> Answer:
-    """Repeat a call while its error is retryable.
-
-    Args:
-        call: called with the seconds that it may take.
-        deadline: time on `kvferry._clock` after which the last error is raised.
-        wait: waits between attempts, e.g. an event's `wait`.
-        most: most seconds for one call.
-        what: what is being waited for. If given, one warning names it when it takes longer than `SILENCE`. If not, one
-            warning is logged for an error that persists after `SILENCE`; `Control` itself warns of an unreachable node
-            server.
-    """
-    backoff = Backoff(jitter=0.5)
-    silent_until = now() + SILENCE
-    with announced(what) as waiting:
-        while True:
-            left = deadline - now()
-            try:
-                return call(max(0.001, min(most, left)))
-            except KvferryError as error:
-                pause = backoff.next(error.retry_after)
-                if not error.retryable or now() + pause >= deadline:
-                    raise
-                waiting.reason = error.message
-                if not what and not isinstance(error, Unreachable) and now() >= silent_until:
-                    logger.warning("still failing after %.0f s: %s", SILENCE, error.message)
-                    silent_until = math.inf
-            wait(pause)
-
-
-class _Waiting:
-    """A wait, and the warning about it.
-
-    Attributes:
-        reason: message of the last error; empty: there was no answer yet.
-    """
-
-    def __init__(self, what: str) -> None:
-        self.reason = ""
-        self._what = what
-
-    def warn(self) -> None:
-        """Log the warning."""
-        logger.warning("still waiting for %s: %s", self._what, self.reason or "there is no answer yet")
-
-
 def _nothing() -> None:
     """Do nothing: the work of a thread that is started as a test, and the cancellation of a call that was not made."""
-
-
-@contextmanager
-def announced(what: str) -> Iterator[_Waiting]:
-    """Warn once if the ``with`` block takes longer than `SILENCE`; never if `what` is empty."""
-    waiting = _Waiting(what)
-    timer = threading.Timer(SILENCE, waiting.warn)
-    timer.daemon = True
-    if what:
-        # Without a thread for the timer there is no warning; that is no reason to fail.
-        with suppress(RuntimeError):
-            timer.start()
-    try:
-        yield waiting
-    finally:
-        timer.cancel()

@@ -11,10 +11,11 @@ from kvferry._clock import LONGEST, from_duration, now
 from kvferry._control.acknowledger import Acknowledgements
 from kvferry._control.batches import batches
 from kvferry._control.block_use import BlockUse
-from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
+from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
-from kvferry._control.publication_steps import follow, new_step
+from kvferry._control.publication_steps import follow, new_step, offered
 from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
+from kvferry._control.retrying import retrying
 from kvferry._control.teller import Message, Teller
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
@@ -29,15 +30,19 @@ from kvferry.errors import (
     InternalError,
     InvalidField,
     KvferryError,
+    PublicationAborted,
     RouterKeyUsed,
     Unavailable,
     Unreachable,
 )
-from kvferry.geometry.blocks import Blocks, blocks_by_group
+from kvferry.geometry.blocks import Blocks
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+RETIRE_TIMEOUT = 1.0
+"""Seconds for telling the home that the incarnation has ended."""
 
 
 class HomeSession:
@@ -55,6 +60,8 @@ class HomeSession:
         spec: the engine.
         advertise: the home's address for readers.
         block_use: records the blocks that are published, or that reads of this process write to.
+        patience: seconds for which a step is sent again that the home does not take: for as long as the home would hold
+            it for readers.
 
     Raises:
         KvferryError: see `Client.open_engine`.
@@ -75,6 +82,7 @@ class HomeSession:
         self._declines = Teller(self._engine)
         self.block_use = BlockUse(spec.groups)
         self._refills: list[Callable[[], None]] = []
+        self.patience = CALL_TIMEOUT
         self._closed = False
         request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
         self._watcher = Watcher(control, request, self._on_event, spec.engine_id)
@@ -143,9 +151,8 @@ class HomeSession:
             The publication, and its step for `send`. Send steps in the order of the publications' numbers.
         """
         self._check_open()
-        given = blocks_by_group("blocks", blocks)
-        if not 1 <= len(arguments.text("request_id", request_id).encode()) <= 256:
-            raise InvalidField("request_id", request_id, "1 to 256 bytes")
+        given = offered(self.spec, blocks)
+        arguments.label("request_id", request_id)
         step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
         step.request_id = request_id
         step.expected_reads = arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1)
@@ -181,7 +188,7 @@ class HomeSession:
         """Do the part of `publish_more` that makes no call. Pass the returned step to `send`."""
         self._check_open()
         number = _number(publication)
-        given = blocks_by_group("blocks", blocks)
+        given = offered(self.spec, blocks)
         step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
         try:
@@ -240,11 +247,16 @@ class HomeSession:
     def close(self) -> None:
         """See `EngineSession.close`."""
         with self._news:
+            if self._closed:
+                return
             self._closed = True
             self._news.notify_all()
         self._acknowledgements.close()
         self._declines.close()
+        failure = self._watcher.failure
         self._watcher.close()
+        if failure is None:
+            self._retire()
 
     def send(self, offered: Step, timeout: float = CALL_TIMEOUT) -> None:
         """Send a step that `offer` or `offer_more` returned, until the home has answered. Raises the errors of
@@ -268,7 +280,7 @@ class HomeSession:
         if taken_back:
             raise failure
         try:
-            self._notify_one(pb.Notification(abort=pb.Abort(publication=number)), 1.0)
+            self._notify_one(pb.Notification(abort=pb.Abort(publication=number, not_published=True)), 1.0)
         except KvferryError as error:
             logger.info("could not abort publication %d: %s", number, error)
         if failure.retryable:
@@ -298,7 +310,7 @@ class HomeSession:
             with self._lock:
                 for told in sent:
                     if told.HasField("abort"):
-                        self._offers.abort(told.abort.publication)
+                        self._offers.abort(told.abort.publication, not_published=told.abort.not_published)
             with self._span_of(sent).calling():
                 results = self._control.notify(request, timeout)
             if len(results) != len(sent):
@@ -337,7 +349,7 @@ class HomeSession:
         with self._news:
             taken_back = error is not None and not error.retryable and self._offers.refused(step)
             if error is not None and not taken_back:
-                self._offers.abort(step.publication)
+                self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
             self._offers.sent(step.publication, now())
             self._news.notify_all()
             span = self._spans.get(step.publication, NO_SPAN)
@@ -351,11 +363,23 @@ class HomeSession:
             self._decline(step)
         return taken_back
 
+    def complain(self, error: KvferryError) -> None:
+        """Warn that publications wait for the home; see `Control.complain`."""
+        self._control.complain(error, f"publications of engine {self.spec.engine_id!r} wait")
+
+    def _retire(self) -> None:
+        """Tell the home that nobody comes back, so that the next start of the engine need not wait. Once, not for long:
+        a home that does not hear it finds out by itself."""
+        try:
+            self._control.notify_one(self._request([pb.Notification(retire=pb.Retire())]), RETIRE_TIMEOUT)
+        except KvferryError as error:
+            logger.info("engine %s counts as alive for an engine_ttl: %s", self.spec.engine_id, error)
+
     def _decline(self, step: pb.Publish) -> None:
         """Tell readers which wait under a router's key that its publication will not come. One whose key was in use is
         no reason to: they wait for the other one."""
         reference = router_reference("", self.spec.engine_id, router_key=step.router_key, key=step.key)
-        decline = pb.Notification(decline=pb.Decline(reference=reference))
+        decline = pb.Notification(decline=pb.Decline(reference=reference, not_published=True))
         self._declines.tell(self._control, [Message(decline, now() + DECLINE_PATIENCE)])
 
     def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
@@ -413,6 +437,7 @@ class HomeSession:
             with self._lock:
                 # A reader that waited for the publication may have a lease of a whole ttl from before it.
                 self._offers.final = max(from_duration(times.final), from_duration(times.max_ttl))
+                self.patience = max(CALL_TIMEOUT, min(from_duration(times.hold), from_duration(times.final)))
         elif kind == "released":
             self._on_released(message.released)
         elif kind == "rank_lost":

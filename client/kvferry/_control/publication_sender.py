@@ -4,6 +4,10 @@ What is queued while a call is in progress goes in the next call, also several s
 name layers faster than a call takes. A home takes the notifications of a call in order, so that a step which it does
 not take keeps out those behind it. One that has to be sent again goes alone, and delays those of its own publication
 only.
+
+What the home does not take, because it is away or is starting, is sent again for as long as the home would hold it for
+readers, who wait meanwhile; or until the engine aborts it. Its blocks are pinned all that time, so that what waits here
+takes no more room than what the engine holds published.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from itertools import islice, takewhile
 from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
-from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Step
-from kvferry._threads import start_thread
-from kvferry.errors import KvferryError, Unavailable
+from kvferry._threads import start_loop
+from kvferry.errors import KvferryError, NotPublished, PublicationAborted, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -43,19 +47,24 @@ class _Message:
     Attributes:
         publication: the publication.
         step: the step; None: the abort.
-        until: time on `kvferry._clock` until which it is sent again; None: it was not sent yet.
+        until: time on `kvferry._clock` until which it is sent again.
+        sent: it was sent before.
+        not_published: it is an abort, and not the engine's: the publication was given up.
         backoff: the pauses between attempts.
     """
 
     publication: Publication
-    step: Step | None = None
-    until: float | None = None
+    step: Step | None
+    until: float
+    sent: bool = False
+    not_published: bool = False
     backoff: Backoff = field(default_factory=Backoff)
 
     def notification(self) -> pb.Notification:
         """Make the notification."""
         if self.step is None:
-            return pb.Notification(abort=pb.Abort(publication=self.publication.number))
+            abort = pb.Abort(publication=self.publication.number, not_published=self.not_published)
+            return pb.Notification(abort=abort)
         return pb.Notification(publish=self.step.message)
 
 
@@ -89,37 +98,40 @@ class PublicationSender:
         """Heap of the other publications, each with the time at which its first message is to be sent again."""
         self._pause_until, self._backoff = 0.0, Backoff()
         """Until when nothing is sent, because a call failed as a whole; and the pauses after such calls."""
-        self._closed = False
-        self._thread = start_thread(self._run, f"kvferry-publish-{session.spec.engine_id}")
+        self._failing_since: float | None = None
+        """Since when every call has failed, or has been answered that something has to wait."""
+        self._given_up = 0
+        """Publications that were given up since then."""
+        self._closed, self._closes_at = False, 0.0
+        self._thread = start_loop(self._turn, f"kvferry-publish-{session.spec.engine_id}")
 
     def put(self, publication: Publication, step: Step | None = None) -> None:
         """Queue a step of a publication; None: its abort. Call this with the lock held."""
         if publication.number not in self._messages:
             self._messages[publication.number] = deque()
             self._ready.append(publication.number)
-        self._messages[publication.number].append(_Message(publication, step))
+        self._messages[publication.number].append(self._message(publication, step))
         self._changed.notify_all()
 
     def close(self, timeout: float) -> None:
         """Send what is queued, then end the thread. Idempotent.
 
         Args:
-            timeout: seconds to wait for it.
+            timeout: seconds to wait for it; what was not sent by then is dropped.
         """
         with self._changed:
+            self._closes_at = self._closes_at if self._closed else now() + timeout
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout)
 
     # The methods below run on the thread.
 
-    def _run(self) -> None:
-        while messages := self._next():
-            try:
-                self._send(messages)
-            except Exception:
-                logger.exception("thread %s failed; it tries again", self._thread.name)
-                self._pause_until = now() + self._backoff.next(None)
+    def _turn(self) -> bool:
+        messages = self._next()
+        if messages:
+            self._send(messages)
+        return bool(messages)
 
     def _next(self) -> list[_Message]:
         """Wait for messages that can be sent, and return those for the next call; none: this was closed."""
@@ -131,13 +143,14 @@ class PublicationSender:
                     due.append(heapq.heappop(self._again)[1])
                 # They were published before the others.
                 self._ready.extendleft(reversed(due))
-                if self._closed and not self._messages:
+                if self._closed and (not self._messages or time >= self._closes_at):
                     return []
                 paused = time < self._pause_until
                 if self._ready and not paused and len(self._again) < MAX_OVERTAKEN:
                     return self._first()
                 wake_at = [self._again[0][0]] if self._again else []
                 wake_at += [self._pause_until] if paused and self._ready else []
+                wake_at += [self._closes_at] if self._closed else []
                 self._changed.wait(min(LONGEST_SLEEP, min(wake_at) - time) if wake_at else None)
 
     def _first(self) -> list[_Message]:
@@ -153,15 +166,15 @@ class PublicationSender:
         return found
 
     def _send(self, messages: list[_Message]) -> None:
-        until = now() + CALL_TIMEOUT
         errors, failure = self._session.attempt([message.notification() for message in messages], CALL_TIMEOUT)
         time = now()
         pause = 0.0 if failure is None else self._backoff.next(failure.retry_after)
         if failure is None:
             self._backoff.reset()
-        elif time + pause < until:
+        else:
             # Others would fail as well, or would overtake these.
             self._pause_until = time + pause
+        self._judge(next((error for error in errors if error is not None and error.retryable), None), time)
         # Those that did not fit into the call stay where they are.
         sent: dict[int, list[tuple[_Message, KvferryError | None]]] = {}
         for message, error in zip(messages, errors, strict=False):
@@ -175,12 +188,14 @@ class PublicationSender:
                 if good < len(answers):
                     # What the home said to those behind this one follows from it.
                     message, error = answers[good]
-                    message.until = until if message.until is None else message.until
+                    message.sent = True
                     if error is not None and error.retryable:
                         again_at = time + (pause or message.backoff.next(error.retry_after))
-                        if again_at < message.until:
+                        final = self._hopeless(message, again_at, error)
+                        if final is None:
                             heapq.heappush(self._again, (again_at, number))
                             continue
+                        error = final
                     if error is not None:
                         self._failed(message, _sure(error, [behind for _, behind in answers[good + 1 :]]))
                 if self._messages[number]:
@@ -188,8 +203,45 @@ class PublicationSender:
                 else:
                     del self._messages[number]
             if good < len(answers):
-                step = "the abort" if message.step is None else f"step {message.step.message.step}"
-                logger.warning("could not send %s of publication %d: %s", step, number, error)
+                self._warn(message, error)
+
+    def _judge(self, waits: KvferryError | None, time: float) -> None:
+        """Say once that what is published has to wait, if that lasts, and how it ended.
+
+        Args:
+            waits: why something of a call has to wait; None: nothing has.
+            time: the present.
+        """
+        if waits is None:
+            if self._given_up > 1:
+                message = "%d publications of engine %s were given up before their home took any again"
+                logger.warning(message, self._given_up, self._session.spec.engine_id)
+            self._failing_since, self._given_up = None, 0
+            return
+        self._failing_since = time if self._failing_since is None else self._failing_since
+        if time >= self._failing_since + SILENCE:
+            self._session.complain(waits)
+
+    def _hopeless(self, message: _Message, again_at: float, error: KvferryError) -> KvferryError | None:
+        """Return why a message is not sent again; None: it is. Called with the lock held."""
+        number, engine_id = message.publication.number, self._session.spec.engine_id
+        if message.step is not None and any(behind.step is None for behind in self._messages[number]):
+            problem = f"publication {number} was aborted before its home took it"
+            return PublicationAborted(problem, engine_id=engine_id, publication=number)
+        if again_at < message.until:
+            return None
+        self._given_up += 1
+        problem = f"request {message.publication.request_id!r} is given up after {self._session.patience:.0f} s"
+        final = NotPublished(f"{problem}: {error.message}", engine_id=engine_id, publication=number)
+        final.__cause__ = error
+        return final
+
+    def _warn(self, message: _Message, error: KvferryError | None) -> None:
+        """Say that a message was given up: of those that a home did not take while it was away, the first one."""
+        if isinstance(error, PublicationAborted) or (isinstance(error, NotPublished) and self._given_up > 1):
+            return
+        step = "the abort" if message.step is None else f"step {message.step.message.step}"
+        logger.warning("could not send %s of publication %d: %s", step, message.publication.number, error)
 
     # Call these with the lock held.
 
@@ -217,13 +269,18 @@ class PublicationSender:
             self._refused(publication)
         else:
             # The home may have accepted some of it: it stays pinned until it is released.
-            behind.append(_Message(publication))
+            abort = self._message(publication, None)
+            abort.not_published = not isinstance(error, PublicationAborted)
+            behind.append(abort)
+
+    def _message(self, publication: Publication, step: Step | None) -> _Message:
+        return _Message(publication, step, now() + self._session.patience)
 
 
 def _goes_along(messages: Sequence[_Message], index: int) -> bool:
     """Whether a message of a publication goes in the same call as those before it. An abort does not: a home would take
     it although it did not take the steps before it, which are then sent again."""
-    return len(messages) > index and messages[0].until is None and None not in (messages[0].step, messages[index].step)
+    return len(messages) > index and not messages[0].sent and None not in (messages[0].step, messages[index].step)
 
 
 def _sure(error: KvferryError, behind: Iterable[KvferryError | None]) -> KvferryError:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from kvferry import _arguments as arguments
-from kvferry._control.batches import ADDED_BYTES, check_size
+from kvferry._control.batches import ADDED_BYTES, SENT_NOTIFY_BYTES, check_size
 from kvferry._engine_spec import EngineSpec
 from kvferry._wire.blocks_codec import blocks_to_proto
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import MAX_LAYERS, MAX_RUNS, MAX_UNFINISHED, Blocks, check_ids
+from kvferry.geometry.blocks import (
+    MAX_LAYERS,
+    MAX_RUNS,
+    MAX_UNFINISHED,
+    Blocks,
+    blocks_by_group,
+    check_ids,
+    without_nulls,
+)
 from kvferry.geometry.model import GroupKind
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -52,7 +60,7 @@ def new_step(
         step.groups.extend(groups)
     else:
         step.unfinished.CopyFrom(_unfinished(spec, groups, layers, last=step.last))
-    check_size("a step of a publication", step, ADDED_BYTES)
+    check_size("a step of a publication", step, SENT_NOTIFY_BYTES, ADDED_BYTES)
     return step
 
 
@@ -79,6 +87,12 @@ def _unfinished(
     return pb.Unfinished(groups=groups, layers=names)
 
 
+def offered(spec: EngineSpec, blocks: object) -> dict[str, Blocks]:
+    """The blocks that a source offers, by group, of a mapping that is given; raises `InvalidField`."""
+    given = blocks_by_group("blocks", blocks)
+    return {name: without_nulls(spec.group(name), listed) for name, listed in given.items()}
+
+
 def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
     """Check that a step continues what the steps before it left unfinished. If it completes that, give it the blocks.
 
@@ -103,7 +117,7 @@ def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
     if runs > MAX_RUNS:
         expected = f"at most {MAX_RUNS}, with the blocks that the step completes: more go into further steps"
         raise InvalidField("runs of block ids of a step", runs, expected)
-    check_size("a step of a publication", step, ADDED_BYTES)
+    check_size("a step of a publication", step, SENT_NOTIFY_BYTES, ADDED_BYTES)
 
 
 def _complete(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:

@@ -144,7 +144,7 @@ class _Held:
         publication: the publication.
         steps: its steps.
         open_steps: numbers of steps that a home may have accepted without an answer.
-        aborted: the source has withdrawn it.
+        abort: what withdraws it; None: the source has not withdrawn it.
         sending: number of calls in progress with which a home may accept it; its final deadline is unknown until then.
         release_at: time after which no home can hold a lease on it; valid while `sending` is 0.
     """
@@ -152,7 +152,7 @@ class _Held:
     publication: Publication
     steps: list[pb.Publish]
     open_steps: set[int] = field(default_factory=set)
-    aborted: bool = False
+    abort: pb.Abort | None = None
     sending: int = 0
     release_at: float = math.inf
 
@@ -282,20 +282,20 @@ class Offers:
             held.release_at = now + self.final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN
             self._next_deadline = min(self._next_deadline, held.release_at)
 
-    def abort(self, number: int) -> None:
-        """Mark a publication as withdrawn, also for snapshots."""
+    def abort(self, number: int, *, not_published: bool = False) -> None:
+        """Mark a publication as withdrawn, also for snapshots; `not_published`: not by its engine, but given up."""
         held = self._held.get(number)
-        if held is not None:
-            held.aborted = True
+        if held is not None and held.abort is None:
+            held.abort = pb.Abort(publication=number, not_published=not_published)
 
     def snapshot(self) -> Snapshot:
         """Make a snapshot for a home that has lost its record. Send it, then call `snapshot_sent`."""
-        held_now: list[tuple[int, bool, tuple[pb.Publish, ...]]] = []
-        for number, held in self._held.items():
+        held_now: list[tuple[pb.Abort | None, tuple[pb.Publish, ...]]] = []
+        for held in self._held.values():
             held.sending += 1
             # Steps are not changed once they are held, so these are no copies.
-            held_now.append((number, held.aborted, tuple(held.steps)))
-            if not held.aborted:
+            held_now.append((held.abort, tuple(held.steps)))
+            if held.abort is None:
                 held.open_steps.update(step.step for step in held.steps)
         name = secrets.token_bytes(8)
         begin, end = (
@@ -410,11 +410,11 @@ def _summary(message: pb.ReadSummary) -> ReadSummary:
 
 
 def _notifications(
-    begin: pb.Notification, held: list[tuple[int, bool, tuple[pb.Publish, ...]]]
+    begin: pb.Notification, held: list[tuple[pb.Abort | None, tuple[pb.Publish, ...]]]
 ) -> Iterator[pb.Notification]:
     yield begin
-    for number, aborted, steps in held:
-        if aborted:
-            yield pb.Notification(abort=pb.Abort(publication=number))
+    for abort, steps in held:
+        if abort is not None:
+            yield pb.Notification(abort=abort)
         else:
             yield from (pb.Notification(publish=step) for step in steps)

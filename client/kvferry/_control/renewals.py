@@ -13,7 +13,7 @@ from kvferry._clock import from_duration, now
 from kvferry._control.batches import batches
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._threads import start_thread
+from kvferry._threads import guarded, start_loop
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import Closed, InternalError, KvferryError, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -90,7 +90,7 @@ class Renewals:
             if self._closed or lease.ended:
                 return
             if self._thread is None:
-                self._thread = start_thread(self._run, "kvferry-renewals")
+                self._thread = start_loop(self._turn, "kvferry-renewals")
             self._kept[lease] = _Kept(lease, home, sender, name, extended, lost)
             due = lease.next_renewal
             if due is not None and due < self._wakes_at:
@@ -114,23 +114,18 @@ class Renewals:
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_TIMEOUT)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                due = self._wait_due()
-            if due is None:
-                return
-            # One request is sent by one reader, and can renew only that reader's leases.
-            turns: dict[tuple[Control, str, bytes], list[_Kept]] = {}
-            for kept in due:
-                reader = kept.home, kept.sender.engine_id, kept.sender.incarnation
-                turns.setdefault(reader, []).append(kept)
-            for turn in turns.values():
-                try:
-                    self._renew(turn)
-                except Exception:
-                    # Other leases are still renewed; these are due again after `renew_every`.
-                    logger.exception("%s could not be renewed", _names(turn))
+    def _turn(self) -> bool:
+        with self._changed:
+            due = self._wait_due()
+        # One request is sent by one reader, and can renew only that reader's leases.
+        turns: dict[tuple[Control, str, bytes], list[_Kept]] = {}
+        for kept in due or ():
+            reader = kept.home, kept.sender.engine_id, kept.sender.incarnation
+            turns.setdefault(reader, []).append(kept)
+        for turn in turns.values():
+            # If it fails, other leases are still renewed; these are due again after `renew_every`.
+            guarded(partial(self._renew, turn), f"the renewal of {_names(turn)}")
+        return due is not None
 
     def _wait_due(self) -> list[_Kept] | None:
         """Wait for leases that are due, and return them; None: closed. Called with the lock held."""
@@ -173,10 +168,7 @@ class Renewals:
             short = InternalError(f"{len(answer)} results for {len(batch)} renewals")
             self._not_renewed(batch[len(answer) :], short)
         for kept, result in zip(batch, answer, strict=False):
-            try:
-                self._take(kept, sent_at, result)
-            except Exception:
-                logger.exception("the answer to the renewal of %s could not be handled", kept.name)
+            guarded(partial(self._take, kept, sent_at, result), f"the answer to the renewal of {kept.name}")
 
     def _refused(self, batch: Sequence[_Kept], error: KvferryError) -> None:
         """Handle a failed call. If repeating it cannot help, its halves are sent separately, so that a lease which the

@@ -13,7 +13,7 @@ from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import batches
 from kvferry._control.connection import Control
-from kvferry._threads import start_thread
+from kvferry._threads import guarded, start_loop
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import InternalError, KvferryError, LimitReached
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -173,26 +173,21 @@ class Teller:
         with self._changed:
             if self._waiting and self._thread is None and not self._closed:
                 try:
-                    self._thread = start_thread(self._run, "kvferry-tell")
+                    self._thread = start_loop(self._turn, "kvferry-tell")
                 except LimitReached as error:
                     # The next failure tries again to start it; it then sends everything that waits.
                     logger.warning("%d notifications wait: %s", len(self._waiting), error.message)
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                due = self._wait_due()
-            if due is None:
-                return
-            by_home: dict[Control, list[_Pending]] = {}
-            for pending in due:
-                by_home.setdefault(pending.home, []).append(pending)
-            for home, batch in by_home.items():
-                try:
-                    self._send(home, batch, TELL_TIMEOUT)
-                except Exception:
-                    logger.exception("%d notifications to %s are dropped", len(batch), home.address)
+    def _turn(self) -> bool:
+        with self._changed:
+            due = self._wait_due()
+        by_home: dict[Control, list[_Pending]] = {}
+        for pending in due or ():
+            by_home.setdefault(pending.home, []).append(pending)
+        for home, batch in by_home.items():
+            guarded(partial(self._send, home, batch, TELL_TIMEOUT), f"sending {len(batch)} notifications")
+        return due is not None
 
     def _wait_due(self) -> list[_Pending] | None:
         """Wait for notifications that are due, and return them; None: closed. Called with the lock held."""
@@ -210,7 +205,4 @@ class Teller:
 
 def _answer(pending: _Pending, result: pb.NotificationResult | None) -> None:
     if pending.message.answered is not None:
-        try:
-            pending.message.answered(result)
-        except Exception:
-            logger.exception("a callback for the answer of %s failed", pending.home.address)
+        guarded(partial(pending.message.answered, result), f"a callback for the answer of {pending.home.address}")

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import SILENCE, Control, Stream
-from kvferry._threads import start_thread
+from kvferry._control.exits import ends_at_exit
+from kvferry._threads import start_loop
 from kvferry.errors import (
     Closed,
+    ContractDiffers,
     EngineUnknown,
     InvalidInput,
     KvferryError,
@@ -68,6 +70,7 @@ class Watcher:
         """Seconds after which to fetch it, according to the handler's error."""
         self._backoff = Backoff()
         self._thread: threading.Thread | None = None
+        ends_at_exit(self)
 
     def open(self, timeout: float) -> pb.WatchOpened:
         """Start, and wait for the full state.
@@ -83,7 +86,7 @@ class Watcher:
         """
         began = now()
         deadline, warned = began + timeout, False
-        thread = self._thread = start_thread(self._run, f"kvferry-watch-{self._name}")
+        thread = self._thread = start_loop(self._turn, f"kvferry-watch-{self._name}")
         while not self._synced.wait(max(0.0, min(0.1, deadline - now()))):
             if not thread.is_alive() or now() >= deadline:
                 break
@@ -101,36 +104,44 @@ class Watcher:
 
     @property
     def failure(self) -> KvferryError | None:
-        """The error with which the Watch ended for good; None: it has not."""
-        return self._failure if self._thread is not None and not self._thread.is_alive() else None
+        """The error with which the Watch ended for good, or the `ContractDiffers` for which it cannot be opened now.
+        None: neither."""
+        failure = self._failure
+        ended = self._thread is not None and not self._thread.is_alive()
+        return failure if ended or isinstance(failure, ContractDiffers) else None
 
     def close(self) -> None:
         """End the Watch. Idempotent; may be called from any thread."""
-        self._closing.set()
-        with self._lock:
-            if self._stream is not None:
-                self._stream.cancel()
+        self.end_calls()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5.0)
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self._follow()
-                pause = self._backoff.next()
-            except KvferryError as error:
-                if self._closing.is_set():
-                    return
-                self._warn(error)
-                self._failure = error
-                if self._is_refusal(error):
-                    return
-                pause = self._backoff.next(error.retry_after)
-            except Exception:
-                logger.exception("the watch of %s at %s failed", self._name, self._control.address)
-                pause = self._backoff.next()
-            self._closing.wait(pause)
+    def end_calls(self) -> None:
+        """See `exits.Ending`."""
+        self._closing.set()
+        with self._lock:
+            if self._stream is not None:
+                self._stream.cancel()
+
+    def calls(self) -> list[threading.Thread]:
+        """See `exits.Ending`: the connection knows the others."""
+        return [self._thread] if self._thread is not None else []
+
+    def _turn(self) -> bool:
+        try:
+            self._follow()
+            pause = self._backoff.next()
+        except KvferryError as error:
+            if self._closing.is_set():
+                return False
+            self._warn(error)
+            # Its traceback would keep the stream.
+            self._failure = error.with_traceback(None)
+            if self._is_refusal(error):
+                return False
+            pause = self._backoff.next(error.retry_after)
+        return not self._closing.wait(pause)
 
     def _warn(self, error: KvferryError) -> None:
         """Warn of an error other than an unreachable node server; once while the error stays the same."""
@@ -143,11 +154,12 @@ class Watcher:
     def _is_refusal(self, error: KvferryError) -> bool:
         """Return whether the node server has refused the Watch for good.
 
-        An internal error of the node server, or an answer that gRPC could not decode, is not a refusal. Nor is a home
-        that does not know an engine whose Watch was open before: it has restarted, or was cut off, and the engine's
-        scheduler may be the last to come back.
+        An internal error of the node server, or an answer that gRPC could not decode, is not a refusal. Nor is, for a
+        Watch that was open before, a home that does not know the engine: it has restarted, or was cut off, and the
+        engine's scheduler may be the last to come back. Nor a node server of another release: whoever installed it may
+        take it back, and to start an engine takes minutes.
         """
-        if isinstance(error, EngineUnknown) and self._synced.is_set():
+        if isinstance(error, EngineUnknown | ContractDiffers) and self._synced.is_set():
             return False
         return not error.retryable and isinstance(error, (InvalidInput, Refused, NotFound, Closed))
 
@@ -164,6 +176,8 @@ class Watcher:
             self._take(stream)
         finally:
             stream.cancel()
+            with self._lock:
+                self._stream = None
 
     def _take(self, stream: Stream[pb.WatchResponse]) -> None:
         synced = False

@@ -72,7 +72,7 @@ def wanted(plane: Plane, group: Group, tokens: int, blocks: range, held: int = 0
         everything = np.ones(shape, np.bool_)
         return everything, everything
     states = np.concatenate([held_states(plane, block) for block in blocks]).reshape(shape)
-    first_token = max(held, tokens - group.window_tokens + 1) if group.kind is GroupKind.WINDOW else held
+    first_token = max(held, tokens - group.window_tokens) if group.kind is GroupKind.WINDOW else held
     begin, end = int(first_token / plane.tokens_per_state), math.ceil(tokens / plane.tokens_per_state)
     step = plane.token_granule * plane.token_shard.count
     must = (states >= begin) & (states < end)

@@ -74,7 +74,6 @@ class Moved:
         request: its name.
         seconds: from the start of the read to its end.
         bytes, descriptors, pieces: see `ReadResult`.
-        confirmed: the home said VALID.
         error: why it failed; empty if it did not.
     """
 
@@ -83,7 +82,6 @@ class Moved:
     bytes: int = 0
     descriptors: int = 0
     pieces: int = 0
-    confirmed: bool = False
     error: str = ""
 
 
@@ -197,7 +195,7 @@ def _moved(read: Read, seconds: float) -> Moved:
         result = read.result()
     except KvferryError as error:
         return Moved(read.read_id, seconds, error=f"{type(error).__name__}: {error}")
-    return Moved(read.read_id, seconds, result.bytes, result.descriptors, result.pieces, result.confirmed)
+    return Moved(read.read_id, seconds, result.bytes, result.descriptors, result.pieces)
 
 
 def _verify(

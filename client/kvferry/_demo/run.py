@@ -131,7 +131,9 @@ def _slowest(moved: dict[int, list[Moved]]) -> float:
 
 def _spec(geometry: EngineGeometry, role: str) -> EngineSpec:
     """Make the spec of an engine. The role is part of its id, because both files may give the same engine_id."""
-    return EngineSpec(f"{geometry.engine_id}-{role}", geometry.groups, len(geometry.ranks), geometry.identity)
+    return EngineSpec(
+        f"{geometry.engine_id}-{role}", geometry.groups, len(geometry.ranks), geometry.identity, geometry.partial
+    )
 
 
 def _start(

@@ -64,18 +64,10 @@ class DemoProcesses:
         """Start a node server and return its address."""
         socket = self._folder / f"{name}.sock"
         log = (self._folder / f"{name}.log").open("w")
-        command = [
-            sys.executable,
-            "-m",
-            "kvferry_server.node.main",
-            "--unix",
-            str(socket),
-            "--listen",
-            "",
-            "--admin",
-            "",
-        ]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("KVFERRY_")}
+        options = ["--unix", str(socket), "--listen", "", "--admin", ""]
+        command = [sys.executable, "-m", "kvferry_server.node.main", *options]
+        ours = ("KVFERRY_", "KVFERRYD_")
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         # A session of its own: Ctrl-C is for this process, which ends the server in the right order.
         server = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True

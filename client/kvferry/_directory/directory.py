@@ -11,12 +11,13 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from functools import partial
 from types import TracebackType
 from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
 from kvferry._forks import OneProcess
-from kvferry._threads import start_thread
+from kvferry._threads import guarded, start_loop
 from kvferry.errors import Closed, DirectoryUnavailable, EngineNotListed, KvferryError, WrongState
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Directory(OneProcess, ABC):
             if self._stop.is_set():
                 raise Closed(f"the directory {self.name} is closed")
             if self._thread is None:
-                self._thread = start_thread(self._run, "kvferry-directory")
+                self._thread = start_loop(self._turn, "kvferry-directory")
 
     def wait(self, timeout: float = ANSWER_TIMEOUT) -> bool:
         """Wait until the directory has answered once, at most `timeout` seconds. Returns whether it has."""
@@ -212,23 +213,21 @@ class Directory(OneProcess, ABC):
             if again:
                 logger.info("the directory %s answers again", self.name)
             for told in watches:
-                try:
-                    told(listed)
-                except Exception:
-                    logger.exception("a watch of the directory %s failed", self.name)
+                guarded(partial(told, listed), f"a watch of the directory {self.name}")
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._follow()
-            except KvferryError as error:
-                self._failed(error.values.get("problem", error.message))
-            except Exception as error:
-                logger.debug("following %s failed", self.name, exc_info=error)
-                self._failed(repr(error))
-            with self._lock:
-                pause, self._pause = self._pause, min(2 * self._pause, FOLLOW_LAST)
-            self._stop.wait(pause * random.uniform(0.5, 1.0))
+    def _turn(self) -> bool:
+        if self._stop.is_set():
+            return False
+        try:
+            self._follow()
+        except KvferryError as error:
+            self._failed(error.values.get("problem", error.message))
+        except Exception as error:
+            logger.debug("following %s failed", self.name, exc_info=error)
+            self._failed(repr(error))
+        with self._lock:
+            pause, self._pause = self._pause, min(2 * self._pause, FOLLOW_LAST)
+        return not self._stop.wait(pause * random.uniform(0.5, 1.0))
 
     def _failed(self, problem: str) -> None:
         if self._stop.is_set():

@@ -8,11 +8,9 @@ Names in keys are quoted as in URLs. All keys of a node server hang on one lease
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Collection, Iterator
-from urllib.parse import quote, unquote
 
 from kvferry._directory import etcd_v3_pb2 as etcd
 from kvferry._directory.directory import Directory, unavailable
@@ -27,16 +25,12 @@ from kvferry._directory.etcd_calls import (
     EtcdAccess,
     EtcdCalls,
 )
-from kvferry._directory.listing import Listed, Listing, checked_home
-from kvferry.errors import DirectoryUnavailable, InvalidField
-
-logger = logging.getLogger(__name__)
+from kvferry._directory.etcd_entries import Entries, Keys
+from kvferry._directory.listing import Listing, checked_home
+from kvferry.errors import DirectoryUnavailable, MessageTooLarge
 
 PAGE = 1000
-"""Keys that are asked for at once: an answer stays far below the largest message."""
-
-MAX_KEYS = 200_000
-"""Most keys that a client takes from a directory, so that whoever can write there cannot fill its memory."""
+"""Most keys that are asked for at once. Of large ones fewer are: an answer of etcd has to fit a message."""
 
 WITHDRAW_TIMEOUT = 2.0
 """Seconds for taking everything back: a node server that stops does not wait longer for etcd."""
@@ -57,7 +51,8 @@ class EtcdDirectory(Directory):
 
     def __init__(self, name: str, access: EtcdAccess, prefix: str) -> None:
         super().__init__(name)
-        self._prefix = prefix
+        self._keys = Keys(prefix)
+        self._entries = Entries(name, self._keys)
         self._reading = EtcdCalls(name, access)
         self._writing = EtcdCalls(name, access)
         self._lease = 0
@@ -71,8 +66,8 @@ class EtcdDirectory(Directory):
         """See `Directory.publish`."""
         home = checked_home(home)
         self._ttl = ttl
-        self._wanted = {self._key("homes", home): b"{}"} | {
-            self._key("engines", listing.engine_id, listing.home): listing.to_json() for listing in engines
+        self._wanted = {self._keys.home(home): b"{}"} | {
+            self._keys.engine(listing): listing.to_json() for listing in engines
         }
         self._write()
 
@@ -117,38 +112,53 @@ class EtcdDirectory(Directory):
     def _follow(self) -> None:
         while not self._stop.is_set():
             entries, revision = self._all()
-            self._learn(self._listed_in(entries))
+            self._learn(entries.listed())
             self._watch(entries, revision)
 
     def _interrupt(self) -> None:
         self._reading.interrupt()
         self._writing.interrupt()
 
-    def _all(self) -> tuple[dict[bytes, etcd.KeyValue], int]:
-        """Return all keys, and the revision at which they were so."""
-        entries: dict[bytes, etcd.KeyValue] = {}
-        request = etcd.RangeRequest(key=self._begin, range_end=self._end, limit=PAGE)
+    def _all(self) -> tuple[Entries, int]:
+        """Return all listings, and the revision at which they were so."""
+        self._entries.clear()
+        request = etcd.RangeRequest(key=self._keys.begin, range_end=self._keys.end, limit=PAGE)
         while True:
-            answer = self._reading.call(RANGE, request)
-            entries.update((entry.key, entry) for entry in answer.kvs)
-            self._check(entries)
+            try:
+                answer = self._reading.call(RANGE, request)
+            except MessageTooLarge as error:
+                if request.keys_only:
+                    raise unavailable(self.name, f"it has a key that is itself too large: {error.message}") from None
+                # One value that is too large by itself is passed over, by the name that its key has.
+                request.keys_only = request.limit == 1
+                request.limit = max(1, request.limit // 2)
+                continue
+            for entry in answer.kvs:
+                if request.keys_only:
+                    self._entries.skip(entry.key, "its value is larger than an answer of etcd may be")
+                else:
+                    self._entries.put(entry)
             if not request.revision:
                 # The further pages are asked for as they were at this revision.
                 request.revision = answer.header.revision
             if not answer.more or not answer.kvs:
-                return entries, request.revision
+                return self._entries, request.revision
             request.key = answer.kvs[-1].key + b"\0"
+            request.keys_only, request.limit = False, min(PAGE, 2 * request.limit)
 
-    def _watch(self, entries: dict[bytes, etcd.KeyValue], revision: int) -> None:
+    def _watch(self, entries: Entries, revision: int) -> None:
         """Follow all changes after this revision. Returns when etcd has forgotten them, and must be asked for all."""
-        asked = etcd.WatchCreateRequest(key=self._begin, range_end=self._end, start_revision=revision + 1)
+        # In fragments: a transaction of many changes would not fit an answer otherwise.
+        asked = etcd.WatchCreateRequest(
+            key=self._keys.begin, range_end=self._keys.end, start_revision=revision + 1, fragment=True
+        )
         over = threading.Event()
         try:
             self._apply(self._reading.stream(WATCH, _requests(etcd.WatchRequest(create_request=asked), over)), entries)
         finally:
             over.set()
 
-    def _apply(self, answers: Iterator[etcd.WatchResponse], entries: dict[bytes, etcd.KeyValue]) -> None:
+    def _apply(self, answers: Iterator[etcd.WatchResponse], entries: Entries) -> None:
         for answer in answers:
             if answer.compact_revision:
                 return
@@ -156,47 +166,12 @@ class EtcdDirectory(Directory):
                 raise unavailable(self.name, f"etcd ended the watch: {answer.cancel_reason or 'it gave no reason'}")
             for event in answer.events:
                 if event.type == etcd.Event.DELETE:
-                    entries.pop(event.kv.key, None)
+                    entries.drop(event.kv.key)
                 else:
-                    entries[event.kv.key] = event.kv
-            self._check(entries)
-            if answer.events:
-                self._learn(self._listed_in(entries))
+                    entries.put(event.kv)
+            if answer.events and not answer.fragment:
+                self._learn(entries.listed())
         raise unavailable(self.name, "etcd ended the watch")
-
-    def _listed_in(self, entries: dict[bytes, etcd.KeyValue]) -> Listed:
-        homes: set[str] = set()
-        engines: list[tuple[int, Listing]] = []
-        for entry in entries.values():
-            try:
-                kind, _, rest = entry.key[len(self._begin) :].decode().partition("/")
-                if kind == "homes":
-                    homes.add(checked_home(unquote(rest, errors="strict")))
-                elif kind == "engines":
-                    engines.append((entry.create_revision, Listing.from_json(entry.value)))
-            except (InvalidField, UnicodeDecodeError) as error:
-                # Whoever may write there may write anything; the other entries are good all the same.
-                logger.debug("an entry of %s is not a listing: %s", self.name, error)
-        ordered = [
-            listing for _, listing in sorted(engines, key=lambda each: (each[0], each[1].engine_id, each[1].home))
-        ]
-        return Listed(frozenset(homes.union(listing.home for listing in ordered)), tuple(ordered))
-
-    def _check(self, entries: dict[bytes, etcd.KeyValue]) -> None:
-        if len(entries) > MAX_KEYS:
-            raise unavailable(self.name, f"it has more than {MAX_KEYS} keys")
-
-    @property
-    def _begin(self) -> bytes:
-        return f"{self._prefix}/".encode()
-
-    @property
-    def _end(self) -> bytes:
-        # The first key after all that begin with the prefix and a slash: "0" is the character after it.
-        return f"{self._prefix}0".encode()
-
-    def _key(self, *parts: str) -> bytes:
-        return "/".join((self._prefix, parts[0], *(quote(part, safe="") for part in parts[1:]))).encode()
 
 
 def _requests(request: etcd.WatchRequest, over: threading.Event) -> Iterator[etcd.WatchRequest]:

@@ -14,6 +14,8 @@ from google.protobuf.message import Message
 from kvferry._directory import etcd_v3_pb2 as etcd
 from kvferry._directory.directory import unavailable
 from kvferry._wire.channel import TlsConfig, connect
+from kvferry._wire.status import is_too_large
+from kvferry.errors import MessageTooLarge
 
 CALL_TIMEOUT = 5.0
 """Seconds for one call."""
@@ -100,6 +102,7 @@ class EtcdCalls:
 
         Raises:
             DirectoryUnavailable: there is no answer, or etcd refused.
+            MessageTooLarge: the answer does not fit a message.
         """
         return self._attempt(lambda: self._unary(method, request, timeout or CALL_TIMEOUT))
 
@@ -186,9 +189,11 @@ class EtcdCalls:
         return (WITH_LEADER, ("token", self._token)) if self._token else (WITH_LEADER,)
 
     def _failed(self, error: grpc.RpcError) -> Exception:
-        """Go on with the next endpoint; returns the error to raise."""
+        """Go on with the next endpoint, unless it would answer the same; returns the error to raise."""
         endpoint = self._endpoint
         call = cast("grpc.Call", error)
+        if is_too_large(call.code().name, call.details() or ""):
+            return MessageTooLarge(f"{endpoint}: {call.details()}", address=endpoint)
         self._at += 1
         self._token = ""
         with self._lock:

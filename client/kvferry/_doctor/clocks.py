@@ -14,8 +14,7 @@ SUSPENDED = Kind(
     "Leases ran on while the host stood still: reads that were under way then ended as EXPIRED, and node servers may "
     "have lost their engines.",
     "Nothing, if it was long ago. Restart a kvferryd whose virtual machine was paused for minutes; its engines "
-    "register "
-    "again by themselves. Do not suspend nodes that serve.",
+    "register again by themselves. Do not suspend nodes that serve.",
 )
 SLOW_SOURCE = Kind(
     "clock-slow-source",

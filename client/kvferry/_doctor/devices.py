@@ -22,8 +22,7 @@ GPU_NOT_GIVEN = Kind(
     "gpu-not-given",
     Level.PROBLEM,
     "The driver knows GPUs whose device files are not here, so that CUDA cannot open them. That is usual in a "
-    "container "
-    "that was started without them.",
+    "container that was started without them.",
     "Give the container its GPUs (docker run --gpus all; Kubernetes: resources, nvidia.com/gpu).",
 )
 GPU_TORCH = Kind(

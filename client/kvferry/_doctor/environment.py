@@ -60,9 +60,8 @@ USER_TIMEOUT = Kind(
 RCACHE = Kind(
     "ucx-rcache-unbounded",
     Level.WARNING,
-    "UCX's cache of registered memory was seen by vLLM to grow without a limit. kvferry limits it to 1024 only "
-    "where the "
-    "variable is not set.",
+    "UCX's cache of registered memory was seen by vLLM to grow without a limit. kvferry limits it to 1024 only where "
+    "the variable is not set.",
     "Unset UCX_RCACHE_MAX_UNRELEASED, or set it to 1024.",
 )
 VERBOSE = Kind(

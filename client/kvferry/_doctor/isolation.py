@@ -88,7 +88,7 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
         if hung:
             return [HUNG.found(f"the check `{check}` took longer than {seconds:g} s{_wrote(last)}")]
         if process.returncode != 0 or not answer.exists():
-            return [DIED.found(f"the check `{check}` ended {_ended(process.returncode)}{_wrote(last)}")]
+            return [DIED.found(f"the check `{check}` ended {ended(process.returncode)}{_wrote(last)}")]
         return [Finding.from_dict(found) for found in json.loads(answer.read_text())]
 
 
@@ -106,7 +106,12 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _ended(code: int) -> str:
+def ended(code: int) -> str:
+    """Say how a process ended.
+
+    Args:
+        code: as `subprocess` returns it: negative for a signal.
+    """
     if code < 0:
         return f"by {signal.Signals(-code).name}"
     return f"with exit code {code}"

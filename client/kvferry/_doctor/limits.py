@@ -20,9 +20,8 @@ FILES = Kind("open-files-enough", Level.OK)
 FILES_FEW = Kind(
     "open-files-few",
     Level.WARNING,
-    "A NIXL agent takes 19 files and one more for each peer; a node server takes one for each connection. A "
-    "process that "
-    "has none left fails in odd ways.",
+    "A NIXL agent takes 19 files and one more for each peer; a node server takes one for each connection. A process "
+    "that has none left fails in odd ways.",
     "LimitNOFILE=65536 (systemd), --ulimit nofile=65536 (docker), ulimit -n 65536. kvferryd raises its own soft limit "
     "to the hard one; engines do not.",
 )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvferry._doctor.finding import Finding, Kind, Level
 from kvferry._doctor.host import Host
-from kvferry._doctor.isolation import python
+from kvferry._doctor.isolation import ended, python
 from kvferry._doctor.packages import version_of
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ BY_CMA = Kind("reads-by-cma", Level.OK)
 BY_TCP = Kind(
     "reads-by-tcp",
     Level.PROBLEM,
-    "Reads between engines of this host go over TCP, without a message: 4 to 14 times slower than by CMA, and "
-    "with CPU at "
-    "the source.",
+    "Reads between engines of this host go over TCP, without a message: 4 to 14 times slower than by CMA, and with CPU "
+    "at the source.",
     "See the findings of `cma` and `environment`: they say what keeps UCX from CMA.",
 )
 BY_ANOTHER = Kind(
@@ -50,8 +49,16 @@ UNUSABLE = Kind(
     "Read what NIXL and UCX say, and the finding of `cma`. UCX_TLS, if set, has to contain tcp; loopback or a card has "
     "to be up.",
 )
+ENDS_BADLY = Kind(
+    "nixl-ends-badly",
+    Level.PROBLEM,
+    "Reads work, but a process that used NIXL does not end in order: a supervisor takes each end of an engine for a "
+    "crash.",
+    "Read what the process wrote. Two copies of a library in one process can be the reason: docs/nixl.md, Libraries "
+    "loaded twice.",
+)
 NOT_TRIED = Kind("moves-not-tried", Level.UNKNOWN, "Nothing was measured.", "pip install 'kvferry[nixl]'")
-KINDS = (BY_CMA, BY_TCP, BY_ANOTHER, SLOW, UNUSABLE, NOT_TRIED)
+KINDS = (BY_CMA, BY_TCP, BY_ANOTHER, SLOW, UNUSABLE, ENDS_BADLY, NOT_TRIED)
 
 SIZE = 64 << 20
 ROUNDS = 3
@@ -61,7 +68,7 @@ _WAIT = 20.0
 
 
 def check(host: Host) -> list[Finding]:
-    """Read `SIZE` bytes of another process `ROUNDS` times."""
+    """Read `SIZE` bytes of another process `ROUNDS` times, and look at how that process ends."""
     from kvferry.errors import KvferryError, NixlMissing
 
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
@@ -69,7 +76,7 @@ def check(host: Host) -> list[Finding]:
         log = Path(folder) / f"ucx.{os.getpid()}"
         os.environ |= {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(Path(folder) / "ucx.%p")}
         try:
-            rate, copies = _measure()
+            rate, copies, code = _measure()
         except NixlMissing as error:
             return [NOT_TRIED.found(error.message)]
         except (KvferryError, OSError, subprocess.SubprocessError) as error:
@@ -86,10 +93,15 @@ def check(host: Host) -> list[Finding]:
         f"({copies / 1e9:.2f} GB/s)"
     )
     if way.startswith("tcp"):
-        return [BY_TCP.found(said)]
-    if not way.startswith("cma"):
-        return [BY_ANOTHER.found(said)]
-    return [(BY_CMA if share >= SHARE else SLOW).found(said)]
+        read = BY_TCP
+    elif way.startswith("cma"):
+        read = BY_CMA if share >= SHARE else SLOW
+    else:
+        read = BY_ANOTHER
+    findings = [read.found(said)]
+    if code:
+        findings.append(ENDS_BADLY.found(f"the process that was read from ended {ended(code)}"))
+    return findings
 
 
 def way_of(text: str) -> str:
@@ -115,8 +127,9 @@ def _complaints(log: Path) -> str:
     return f". UCX: {'; '.join(lines[:3])}" if lines else ""
 
 
-def _measure() -> tuple[float, float]:
-    """Bytes per second of the fastest read, and of the fastest copy in this process."""
+def _measure() -> tuple[float, float, int]:
+    """Bytes per second of the fastest read, and of the fastest copy in this process; how the process that was read from
+    ended, as `subprocess` tells it."""
     import numpy as np
 
     from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
@@ -155,9 +168,10 @@ def _measure() -> tuple[float, float]:
                 other.array[:] = memory.array
                 copies.append(time.monotonic() - started)
             agent.destroy()
+            source.communicate(timeout=_WAIT)
         finally:
             source.kill()
-    return SIZE / min(times), SIZE / min(copies)
+    return SIZE / min(times), SIZE / min(copies), source.returncode
 
 
 def _finish(handle: ReadHandle) -> float:

@@ -32,9 +32,8 @@ OUT_OF_RANGE = Kind(
 ONE_QUEUE = Kind(
     "grpcio-one-queue",
     Level.WARNING,
-    "With it, the calls of all methods wait in one queue of a node server, and one busy caller makes gRPC drop "
-    "the calls "
-    "of others. Clients are not affected.",
+    "With it, the calls of all methods wait in one queue of a node server, and one busy caller makes gRPC drop the "
+    "calls of others. Clients are not affected.",
     "Where kvferryd runs: pip install 'grpcio>=1.84'.",
 )
 NIXL_MISSING = Kind(
@@ -46,9 +45,8 @@ NIXL_MISSING = Kind(
 SERVER_MISSING = Kind(
     "server-missing",
     Level.OK,
-    "kvferryd and kvferry.serve() do not start in this environment. Engines that use a node server elsewhere "
-    "do not need "
-    "them.",
+    "kvferryd and kvferry.serve() do not start in this environment. Engines that use a node server elsewhere do not "
+    "need them.",
     "Where kvferryd runs: pip install 'kvferry[server]'.",
 )
 GRPC_TOOLS = Kind(

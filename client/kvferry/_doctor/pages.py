@@ -21,8 +21,7 @@ NOT_GIVEN = Kind(
     "huge-pages-not-given",
     Level.WARNING,
     "The kernel allows huge pages, but gave none here: memory is fragmented, or they are switched off for this "
-    "process. "
-    "Reads from memory allocated now take 1.4 to 2 times as long.",
+    "process. Reads from memory allocated now take 1.4 to 2 times as long.",
     "Start engines early after boot; echo 1 > /proc/sys/vm/compact_memory (as root, on the host). If THP_enabled in "
     "/proc/self/status is 0, the service manager switched them off.",
 )

@@ -28,8 +28,7 @@ REFUSED = Kind(
     Level.PROBLEM,
     "The host answers, and nothing listens at this port or socket.",
     "Start kvferryd there, or correct the port. A kvferryd that listens on loopback alone is not reached from "
-    "elsewhere: "
-    "--listen 0.0.0.0:7423.",
+    "elsewhere: --listen 0.0.0.0:7423.",
 )
 SILENT = Kind(
     "peer-silent",
@@ -58,10 +57,11 @@ FORBIDDEN = Kind(
     "This caller's identity may not ask it.",
     "Use a certificate whose role may, or have its policy changed.",
 )
-OLDER = Kind(
-    "peer-older",
-    Level.OK,
-    "It does not tell its version: it is older than this kvferry. What an older one has, it serves.",
+DIFFERS = Kind(
+    "peer-version-differs",
+    Level.PROBLEM,
+    "It refuses engines and readers of this release, and they refuse it.",
+    "Upgrade the older of the two; docs/operations.md says in which order.",
 )
 VERSION = Kind("peer-version", Level.OK)
 ECHO = Kind(
@@ -70,7 +70,7 @@ ECHO = Kind(
     "A request's control takes two such calls at its reader. The speed of reads from its engines is not measured: that "
     "takes an engine on both sides.",
 )
-KINDS = (BAD_ADDRESS, NAME_UNKNOWN, REFUSED, SILENT, TLS, NO_ANSWER, NOT_SERVING, FORBIDDEN, OLDER, VERSION, ECHO)
+KINDS = (BAD_ADDRESS, NAME_UNKNOWN, REFUSED, SILENT, TLS, NO_ANSWER, NOT_SERVING, FORBIDDEN, DIFFERS, VERSION, ECHO)
 
 ECHOES = 21
 _SAID = 300
@@ -155,24 +155,28 @@ def _ask(channel: Any, host: Host, tls: Any) -> list[Finding]:
 def _version(channel: Any, host: Host) -> Finding:
     import grpc
 
+    from kvferry._wire.version import OURS, Version, check_together
+    from kvferry.errors import ContractDiffers
     from kvferry.v1 import introspection_pb2
     from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
     stub: Any = IntrospectionStub(channel)
-    ask, request = getattr(stub, "GetServerInfo", None), getattr(introspection_pb2, "GetServerInfoRequest", None)
-    if ask is None or request is None:
-        return OLDER.found("its version is not known: this kvferry does not ask for it")
     try:
-        told = ask(request(), timeout=host.timeout)
+        told = stub.GetServerInfo(introspection_pb2.GetServerInfoRequest(), timeout=host.timeout)
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return OLDER.found("its version is not known: it does not have GetServerInfo")
+            return DIFFERS.found(
+                "its version is not known: it does not have GetServerInfo, which every release since 0.2.0 has"
+            )
         return _failed(error, host, "")
-    from kvferry import __version__
-
+    theirs = Version(told.contract_revision, told.oldest_revision, told.version[:_SAID])
+    try:
+        check_together(theirs, f"kvferryd at {host.peer}", OURS, "this kvferry")
+    except ContractDiffers as error:
+        return DIFFERS.found(error.message)
     uptime = told.uptime.seconds / 3600
     return VERSION.found(
-        f"kvferryd {told.version[:_SAID]} (this is {__version__}), up for {uptime:,.1f} h, "
+        f"kvferryd {theirs.release} (this is {OURS.release}) works with this kvferry, up for {uptime:,.1f} h, "
         f"advertises {told.advertise[:_SAID]}" + ("; it is draining" if told.draining else "")
     )
 

@@ -34,9 +34,8 @@ PID_ELSEWHERE = Kind(
     "cma-pid-other-namespace",
     Level.PROBLEM,
     f"UCX uses CMA only within one PID namespace. {_SLOW}",
-    "Let the containers share one: Kubernetes: one pod with shareProcessNamespace: true, or hostPID: true; "
-    "docker: --pid "
-    "container:NAME or --pid host. Between containers that cannot, TCP remains, or RDMA.",
+    "Let the containers share one: Kubernetes: one pod with shareProcessNamespace: true, or hostPID: true; docker: "
+    "--pid container:NAME or --pid host. Between containers that cannot, TCP remains, or RDMA.",
 )
 PID_GONE = Kind(
     "cma-pid-gone", Level.PROBLEM, "Nothing was tried.", "Give the number that the process has in this container."

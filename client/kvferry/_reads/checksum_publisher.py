@@ -18,10 +18,10 @@ from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Control
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._threads import start_thread
+from kvferry._threads import guarded, settle, start_loop
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, InvalidField, KvferryError, PublicationReleased, PublicationStale, Unreachable
-from kvferry.geometry.blocks import Blocks, check_ids
+from kvferry.geometry.blocks import Blocks, check_ids, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
 from kvferry.planner.checksum import Sums, runs_of
@@ -107,7 +107,7 @@ class Checksummer:
             if self._closing:
                 raise Closed(f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed")
             if self._thread is None:
-                self._thread = start_thread(self._work, "kvferry-checksums")
+                self._thread = start_loop(self._turn, "kvferry-checksums")
             heapq.heappush(self._orders, (began, next(self._age), order))
             self._changed.notify()
         return order.done
@@ -124,24 +124,27 @@ class Checksummer:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _work(self) -> None:
-        while (order := self._next()) is not None:
-            if not order.done.running() and not order.done.set_running_or_notify_cancel():
-                continue
-            try:
-                pause = self._attempt(order)
-            except BaseException as error:
-                order.done.set_exception(error)
-                continue
-            if pause is None:
-                order.done.set_result(order.sent)
-                continue
-            with self._changed:
-                closing = self._closing
-                if not closing:
-                    heapq.heappush(self._orders, (now() + pause, next(self._age), order))
-            if closing:
-                self._drop(order)
+    def _turn(self) -> bool:
+        order = self._next()
+        if order is None:
+            return False
+        if not order.done.running() and not order.done.set_running_or_notify_cancel():
+            return True
+        try:
+            pause = self._attempt(order)
+        except BaseException as error:
+            settle(order.done, error)
+            return True
+        if pause is None:
+            settle(order.done, order.sent)
+            return True
+        with self._changed:
+            closing = self._closing
+            if not closing:
+                heapq.heappush(self._orders, (now() + pause, next(self._age), order))
+        if closing:
+            self._drop(order)
+        return True
 
     def _next(self) -> _Order | None:
         """Wait until an order is due, and take it; None: the checksummer was closed."""
@@ -180,12 +183,13 @@ class Checksummer:
         """End an order that was not done when the checksummer was closed."""
         if order.done.running():
             problem = f"sums of rank {self._rank.rank} of engine {self._spec.engine_id!r} were not sent"
-            order.done.set_exception(Closed(f"{problem}: the cache is closed"))
+            settle(order.done, Closed(f"{problem}: the cache is closed"))
         else:
-            order.done.cancel()
+            guarded(order.done.cancel, "a callback of a future")
 
     def _planes(self, name: str, blocks: Blocks) -> list[tuple[Plane, Blocks]]:
         group = self._spec.group(name)
+        blocks = without_nulls(group, blocks)
         check_ids(name, "source", blocks.ids, group.num_blocks, group.null_block)
         planes = [plane for plane in self._rank.planes if plane.group == name]
         for plane in planes:

@@ -30,9 +30,11 @@ from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm, Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet
+from kvferry._reads.looks import Looks
 from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._threads import start_thread
 from kvferry._tracing import NO_SPAN, start_span
+from kvferry._wire.status import reason_number
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     KvferryError,
@@ -45,9 +47,6 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-LOOK_EVERY = 0.25
-"""Seconds between two checks of the deadlines of reads in progress."""
 
 RANKS_GRACE = 10.0
 """Seconds after a read's deadline during which its ranks can still report; they end their shares by themselves."""
@@ -116,7 +115,7 @@ class LeasedReads(Generic[SomeRead]):
         self._under_way: set[SomeRead] = set()
         self._unreported: list[tuple[SomeRead, Acquired]] = []
         """Reads whose ends wait to be reported: those of one home in one call."""
-        self._looking = False
+        self._looks = Looks(work, self._look)
         self._acquiring = 0
         """Number of acquisitions that have not ended, those of withdrawn reads included."""
         self._acquisition_ended = threading.Condition(self.lock)
@@ -135,7 +134,7 @@ class LeasedReads(Generic[SomeRead]):
         read.acquiring = start_span("kvferry.acquire", read.span.traceparent)
         read.request = replace(request, span=read.acquiring)
         self._under_way.add(read)
-        self._look_later()
+        self._looks.by(request.deadline)
         self._do(partial(self._acquire, read))
 
     def begin(self, read: SomeRead) -> None:
@@ -163,7 +162,7 @@ class LeasedReads(Generic[SomeRead]):
                 self._owner.on_stop(read)
 
     def share_ended(self, read: SomeRead, rank: int, end: ShareEnd, at: float) -> None:
-        """Record how a rank's share has ended. Later reports of the same rank are ignored.
+        """Record how a rank's share has ended. Of later reports of the same rank only counts that it is quiet.
 
         Args:
             read: the read.
@@ -172,6 +171,8 @@ class LeasedReads(Generic[SomeRead]):
             at: time on `kvferry._clock`, no earlier than the arrival of the last byte.
         """
         if rank in read.ends:
+            if end.quiet:
+                self.share_quiet(read, rank)
             return
         read.ends[rank] = end
         read.ended_at = max(read.ended_at, at)
@@ -236,12 +237,11 @@ class LeasedReads(Generic[SomeRead]):
                 self._acquiring -= 1
                 self._acquisition_ended.notify_all()
 
-    def _look(self) -> None:
+    def _look(self) -> list[float]:
         with self.lock:
-            self._looking = False
             for read in tuple(self._under_way):
                 self._judge_time(read)
-            self._look_later()
+            return [read.request.deadline for read in self._under_way]
 
     def _report_all(self) -> None:
         with self.lock:
@@ -271,14 +271,12 @@ class LeasedReads(Generic[SomeRead]):
     def _report(self, read: SomeRead, acquired: Acquired) -> ReadReport:
         with self.lock:
             error, ends = read.error, dict(read.ends)
-        # If the read failed although no share did, for example because it was cancelled or its lease ended, its good
-        # shares are reported with the error of the read: the source then keeps the blocks for another reader.
+        # If the read failed although no share did, for example because its time was up or its lease ended, its good
+        # shares and those that were cancelled for it are reported with the error of the read: the source then keeps the
+        # blocks for another reader, and its home can say why.
         if any(end.error is error for end in ends.values()):
             error = None
-        shares = [
-            pb.RankReport(rank=rank, outcome=_outcome(end.error or error), bytes=end.bytes)
-            for rank, end in sorted(ends.items())
-        ]
+        shares = [_share(rank, end.error, error, end.bytes) for rank, end in sorted(ends.items())]
         return ReadReport(acquired.lease, shares, partial(self._answered, read))
 
     def _answered(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
@@ -330,11 +328,6 @@ class LeasedReads(Generic[SomeRead]):
         self._unreported.clear()
         return False
 
-    def _look_later(self) -> None:
-        if self._under_way and not self._looking:
-            self._looking = True
-            self._work.do_later(LOOK_EVERY, self._look)
-
     def _judge_time(self, read: SomeRead) -> None:
         time, read_id = now(), read.read_id
         if read.stage is ReadStage.WAITING and time >= read.request.deadline + RANKS_GRACE:
@@ -375,6 +368,8 @@ class LeasedReads(Generic[SomeRead]):
         read.judging = start_span("kvferry.judge", read.span.traceparent)
         if read.error is None and not read.complete:
             self.fail(read, TransferFailed(f"read {read.read_id} ended before its last block was published"))
+        if read.error is None and read.ended_at >= read.request.deadline:
+            read.error = self._owner.overdue(read)
         if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
         reporting = self._report_later(read, read.acquired)
@@ -435,6 +430,13 @@ class LeasedReads(Generic[SomeRead]):
 def _verdict_name(verdict: pb.Verdict.ValueType) -> str:
     known = verdict in pb.Verdict.values()
     return pb.Verdict.Name(verdict).removeprefix("VERDICT_").lower() if known else str(verdict)
+
+
+def _share(rank: int, own: KvferryError | None, of_read: KvferryError | None, moved: int) -> pb.RankReport:
+    """Return the report of a share that ended with an error of its own, or with that of the read."""
+    error = of_read or own if isinstance(own, TransferCancelled) else own or of_read
+    reason = "" if error is None else error.reason
+    return pb.RankReport(rank=rank, outcome=_outcome(error), bytes=moved, reason=reason_number(reason))
 
 
 def _outcome(error: KvferryError | None) -> pb.RankOutcome.ValueType:

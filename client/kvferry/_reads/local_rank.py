@@ -17,6 +17,7 @@ from kvferry._transport.transport import Transport
 from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryRegion, RankGeometry, check_rank, check_regions
+from kvferry.geometry.overlap import check_unshared
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
 
@@ -59,7 +60,7 @@ class LocalRank:
         closed: it was closed, and nobody can read its memory any more.
 
     Raises:
-        BadGeometry: the planes contradict the engine's groups, or lie outside the regions.
+        BadGeometry: the planes contradict the engine's groups, lie over each other, or lie outside the regions.
         InvalidField: the engine has no such rank; or see `ServingAgent`.
         NixlError, NixlMissing: see `ServingAgent`.
     """
@@ -76,6 +77,7 @@ class LocalRank:
         serve: bool,
     ) -> None:
         check_rank(spec.groups, rank)
+        check_unshared(spec.groups, rank)
         check_regions(rank, owned.regions)
         if rank.rank >= spec.num_ranks:
             raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")

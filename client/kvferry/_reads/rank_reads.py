@@ -17,12 +17,12 @@ from kvferry._forks import OneProcess
 from kvferry._memory.access import StillCopying
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
-from kvferry._reads.leased_reads import LOOK_EVERY
+from kvferry._reads.looks import Looks
 from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import Doing, Planned, RankOrder, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
-from kvferry._threads import start_thread
+from kvferry._threads import guarded, start_thread
 from kvferry._tracing import start_span
 from kvferry._transport.transport import TransferPart, TransferState, Transport
 from kvferry._work_queue import WorkQueue
@@ -84,7 +84,7 @@ class RankReads(OneProcess):
         self._meter = meter
         self._running: set[RankRead] = set()
         self._handshaking: dict[tuple[str, str, bytes], list[RankRead]] = {}
-        self._looking = False
+        self._looks = Looks(work, self._look)
         self._closed = False
         self._changed = threading.Condition()
         self._started = 0
@@ -138,24 +138,18 @@ class RankReads(OneProcess):
 
     # The methods below run on the queue's thread unless they say otherwise.
 
-    def _look(self) -> None:
-        self._looking = False
+    def _look(self) -> list[float]:
         time = now()
         for read in [read for read in self._running if read.order.deadline <= time]:
             self._overdue(read)
-        self._look_later()
-
-    def _look_later(self) -> None:
-        if self._running and not self._looking:
-            self._looking = True
-            self._work.do_later(LOOK_EVERY, self._look)
+        return [read.order.deadline for read in self._running]
 
     def _begin(self, read: RankRead) -> None:
         if read.ended:
             # It was cancelled, or its deadline passed, during the handshake with its source.
             return
         self._running.add(read)
-        self._look_later()
+        self._looks.by(read.order.deadline)
         if read._cancellation.cancelled:
             self._cancelled(read)
             return
@@ -399,19 +393,16 @@ class RankReads(OneProcess):
             self._changed.notify_all()
 
     def _notify(self, callback: Callable[[RankRead], None], read: RankRead) -> None:
-        try:
-            callback(read)
-        except Exception:
-            logger.exception("a callback for the end of read %s failed", read.order.read_id)
+        guarded(partial(callback, read), f"a callback for the end of read {read.order.read_id}")
+
+    def _cancel_one(self, read: RankRead) -> None:
+        read.stop()
+        self._cancelled(read)
 
     def _cancel_all(self) -> None:
         for read in tuple(self._running):
-            try:
-                read.stop()
-                self._cancelled(read)
-            except Exception:
-                # It ends at its deadline.
-                logger.exception("read %s could not be cancelled", read.order.read_id)
+            # One that fails ends at its deadline.
+            guarded(partial(self._cancel_one, read), f"the cancel of read {read.order.read_id}")
 
     def _give_up_all(self) -> None:
         for read in tuple(self._running):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry._clock import now
 from kvferry._control.cancellation import Cancellation
 from kvferry._forks import OneProcess
 from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.rank_read import RankRead
+from kvferry._threads import guarded
 from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 from kvferry.planner.summed_blocks import Verification
-
-logger = logging.getLogger(__name__)
 
 
 class ReadState(enum.Enum):
@@ -288,10 +287,7 @@ class Read(OneProcess):
         """
 
         def run() -> None:
-            try:
-                callback(self)
-            except Exception:
-                logger.exception("a callback of read %s failed", self.read_id)
+            guarded(partial(callback, self), f"a callback of read {self.read_id}")
 
         callbacks = self._task.callbacks
         if not self.done():

@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvferry._clock import from_duration, now
-from kvferry._control.batches import check_size
-from kvferry._control.connection import retrying
+from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
 from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
+from kvferry._control.retrying import retrying
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.local_rank import LocalRank
@@ -24,7 +24,7 @@ from kvferry._reads.rank_read import RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
 from kvferry._reads.verifier import Verifier
-from kvferry._threads import start_thread
+from kvferry._threads import settle, start_thread
 from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo
@@ -192,10 +192,10 @@ class RankRuntime:
                 source = self._sources.get(home, engine.engine_id, engine.incarnation, engine_reference, deadline)
                 for agent in source.agents.values():
                     self.transport.warm(agent)
-            except Exception as error:
-                done.set_exception(error)
+            except BaseException as error:
+                settle(done, error)
             else:
-                done.set_result(tuple(source.agents))
+                settle(done, tuple(source.agents))
 
         start_thread(run, f"kvferry-warm-{engine.engine_id}")
         return done
@@ -298,12 +298,13 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
         rank=rank_to_proto(rank),
         agent=None if agent is None else _agent_to_proto(agent.info),
         agent_key=b"" if agent is None else local.agent_key,
+        partial=spec.partial,
     )
     what = (
         f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(local.regions)} regions and "
         f"{registration.agent.ByteSize()} bytes of its agent"
     )
-    check_size(what, registration)
+    check_size(what, registration, SENT_BYTES)
     return registration
 
 

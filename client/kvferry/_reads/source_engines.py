@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from kvferry._clock import now
 from kvferry._control.breaker import Breaker
-from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control, retrying
+from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control
+from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._wire.authority import has_agent_key
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_from_proto
 from kvferry._wire.handshake import Handshaken
-from kvferry.errors import AgentsWithheld, BadAgentMetadata, Unreachable
+from kvferry.errors import AgentsWithheld, BadAgentMetadata, Unreachable, WrongState
 from kvferry.geometry.model import EngineGeometry
 from kvferry.planner.path_choice import PathRule
 from kvferry.planner.plan import ReadPlan, plan_read
@@ -228,6 +229,7 @@ class SourceEngines:
             )
             if (self._reader.engine_id, self._reader.incarnation) == (engine_id, incarnation):
                 message = f"engine {engine_id!r} cannot read from itself: its own memory holds these blocks already"
+                raise WrongState(message, engine_id=engine_id)
             raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
         agents = {rank: _agent(engine_id, incarnation, rank, found.agents.get(rank)) for rank in plan.source_ranks}
         if any(choice.measurable for choice in plan.paths):

@@ -9,6 +9,7 @@ What is below NIXL's Python API is used directly, for two reasons:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
@@ -53,6 +54,7 @@ def load() -> Any:
             )
         elif not loaded:
             os.environ.setdefault(variable, value)
+    _load_verbs_of_system()
     # Importing NIXL makes the logging of the whole process swallow its own errors.
     raise_exceptions = logging.raiseExceptions
     problems = []
@@ -68,6 +70,19 @@ def load() -> Any:
     raise NixlMissing(
         f"NIXL cannot be loaded ({problem}); it comes with: pip install 'kvferry[nixl]'", problem=problem
     ) from None
+
+
+def _load_verbs_of_system() -> None:
+    """Load the distribution's RDMA library, where there is one, before UCX does.
+
+    NIXL's wheel brings libibverbs and libnl of its own, and UCX loads the distribution's beside them, which
+    `libefa.so.1` needs. Loaded by UCX, the distribution's libnl calls functions of the wheel's: its destructor takes an
+    entry off a list that the entry was never on, and the process ends with SIGSEGV (docs/nixl.md, Libraries loaded
+    twice). A library that is loaded by itself finds its own functions first. UCX loads its modules when the first agent
+    is made, so this helps also where NIXL was imported before.
+    """
+    with suppress(OSError):
+        ctypes.CDLL("libibverbs.so.1")
 
 
 def packages_for(torch: Any) -> tuple[str, ...]:

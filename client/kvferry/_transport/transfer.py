@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import copy
 import enum
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from kvferry._threads import guarded
 from kvferry.errors import KvferryError, TransferCancelled, TransferError, TransferExpired
-
-logger = logging.getLogger(__name__)
 
 
 class TransferState(enum.Enum):
@@ -272,7 +271,4 @@ class Transfer:
             self._run_callback(callback)
 
     def _run_callback(self, callback: Callable[[Transfer], None]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            logger.exception("a callback of transfer %r failed", self.label)
+        guarded(partial(callback, self), f"a callback of transfer {self.label!r}")

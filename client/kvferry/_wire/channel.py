@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ from kvferry.errors import InvalidField
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """Bytes of the largest message that either side accepts, so that a peer cannot fill the other side's memory. Longer
 lists are split into pages."""
+
+MAX_NOTIFY_BYTES = 1024 * 1024
+"""Bytes of the largest NotifyRequest. Below that of other messages, because a node server acts on notifications on its
+event loop."""
 
 MAX_SOCKET_PATH = 107
 """Most bytes of a UNIX socket's path: ``sun_path`` of Linux without its final NUL."""
@@ -59,7 +64,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # traffic.
     ("grpc.enable_http_proxy", 0),
     # There is no retry policy in a service config: it knows neither RetryInfo nor kvferry's reasons, so it would
-    # repeat calls too early. `kvferry._control.connection.retrying` repeats calls instead. Timeouts are set per call,
+    # repeat calls too early. `kvferry._control.retrying` repeats calls instead. Timeouts are set per call,
     # because the `timeout` of a service config fires early.
 )
 """Options of every channel."""
@@ -68,6 +73,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Otherwise a second server on the same port would silently get every other connection.
     ("grpc.so_reuseport", 0),
+    # Otherwise gRPC takes in megabytes of each request that waits to be read, where it now takes 64 KiB.
+    ("grpc.http2.bdp_probe", 0),
     # A Watch shows that its process is alive, so a host that vanished must be detected: within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -98,6 +105,12 @@ ONE_QUEUE_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 """Replacements for grpcio up to 1.82, which handles the calls of all methods one after another: with larger limits a
 flood delays every method by 20 s and more, instead of 4 s."""
+
+MAX_CLIENT_CHAIN_BYTES = 8400
+"""Bytes of the certificates, in DER, that a client may show to a gRPC server. gRPC's server sends two session tickets
+at the end of the handshake, each of which holds the client's certificates, through a buffer of 17 KiB; if they do not
+fit, it closes the connection (measured with grpcio 1.85: 8,446 bytes pass, 8,495 do not). No channel option changes
+that. A server's certificates may have 100 kB."""
 
 MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 """The option for the most connections of a listener; it closes further ones."""
@@ -159,7 +172,7 @@ class Address:
 
 
 def parse_address(text: str, field: str = "address") -> Address:
-    """Parse an address.
+    """Parse an address. However a host and a port are written, equal ones give equal results.
 
     Args:
         text: ``unix:/path`` or ``host:port``.
@@ -185,9 +198,19 @@ def parse_address(text: str, field: str = "address") -> Address:
     # In "dns:host", "http://host" and bare IPv6 addresses, the host contains a colon or a slash.
     if not colon or not host or "/" in host or (":" in host and not bracketed):
         raise InvalidField(field, text, expected)
-    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
         raise InvalidField(field, text, f"{expected}, with a port from 0 to 65535")
+    try:
+        host = str(ipaddress.ip_address(host))
+    except ValueError:
+        host = host.lower()
     return Address(host=host, port=int(port))
+
+
+def same_address(one: Address, other: Address) -> bool:
+    """Whether two addresses are the same; ``localhost`` is every loopback address of its port."""
+    local = one.port == other.port and "localhost" in (one.host, other.host)
+    return one == other or (local and is_loopback(str(one)) and is_loopback(str(other)))
 
 
 def is_loopback(address: str) -> bool:
@@ -266,6 +289,12 @@ def tls_problems(tls: TlsConfig) -> list[InvalidField]:
     """Return what is wrong with the files of a `TlsConfig`, by setting: a file cannot be read or is not PEM, a
     certificate is damaged, the key is not the certificate's, or files change at this moment."""
     return _checked(tls)[1]
+
+
+def chain_bytes(pem: bytes) -> int:
+    """Return the bytes, in DER, of the certificates in a PEM file."""
+    bodies = re.findall(rb"-----BEGIN CERTIFICATE-----(.*?)-----END", pem, re.DOTALL)
+    return sum(len(b"".join(body.split()).rstrip(b"=")) * 3 // 4 for body in bodies)
 
 
 def tls_stamp(tls: TlsConfig) -> tuple[object, ...]:

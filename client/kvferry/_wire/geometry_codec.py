@@ -71,6 +71,7 @@ def plane_to_proto(plane: Plane) -> pb.Plane:
         token_granule=plane.token_granule,
         units_divide=plane.units_divide,
         optional_cover=plane.optional_cover,
+        shared=plane.shared,
     )
 
 
@@ -129,6 +130,7 @@ def plane_from_proto(message: pb.Plane) -> Plane:
         token_granule=message.token_granule or message.page_tokens,
         units_divide=message.units_divide,
         optional_cover=message.optional_cover,
+        shared=message.shared,
     )
 
 
@@ -157,6 +159,7 @@ def engine_to_proto(engine: EngineGeometry) -> pb.EngineGeometry:
         identity=engine.identity,
         groups=[group_to_proto(group) for group in engine.groups],
         ranks=[rank_to_proto(rank) for rank in engine.ranks],
+        partial=engine.partial,
     )
 
 
@@ -169,6 +172,7 @@ def engine_from_proto(message: pb.EngineGeometry) -> EngineGeometry:
         ranks=tuple(rank_from_proto(rank, planes_of) for rank in message.ranks),
         identity=dict(message.identity),
         incarnation=message.incarnation,
+        partial=message.partial,
     )
 
 

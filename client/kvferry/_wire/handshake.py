@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry._wire.geometry_codec import PlaneDecoder, groups_from_proto, rank_from_proto
+from kvferry._wire.version import OURS, Version, check_together
 from kvferry.errors import BadGeometry, LimitReached
 from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.v1 import geometry_pb2
@@ -39,6 +40,7 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
     Raises:
         BadGeometry: the messages contradict each other, or the geometry contradicts itself.
         LimitReached: the engine is larger than the limits.
+        ContractDiffers: the engine and this release do not work together.
     """
     first: pb.HandshakeResponse | None = None
     ranks: list[RankGeometry] = []
@@ -51,6 +53,8 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
             first = message
             if not message.HasField("engine"):
                 raise BadGeometry("handshake", "its first message does not name the engine")
+            source = Version.from_proto(message.source_version)
+            check_together(source, f"the source {message.engine.engine_id!r}", OURS, "this reader")
         if size > MAX_BYTES or first.num_ranks > MAX_RANKS:
             what = f"{first.num_ranks} ranks, {size} bytes so far"
             raise LimitReached(
@@ -77,5 +81,6 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
         ranks=tuple(ranks),
         identity=dict(engine.identity),
         incarnation=engine.incarnation,
+        partial=engine.partial,
     )
     return Handshaken(geometry, agents, num_agents > 0)

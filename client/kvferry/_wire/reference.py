@@ -44,7 +44,7 @@ def router_reference(
     Args:
         home: address of the source's home; empty: the reader's directory says it.
         engine_id: the source, or the deployment whose data-parallel engines are named ``{engine_id}_dp{n}``.
-        router_key: the request's name, 1 to 256 bytes, unique at its source; empty: a random one.
+        router_key: the request's name, 1 to 256 bytes, printable, unique at its source; empty: a random one.
         key: 16 bytes that nobody else can guess; empty: random ones. Two routers that must make the same reference
             without talking give the same.
         data_parallel_rank: n, see `engine_id`.
@@ -54,11 +54,8 @@ def router_reference(
     """
     if len(arguments.text("home", home).encode()) > MAX_NAME:
         raise InvalidField("home", home[:MAX_NAME], f"at most {MAX_NAME} bytes")
-    if not 0 < len(arguments.text("engine_id", engine_id).encode()) <= MAX_NAME:
-        raise InvalidField("engine_id", engine_id[:MAX_NAME], f"1 to {MAX_NAME} bytes")
-    router_key = arguments.text("router_key", router_key) or secrets.token_hex(16)
-    if len(router_key.encode()) > MAX_NAME:
-        raise InvalidField("router_key", router_key[:MAX_NAME], f"1 to {MAX_NAME} bytes")
+    arguments.label("engine_id", engine_id, MAX_NAME)
+    router_key = arguments.label("router_key", router_key or secrets.token_hex(16), MAX_NAME)
     if not isinstance(key, bytes) or len(key) not in (0, KEY_BYTES):
         # The value may be a key.
         given = f"{len(key)} bytes" if isinstance(key, bytes) else type(key)

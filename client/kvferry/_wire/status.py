@@ -62,6 +62,9 @@ TOO_LARGE = "larger than max"
 """Part of gRPC's text for a message over the size limit of either side; there is no status code for it."""
 
 _PREFIX = "ERROR_REASON_"
+_REASONS: dict[int, str] = {
+    number: name.removeprefix(_PREFIX) for name, number in errors_pb2.ErrorReason.items() if number
+}
 
 # The class for an error whose reason this version does not know, by its code.
 _BY_CODE: dict[str, type[KvferryError]] = {
@@ -115,7 +118,9 @@ def to_status(error: KvferryError) -> WireStatus:
     return WireStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
 
 
-def from_rpc_error(error: grpc.RpcError, address: str, tls: TlsConfig | None = None) -> KvferryError:
+def from_rpc_error(
+    error: grpc.RpcError, address: str, tls: TlsConfig | None = None, *, answered: bool = False
+) -> KvferryError:
     """Convert the error of a call to a node server.
 
     An error with kvferry's `ErrorInfo` is rebuilt as the server raised it. Errors of gRPC itself become
@@ -133,16 +138,17 @@ def from_rpc_error(error: grpc.RpcError, address: str, tls: TlsConfig | None = N
         address: address of the node server, for the message.
         tls: the credentials of the channel; None: no TLS. The message says which TLS settings to look at, if they are
             why the server cannot be reached.
+        answered: the server has answered this caller before, so that the settings were right then.
     """
     call = cast(grpc.Call, error)
     code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
     name = code.name if code is not None else "UNKNOWN"
-    text = (call.details() if hasattr(error, "details") else None) or str(error)
-    found = _from_details(_details(call) if hasattr(error, "trailing_metadata") else None, name, text)
+    text = _text_of(error)
+    found = error_of_peer(error)
     if found is not None:
         return found
     if name == "UNAVAILABLE":
-        problem = tls_failure(text, address, tls) or f"{text}. Is kvferryd running there?"
+        problem = tls_failure(text, address, tls, answered=answered) or f"{text}. Is kvferryd running there?"
         return Unreachable(f"{address} cannot be reached: {problem}", address=address)
     if name == "CANCELLED":
         return Unreachable(f"{address} cancelled the call: {text}. Is it stopping, or overloaded?", address=address)
@@ -152,16 +158,34 @@ def from_rpc_error(error: grpc.RpcError, address: str, tls: TlsConfig | None = N
     if name == "UNIMPLEMENTED":
         problem = f"does not offer this call: {text}. Is it another version, or no node server of kvferry at all?"
         return NotImplementedHere(f"{address} {problem}", what=text)
-    if name == "RESOURCE_EXHAUSTED" and TOO_LARGE in text:
+    if is_too_large(name, text):
         return MessageTooLarge(f"{address}: {text}", address=address)
     return _by_code(name, f"{address} answered {name}: {text}", {"address": address})
+
+
+def error_of_peer(error: grpc.RpcError) -> KvferryError | None:
+    """Return the error that a node server has sent as the end of a call; None if gRPC itself ended it, or another
+    program."""
+    call = cast(grpc.Call, error)
+    code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
+    details = _details(call) if hasattr(error, "trailing_metadata") else None
+    return _from_details(details, code.name if code is not None else "UNKNOWN", _text_of(error))
+
+
+def _text_of(error: grpc.RpcError) -> str:
+    return (cast(grpc.Call, error).details() if hasattr(error, "details") else None) or str(error)
+
+
+def is_too_large(code: str, text: str) -> bool:
+    """Whether a call that failed with this code and text failed because a message is over the limit of either side."""
+    return code == "RESOURCE_EXHAUSTED" and TOO_LARGE in text
 
 
 def to_notification_error(error: KvferryError) -> pb.NotificationError:
     """Convert an error to the result of a notification."""
     return pb.NotificationError(
         code=grpc.StatusCode[error.code].value[0],
-        reason=errors_pb2.ErrorReason.ValueType(_reason_number(error)),
+        reason=reason_number(error.reason),
         message=_cut(error.message, MESSAGE_BYTES),
         metadata=_bounded(error.values),
         retry_after=to_duration(error.retry_after) if error.retry_after is not None else None,
@@ -171,10 +195,8 @@ def to_notification_error(error: KvferryError) -> pb.NotificationError:
 def from_notification_error(message: pb.NotificationError) -> KvferryError:
     """Convert the result of a notification to an error."""
     retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
-    known = message.reason in errors_pb2.ErrorReason.values()
-    reason = errors_pb2.ErrorReason.Name(message.reason).removeprefix(_PREFIX) if known else ""
     values = dict(message.metadata)
-    error = from_reason(reason, message.message, values, retry_after)
+    error = from_reason(reason_name(message.reason), message.message, values, retry_after)
     if error is not None:
         return error
     name = next((code.name for code in grpc.StatusCode if code.value[0] == message.code), "UNKNOWN")
@@ -260,8 +282,11 @@ def _bounded(values: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _reason_number(error: KvferryError) -> int:
-    """Return the `kvferry.v1.ErrorReason` of an error; 0 for errors that are never sent."""
-    if not error.reason:
-        return 0
-    return int(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{error.reason}"))
+def reason_number(reason: str) -> errors_pb2.ErrorReason.ValueType:
+    """Return the `kvferry.v1.ErrorReason` of this name without its prefix; 0 for that of errors that are never sent."""
+    return errors_pb2.ErrorReason.Value(f"{_PREFIX}{reason}") if reason else errors_pb2.ERROR_REASON_UNSPECIFIED
+
+
+def reason_name(number: int) -> str:
+    """Return the name of a `kvferry.v1.ErrorReason` without its prefix; empty if it is 0, or not known here."""
+    return _REASONS.get(number, "")

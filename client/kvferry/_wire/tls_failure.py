@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from kvferry._wire.channel import TlsConfig
+from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, TlsConfig, chain_bytes
 
 # Also of a server that accepts the connection and closes it before it has sent anything.
 _NEVER_CONNECTED = "failed to connect"
@@ -17,17 +17,21 @@ _CLOSED = re.compile(r"Socket closed|Connection reset|Broken pipe")
 _UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ?([^:]*)")
 
 
-def tls_failure(text: str, address: str, tls: TlsConfig | None) -> str:
+def tls_failure(text: str, address: str, tls: TlsConfig | None, *, answered: bool = False) -> str:
     """Return what is wrong with the TLS settings and which to look at; empty if TLS did not fail.
 
     Args:
         text: what gRPC says of a call that ended with UNAVAILABLE.
         address: address of the node server.
         tls: the caller's credentials; None: no TLS.
+        answered: the node server has answered the caller before: then a connection that is closed without a word says
+            nothing of TLS.
     """
     if address.startswith("unix:"):
         return ""
     closed = _NEVER_CONNECTED in text and _CLOSED.search(text) is not None
+    if answered and closed and not _UNTRUSTED.search(text):
+        return _CLOSED_AGAIN
     if tls is None:
         return _WITHOUT_TLS if closed else ""
     if found := _UNTRUSTED.search(text):
@@ -36,8 +40,10 @@ def tls_failure(text: str, address: str, tls: TlsConfig | None) -> str:
         return _OTHER_NAME
     if "WRONG_VERSION_NUMBER" in text:
         return _NOT_TLS
-    if "andshake" in text:
+    if "andshake" in text and _shown_bytes(tls) <= MAX_CLIENT_CHAIN_BYTES:
         return _handshake(text)
+    if _CLOSED.search(text) and (size := _shown_bytes(tls)) > MAX_CLIENT_CHAIN_BYTES:
+        return _too_large(size, tls)
     if closed:
         return _NO_CERTIFICATE if tls.cert is None else _CERTIFICATE_REJECTED
     return ""
@@ -59,6 +65,22 @@ def _untrusted(reason: str, tls: TlsConfig) -> str:
     )
 
 
+def _shown_bytes(tls: TlsConfig) -> int:
+    """Return the bytes of the certificates that the caller shows."""
+    try:
+        return 0 if tls.cert is None else chain_bytes(tls.cert.read_bytes())
+    except OSError:
+        return 0
+
+
+def _too_large(size: int, tls: TlsConfig) -> str:
+    return (
+        f"it closed the connection. The caller's tls.cert (--tls-cert), {tls.cert}, has {size} bytes of certificates "
+        f"without the PEM encoding, and gRPC's servers take at most {MAX_CLIENT_CHAIN_BYTES} from a client. Give the "
+        "caller a certificate with fewer names"
+    )
+
+
 def _handshake(text: str) -> str:
     why = "the connection was closed" if _CLOSED.search(text) else text.rpartition("last error: ")[2]
     return (
@@ -68,6 +90,11 @@ def _handshake(text: str) -> str:
     )
 
 
+_CLOSED_AGAIN = (
+    "it closes connections at once, and has answered before: kvferryd there is likely to be restarting behind a proxy. "
+    "If it lasts, look whether kvferryd runs, has as many connections as its --max-connections, or has other TLS "
+    "settings since"
+)
 _WITHOUT_TLS = (
     "it closed a connection that the caller had opened without TLS. TLS settings are likely to differ: if kvferryd "
     "there has --tls-cert, set the caller's tls.ca (--tls-ca), and if it has --tls-ca too, tls.cert and tls.key "

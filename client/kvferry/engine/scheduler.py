@@ -133,7 +133,7 @@ class SchedulerPort(OneProcess):
         If the home refuses the publication, `released` returns it with the outcome ABORTED.
 
         Args:
-            request_id: the source's name for the request, 1 to 256 bytes.
+            request_id: the source's name for the request, 1 to 256 bytes, printable.
             blocks: the blocks by group; `Blocks.end_token` is the end of the tokens that they hold.
             last: no more blocks will follow; if False, `publish_more` publishes them.
             expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
@@ -250,6 +250,14 @@ class SchedulerPort(OneProcess):
             progressive=arguments.flag("progressive", progressive),
         )
 
+    def news(self) -> list[str]:
+        """Return the requests of which `granted` says something else than before: they were granted or refused since
+        the last call, or their offers have grown. Costs nearly nothing if there are none.
+
+        For engines in which many requests wait: they need not call `granted` for each in each step.
+        """
+        return self._reads.take_changed()
+
     def granted(self, request_id: str) -> Offer | None:
         """Return the source's blocks for a request once its lease is granted; None while the request waits.
 
@@ -341,8 +349,11 @@ class SchedulerPort(OneProcess):
         self._reads.collect(arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as a worker gave it"))
 
     def cancels(self) -> list[str]:
-        """Return the read_ids to pass to `WorkerPort.cancel` on every worker; each appears once. Call this in every
-        step."""
+        """Return the read_ids to pass to `WorkerPort.cancel` on every worker. Call this in every step.
+
+        Each appears once; that of a read which has ended and is not quiet appears again every 10 s: a rank may never
+        have got its grant, or its report was lost, and its answer makes the blocks quiet.
+        """
         return self._reads.take_cancels()
 
     def finished(self) -> Finished:
@@ -390,7 +401,8 @@ class SchedulerPort(OneProcess):
         )
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send the pending messages to the homes, and end the session. Idempotent.
+        """Send the pending messages to the homes, and end the session and its incarnation, see `EngineSession.close`.
+        Idempotent.
 
         Args:
             timeout: seconds to wait for the sending, for publications and for reads each.

@@ -33,6 +33,9 @@ from kvferry.errors import (
 from kvferry.geometry.blocks import Blocks
 from kvferry.planner.request_blocks import promised, written
 
+CANCEL_AGAIN = 10.0
+"""Seconds after which ranks are asked again to cancel a read that has ended and is not quiet."""
+
 
 class Reads:
     """The reads of one engine. Thread-safe; only `close` waits.
@@ -74,8 +77,13 @@ class Reads:
         self._quiesced: list[str] = []
         self._disputed: list[ReadEnd] = []
         self._cancels: list[str] = []
+        self._not_quiet: dict[SchedulerRead, float] = {}
+        """Ended reads whose blocks may still be written to, and when the ranks are asked again to cancel them: a grant
+        or a report may have been lost."""
         self._gained: dict[SchedulerRead, None] = {}
         """Attached reads whose sources have published blocks since."""
+        self._changed: dict[str, None] = {}
+        """Requests of which `granted` says something new."""
         self._news = threading.Event()
         """Set when `granted` or `take_finished` has something new."""
         self.counts: Counter[str] = Counter()
@@ -135,6 +143,16 @@ class Reads:
                 raise read.error
             offer = latest_offer(read)
             return None if offer is None else replace(offer, timeout=self._left(read))
+
+    def take_changed(self) -> list[str]:
+        """See `SchedulerPort.news`."""
+        if not self._changed:
+            # Without the lock: an engine asks for each of its requests in each step.
+            return []
+        with self._lock:
+            found = list(self._changed)
+            self._changed.clear()
+        return found
 
     def attach(
         self, request_id: str, blocks: Mapping[str, Blocks], tokens: tuple[int, int] | None, *, allow_overlap: bool
@@ -215,6 +233,11 @@ class Reads:
         """See `SchedulerPort.cancels`."""
         with self._lock:
             found, self._cancels = self._cancels, []
+            if self._not_quiet:
+                time = now()
+                for read in [read for read, at in self._not_quiet.items() if at <= time]:
+                    self._not_quiet[read] = time + CANCEL_AGAIN
+                    found.append(read.read_id)
         return found
 
     def take_finished(self) -> Finished:
@@ -269,6 +292,7 @@ class Reads:
         self._waiting -= 1
         if read.acquired is not None:
             read.offer = offer_of(read, read.acquired)
+        self._changed[read.request_id] = None
         self._news.set()
 
     def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
@@ -279,6 +303,8 @@ class Reads:
         read.more.append(more)
         if read.stage is ReadStage.READING:
             self._gained[read] = None
+        else:
+            self._changed[read.request_id] = None
         self._news.set()
 
     def on_renewed(self, read: SchedulerRead) -> None:
@@ -289,6 +315,7 @@ class Reads:
         if read.offer is None:
             self._waiting -= 1
         read.offer = None
+        self._changed[read.request_id] = None
         self.counts["refused"] += 1
         self._news.set()
 
@@ -302,6 +329,9 @@ class Reads:
         if read.stage is ReadStage.GRANTED:
             message = f"request {read.request_id!r} was granted but not attached in time: attach it, or cancel it"
             return TransferStuck(message, read_id=read_id)
+        if not read.silent:
+            message = f"read {read_id} of request {read.request_id!r} ended after its timeout"
+            return TransferStuck(message, read_id=read_id)
         silent = ", ".join(map(str, read.silent))
         message = (
             f"read {read_id} of request {read.request_id!r} did not end in time: rank {silent} has not reported its "
@@ -313,6 +343,8 @@ class Reads:
         """See `leased_reads.Owner`."""
         self.counts[kind_of(read.error)] += 1
         self.bytes += read.bytes
+        if read.not_quiet:
+            self._not_quiet[read] = now() + CANCEL_AGAIN
         end = end_of(read)
         if read.not_quiet and self._hold_until_quiet:
             read.withheld = end
@@ -364,9 +396,12 @@ class Reads:
     def _forget(self, read: SchedulerRead) -> None:
         self._writes.end(read.written)
         self._gained.pop(read, None)
+        self._not_quiet.pop(read, None)
         self._by_id.pop(read.read_id, None)
+        # Another read of the same request may have news.
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]
+            self._changed.pop(read.request_id, None)
 
     def _withdraw(self, read: SchedulerRead) -> None:
         """Forget a read that the engine no longer wants and that no worker has started."""

@@ -20,7 +20,7 @@ from kvferry._wire.token import EngineToken
 from kvferry.engine.block_runs import unfinished_of
 from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
-from kvferry.errors import InvalidField, WrongState
+from kvferry.errors import InvalidField, TransferCancelled, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, Plane
@@ -66,8 +66,9 @@ class WorkerPort(OneProcess):
         self._quiesced: dict[str, None] = {}
         self._news = threading.Event()
         """Set when `poll` has something new."""
-        self._done: dict[str, None] = {}
-        """read_ids of acknowledged reads, the latest last: a grant that is delivered twice must not be read twice."""
+        self._done: dict[str, bool] = {}
+        """read_ids of acknowledged reads, the latest last: a grant that comes twice must not be read twice. True: it
+        was cancelled before it came, and must never be read."""
 
     def register(
         self,
@@ -220,7 +221,7 @@ class WorkerPort(OneProcess):
         Raises:
             HomeNotAllowed: this client may not connect to the source's home.
             WrongState: the argument is an `Offer`, to which no blocks were attached; the read was started already; or
-                the rank is not registered.
+                the rank is not registered. A grant that was cancelled before it came is ignored.
             InvalidField: an argument has the wrong type.
             Closed: the cache is closed.
         """
@@ -254,6 +255,8 @@ class WorkerPort(OneProcess):
         if order.tokens is None and not order.complete:
             raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
         with self._lock:
+            if self._done.get(grant.read_id):
+                return
             if grant.read_id in self._reads or grant.read_id in self._done:
                 raise WrongState(
                     f"read {grant.read_id} of request {grant.request_id!r} was already started on rank {self.rank}: "
@@ -289,15 +292,19 @@ class WorkerPort(OneProcess):
             self._pass_on(step.read_id)
 
     def cancel(self, read_id: str) -> None:
-        """Cancel this rank's share of a read; `finished` reports its end. Does nothing if the rank has no such share,
-        or the share has ended."""
+        """Cancel this rank's share of a read; `finished` reports its end.
+
+        If the rank has no such share (any more), `finished` reports an end of it, too: the first report, or the grant,
+        may have been lost. A grant that comes later is ignored by `start`, so that nothing ever writes to its blocks.
+        """
         arguments.text("read_id", read_id)
         with self._lock:
             read = self._reads.get(read_id)
             if read is None:
                 # Steps may have come ahead of its grant: an engine that gives up before it starts its reads, again and
                 # again, would fill the memory with them.
-                self._forget(read_id)
+                self._steps.forget(read_id)
+                self._nothing_left(read_id)
             elif self._shares is not None:
                 self._shares.cancel(read)
 
@@ -399,9 +406,22 @@ class WorkerPort(OneProcess):
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
         self._steps.forget(read_id)
         if self._reads.pop(read_id, None) is not None:
-            self._done[read_id] = None
-            if len(self._done) > MAX_DONE:
-                del self._done[next(iter(self._done))]
+            self._remember(read_id, refused=False)
+
+    def _nothing_left(self, read_id: str) -> None:
+        """Report that this rank has nothing of a read that could write, and never will: it has ended and was
+        acknowledged, or it was never started. Called with the lock held."""
+        if read_id not in self._done:
+            self._remember(read_id, refused=True)
+        message = f"read {read_id} was cancelled, and rank {self.rank} has no share of it"
+        cancelled = TransferCancelled.__name__
+        self._failed[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
+        self._news.set()
+
+    def _remember(self, read_id: str, *, refused: bool) -> None:
+        self._done[read_id] = refused
+        if len(self._done) > MAX_DONE:
+            del self._done[next(iter(self._done))]
 
     # These run on the rank's work queue, or on a thread of the transport.
 

@@ -21,8 +21,10 @@
     │   ├── EngineIdInUse              retry after .retry_after seconds
     │   ├── PeerRestarted
     │   ├── LeaseEnded
+    │   ├── NotPublished
     │   ├── PublicationAborted
     │   ├── RouterKeyUsed
+    │   ├── ContractDiffers
     │   ├── WatchTakenOver
     │   ├── RelayLoop
     │   ├── AgentsWithheld             the home gives no agents to a caller without a reference
@@ -78,6 +80,7 @@ from kvferry.errors._peers import (
     AgentsWithheld,
     BadAgentMetadata,
     CacheDiffers,
+    ContractDiffers,
     DirectoryUnavailable,
     EngineIdInUse,
     EngineIncomplete,
@@ -92,6 +95,7 @@ from kvferry.errors._peers import (
     NotAllowed,
     NotFound,
     NotImplementedHere,
+    NotPublished,
     PeerRestarted,
     PublicationAborted,
     PublicationReleased,
@@ -130,6 +134,7 @@ __all__ = [
     "BlocksShort",
     "CacheDiffers",
     "Closed",
+    "ContractDiffers",
     "DataLoss",
     "DeadlineRequired",
     "DirectoryUnavailable",
@@ -155,6 +160,7 @@ __all__ = [
     "NotAllowed",
     "NotFound",
     "NotImplementedHere",
+    "NotPublished",
     "PartiesMismatch",
     "PeerRestarted",
     "PublicationAborted",

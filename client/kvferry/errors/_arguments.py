@@ -32,7 +32,8 @@ class DeadlineRequired(InvalidInput):
 
 
 class BadGeometry(InvalidInput):
-    """The geometry contradicts itself. Values: where, problem."""
+    """The geometry contradicts itself, or the ranks of an engine together lack units or tokens of a plane that they
+    have. Values: where, problem."""
 
     reason = "BAD_GEOMETRY"
 

@@ -22,7 +22,7 @@ class KvferryError(Exception):
         retry_after: seconds after which repeating the same call makes sense; None if it does not, or at once is fine.
     """
 
-    reason: ClassVar[str] = ""
+    reason: str = ""
     code: ClassVar[str] = "UNKNOWN"
 
     def __init__(self, message: str, *, retry_after: float | None = None, **values: object) -> None:

@@ -77,12 +77,29 @@ class PublicationAborted(Refused):
     reason = "PUBLICATION_ABORTED"
 
 
+class NotPublished(Refused):
+    """The source has given the publication up, because its home did not take it. Values: engine_id, publication; 0 for
+    a router's reference."""
+
+    reason = "NOT_PUBLISHED"
+
+
 class RouterKeyUsed(Refused):
     """Another publication of the engine has, or had a short time ago, the same key of a router. Values: engine_id,
     publication, the number of the other one."""
 
     reason = "ROUTER_KEY_USED"
     code = "ALREADY_EXISTS"
+
+
+class ContractDiffers(Refused):
+    """Two programs whose revisions of the contract do not work together. Values: party, party_revision, 0 if it says
+    none, party_release; other, other_revision, other_release.
+
+    Next step: upgrade the older of the two; docs/operations.md says in which order.
+    """
+
+    reason = "CONTRACT_DIFFERS"
 
 
 class WatchTakenOver(Refused):

@@ -28,11 +28,10 @@ class TransferError(KvferryError):
 
 
 class TransferFailed(TransferError):
-    """A transfer to a source rank failed.
+    """A rank's share of a read failed: the transfer from a source rank, or something at the reader."""
 
-    Next step: compute the request; the next read connects again. If it comes again, look whether the source rank
-    lives, at the network between both, and at the lines of UCX and NIXL on stderr.
-    """
+    reason = "TRANSFER_FAILED"
+    code = "ABORTED"
 
 
 class TransferExpired(TransferError):
@@ -51,11 +50,10 @@ class TransferCancelled(TransferError):
 
 
 class TransferStuck(TransferError):
-    """The read did not end by its deadline (R5).
+    """The read did not end by its deadline (R5)."""
 
-    Next step: compute the request, and wait until the read is quiet before its blocks are reused. Raise the timeout
-    if such reads only take long; else look at the ranks that the message names.
-    """
+    reason = "TRANSFER_STUCK"
+    code = "DEADLINE_EXCEEDED"
 
 
 class DataLoss(TransferError):
@@ -75,10 +73,8 @@ class NixlMissing(KvferryError):
 
 
 class NixlError(KvferryError):
-    """A call to NIXL failed. Values: call, peer, problem.
+    """A call to NIXL failed. It does not prove that a read which was posted has stopped writing. Values: call, peer,
+    problem."""
 
-    It does not prove that a read which was posted has stopped writing.
-
-    Next step: look at `problem`, and at the lines of UCX and NIXL on stderr: the peer may have died, memory cannot
-    be registered, or UCX has no transport between both hosts.
-    """
+    reason = "NIXL_FAILED"
+    code = "ABORTED"

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvferry._arguments import described, instance, integer, mapping, text
 from kvferry.errors import BadBlock, BlocksShort, InvalidField
+from kvferry.geometry.model import Group
 from kvferry.geometry.runs import split_runs
 
 BlockIds: TypeAlias = npt.NDArray[np.int32]
@@ -137,6 +138,20 @@ def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:
     }
 
 
+def without_nulls(group: Group, blocks: Blocks) -> Blocks:
+    """The blocks of a source without the null blocks that the table of a window begins with, which hold nothing."""
+    if group.window_tokens == 0 or group.null_block is None or not len(blocks.ids):
+        return blocks
+    held = np.flatnonzero(blocks.ids != group.null_block)
+    # A table of nothing else is left as it is, and refused.
+    left_out = int(held[0]) if len(held) else 0
+    if not left_out:
+        return blocks
+    first = (blocks.first_token // group.block_tokens + left_out) * group.block_tokens
+    end = first + (len(blocks.ids) - left_out) * group.block_tokens if blocks.end_token is None else blocks.end_token
+    return Blocks(blocks.ids[left_out:], first, end, blocks.state_token)
+
+
 def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
     """The blocks of steps that follow each other, as those of one.
 
@@ -167,7 +182,8 @@ def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: i
         return
     if int(ids.min()) < 0 or int(ids.max()) >= num_blocks:
         bad = int(ids[(ids < 0) | (ids >= num_blocks)][0])
-        raise BadBlock(group, side, bad, num_blocks, "out of range")
+        padding = ": -1 is padding? cut the table to the request's blocks" if bad == -1 else ""
+        raise BadBlock(group, side, bad, num_blocks, f"out of range{padding}")
     if null_block is not None and bool((ids == null_block).any()):
         raise BadBlock(group, side, null_block, num_blocks, "the null block holds nothing")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvferry._arguments import coerce_integers, instance, integer_map, several, string_map, text
+from kvferry._arguments import coerce_integers, flag, instance, integer_map, several, showable, string_map, text
 from kvferry.errors import BadGeometry
 from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind, Plane
 
@@ -35,7 +35,10 @@ class Group:
         block_tokens: tokens per block, over all token shards; 0 for `GroupKind.STATE`.
         num_blocks: block ids run from 0 to num_blocks - 1.
         null_block: the id that stands for "no block", if there is one; never read or written.
-        window_tokens: size of the window, for `GroupKind.WINDOW`; else 0.
+        window_tokens: for `GroupKind.WINDOW`, how many tokens a token attends to, itself included; else 0. After tokens
+            0 to 29, with 12, the next one needs tokens 19 to 29: a read without them raises `BlocksShort`. Token 18 is
+            moved as well where both sides' blocks hold it, for engines that count the keys before the query, such as
+            FlashAttention's ``window_size=(12, 0)``; they declare 13 to have it in any case.
         pool: groups of one rank with the same pool share one space of block ids; empty: a pool of its own.
     """
 
@@ -57,6 +60,8 @@ class Group:
         where = f"group {self.name!r}"
         if not 1 <= len(self.name.encode()) <= 128:
             raise BadGeometry(where, "the name has 1 to 128 bytes")
+        if not (showable(self.name) and showable(self.pool)):
+            raise BadGeometry(where, f"the name, or the pool {self.pool!a}, has control characters")
         if (self.kind is GroupKind.STATE) != (self.block_tokens == 0) or not 0 <= self.block_tokens <= 1 << 20:
             raise BadGeometry(where, f"block_tokens is {self.block_tokens} for a group of kind {self.kind.name}")
         if not 1 <= self.num_blocks < 1 << 31:
@@ -110,6 +115,8 @@ class EngineGeometry:
         identity: what the cache was computed with: model, revision digest, quantisation, rope ... Equal on both
             engines.
         incarnation: 16 bytes; empty for a geometry that is not of a running engine.
+        partial: the engine holds a part of the model: its ranks together need not hold all units and tokens of each of
+            their planes.
     """
 
     engine_id: str
@@ -117,6 +124,7 @@ class EngineGeometry:
     ranks: tuple[RankGeometry, ...]
     identity: Mapping[str, str] = field(default_factory=dict)
     incarnation: bytes = b""
+    partial: bool = False
 
     def __post_init__(self) -> None:
         text("engine_id", self.engine_id)
@@ -124,6 +132,7 @@ class EngineGeometry:
         object.__setattr__(self, "ranks", several("ranks", self.ranks, RankGeometry, "several RankGeometry"))
         object.__setattr__(self, "identity", string_map("identity", self.identity))
         instance("incarnation", self.incarnation, bytes, "bytes")
+        flag("partial", self.partial)
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise BadGeometry(f"engine {self.engine_id!r}", "two groups have the same name")

@@ -13,12 +13,12 @@ without a common divisor, which no engine has) passes: a layout that may be righ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import Group
+from kvferry.geometry.model import Group, RankGeometry
 from kvferry.geometry.plane import Plane
 
 MOST_STEPS = 200_000
@@ -67,17 +67,49 @@ class _Steps:
         return self._left >= 0
 
 
+def check_unshared(groups: Iterable[Group], rank: RankGeometry) -> None:
+    """Raise `BadGeometry` if two planes of a rank share a byte and do not both say so (`Plane.shared`), and name both.
+
+    Groups of one pool overlap by design.
+
+    Args:
+        groups: of the engine.
+        rank: the rank.
+    """
+    if all(plane.shared for plane in rank.planes):
+        return
+    _check(
+        groups,
+        rank.rank,
+        rank.planes,
+        lambda one, other: one.shared and other.shared,
+        "both hold the same bytes. {} Layers that share a cache on purpose both say shared=True",
+    )
+
+
 def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> None:
     """Raise `BadGeometry` if two planes that a read writes share a byte, and name both.
 
-    Groups of one pool overlap by design. A source may declare memory twice, for example for layers that share their
-    cache; a destination declares it once.
+    Groups of one pool overlap by design. A source may declare memory twice, for layers that share their cache; a
+    destination declares it once.
 
     Args:
         groups: of the engine.
         rank: the destination rank, for the message.
         planes: those of its planes that are written.
     """
+    _check(
+        groups, rank, planes, lambda one, other: False, "both hold the same bytes, which a read would write twice. {}"
+    )
+
+
+def _check(
+    groups: Iterable[Group],
+    rank: int,
+    planes: Iterable[Plane],
+    is_allowed: Callable[[Plane, Plane], bool],
+    problem: str,
+) -> None:
     by_name = {group.name: group for group in groups}
     spaces: dict[tuple[int, int], list[_Box]] = {}
     for plane in planes:
@@ -88,15 +120,23 @@ def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> 
         for one, other in _suspects(boxes, steps):
             if not steps.take(1):
                 return
+            if is_allowed(one.plane, other.plane):
+                continue
             found = _shared_byte(one, other, steps)
             if found is not None:
                 raise BadGeometry(
                     f"rank {rank}, planes {one.plane.name} and {other.plane.name}",
-                    f"both hold the byte at {found:#x}, which a read would write twice"
-                    + (
-                        "" if one.plane.group == other.plane.group else "; groups that lie over each other share a pool"
-                    ),
+                    problem.format(_asked(one.plane, other.plane, found)),
                 )
+
+
+def _asked(one: Plane, other: Plane, byte: int) -> str:
+    """What to look at where two planes hold the same byte."""
+    if one.group != other.group:
+        return "Groups that lie over each other share a pool."
+    if one.extent == other.extent and one.layer != other.layer:
+        return "Are both layers the same tensor?"
+    return f"One of them is byte {byte - one.base} from the base of {one.name}."
 
 
 def _box(plane: Plane, group: Group) -> _Box:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from operator import attrgetter
 
-from kvferry._arguments import coerce_integers, flag, instance, integer, text
+from kvferry._arguments import coerce_integers, flag, instance, integer, showable, text
 from kvferry.errors import BadGeometry
 
 ADDRESS_LIMIT = 1 << 63
@@ -113,6 +113,8 @@ class Plane:
         token_granule: smallest number of consecutive states that may be cut off; divides page_tokens.
         units_divide: whether single units may be read; else all held units or none.
         optional_cover: may stay uncovered by a source.
+        shared: other planes of the rank that say so too may hold the same bytes: layers that share a cache. Others that
+            hold the same byte are refused. A read never writes into two planes that hold the same byte.
     """
 
     layer: str
@@ -138,6 +140,7 @@ class Plane:
     token_granule: int = 1
     units_divide: bool = True
     optional_cover: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         for attribute in ("layer", "component", "group", "format", "dtype"):
@@ -150,6 +153,7 @@ class Plane:
             object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
         flag("units_divide", self.units_divide)
         flag("optional_cover", self.optional_cover)
+        flag("shared", self.shared)
         problem = self._problem()
         if problem:
             raise BadGeometry(f"plane {self.name}", problem)
@@ -207,6 +211,9 @@ class Plane:
     def _problem(self) -> str:
         if not 1 <= len(self.component.encode()) <= 64:
             return "component has 1 to 64 bytes"
+        for attribute in ("component", "group", "format", "dtype"):
+            if not showable(getattr(self, attribute)):
+                return f"{attribute} {getattr(self, attribute)!a} has control characters"
         if not self.format:
             return "format is empty"
         at_least_one = ("num_blocks", "page_tokens", "block_states", "state_bytes", "axis_size", "token_granule")
@@ -237,6 +244,8 @@ class Plane:
         """What is wrong with its layer or its address; else empty."""
         if not 1 <= len(self.layer.encode()) <= 256:
             return "layer has 1 to 256 bytes"
+        if not showable(self.layer):
+            return f"layer {self.layer!a} has control characters"
         if not 0 <= self.base < ADDRESS_LIMIT:
             return f"base is {self.base}, not in 0 ... 2**63 - 1"
         if self.extent[1] >= ADDRESS_LIMIT:

@@ -10,9 +10,9 @@ need, so that an exporter must not block them: use a ``BatchSpanProcessor``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 from opentelemetry import trace as otel_trace
 from opentelemetry.context import Context
@@ -21,9 +21,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import kvferry
 from kvferry import _tracing
+from kvferry._threads import guarded
 from kvferry._tracing import Attributes, calling_under
-
-logger = logging.getLogger(__name__)
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -79,10 +78,7 @@ class _RecordedSpan(_tracing.Span):
 
     def end(self, error: BaseException | None = None, **attributes: str | int) -> None:
         # A processor of the application that fails must not end a read or a release half way.
-        try:
-            self._end(error, attributes)
-        except Exception:
-            logger.exception("a span could not be ended")
+        guarded(partial(self._end, error, attributes), "ending a span")
 
     def _end(self, error: BaseException | None, attributes: Attributes) -> None:
         if not self._span.is_recording():

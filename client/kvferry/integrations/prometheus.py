@@ -11,7 +11,6 @@ Each scrape takes `Client.stats`; between scrapes nothing is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -133,7 +132,7 @@ class ClientCollector(Collector):
             histogram = HistogramMetricFamily(name, text, labels=self._label)
             for labels, stats in found:
                 distribution = measured(stats)
-                bounds = [*map(floatToGoString, distribution.bounds), "+Inf"]
-                buckets = list(zip(bounds, map(float, accumulate(distribution.counts)), strict=True))
+                bounds, counts = zip(*distribution.up_to(), strict=True)
+                buckets = list(zip(map(floatToGoString, bounds), map(float, counts), strict=True))
                 histogram.add_metric(labels, buckets, distribution.sum)
             yield histogram

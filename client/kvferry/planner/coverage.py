@@ -6,7 +6,7 @@ parts that ranks declare to hold are divided among the readers (`kvferry.planner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -202,7 +202,7 @@ class Coverer:
         """Who holds what of planes that are held alike, in words."""
         key = id(offered.holdings)
         if key not in self._words:
-            self._words[key] = _in_words(offered.holdings)
+            self._words[key] = held_in_words(offered.holdings)
         return self._words[key]
 
     def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
@@ -298,7 +298,8 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
 
 
-def _in_words(holdings: Iterable[RankHolding]) -> str:
+def held_in_words(holdings: Iterable[RankHolding]) -> str:
+    """Who holds what, for people."""
     holders: dict[str, list[str]] = {}
     for holding in holdings:
         holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))
@@ -312,15 +313,18 @@ def _in_words(holdings: Iterable[RankHolding]) -> str:
     return ", ".join(told)
 
 
+def some(intervals: Sequence[Interval]) -> str:
+    """The first of them, for people."""
+    more = f" and {len(intervals) - MAX_TOLD} more" if len(intervals) > MAX_TOLD else ""
+    return ", ".join(str(interval) for interval in intervals[:MAX_TOLD]) + more
+
+
 def _uncovered(plane: Plane, missing: tuple[Interval, ...], held: str) -> Mismatch:
-    lacking = ", ".join(str(interval) for interval in missing[:MAX_TOLD])
-    if len(missing) > MAX_TOLD:
-        lacking += f" and {len(missing) - MAX_TOLD} more"
     if plane.units_divide:
         kind = "uncovered"
         problem = f"({plane.token_shard}) are held by no rank of the source, which holds {held}"
     else:
         kind = "indivisible"
         problem = f"cannot be cut out of this format; the source holds {held}"
-    message = f"{plane.name}: units {lacking} {problem}"
+    message = f"{plane.name}: units {some(missing)} {problem}"
     return Mismatch(kind, plane.name, "units", held, str(plane.units), message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +43,14 @@ class GroupRequest:
 
     Attributes:
         begin, end: tokens; 0 and 1 for state groups.
+        required: the first token without which the read is refused: `begin`, or the token after it.
         floor: first token that may be written; below `begin` only where a window begins later than what was asked.
         source, destination: the blocks, as many as hold the tokens.
     """
 
     begin: int
     end: int
+    required: int
     floor: int
     source: NeededBlocks
     destination: NeededBlocks
@@ -143,8 +146,8 @@ def written(
             span = _wanted(group, offered, mine, asked)
             if span is None:
                 continue
-            ids = _holding(group.block_tokens, mine, span[0], span[1]).ids
-            behind = mine.ids[-(-span[1] // group.block_tokens) - mine.first_token // group.block_tokens :]
+            ids = _holding(group.block_tokens, mine, span.begin, span.end).ids
+            behind = mine.ids[-(-span.end // group.block_tokens) - mine.first_token // group.block_tokens :]
         if source is not None:
             check_ids(name, "destination", ids, group.num_blocks, group.null_block)
             pools.setdefault((bool(group.pool), group.pool or name), []).append(ids)
@@ -194,7 +197,7 @@ def _perhaps(group: Group, mine: Blocks, asked: tuple[int, int] | None) -> AnyId
     if end is not None:
         last = max(0, -(-end // group.block_tokens) - skipped)
         if group.kind is GroupKind.WINDOW:
-            first = max(first, (end - group.window_tokens + 1) // group.block_tokens - skipped)
+            first = max(first, (end - group.window_tokens) // group.block_tokens - skipped)
     return mine.ids[first:last]
 
 
@@ -204,7 +207,7 @@ def _state(group: Group, theirs: Blocks, mine: Blocks) -> GroupRequest:
             raise InvalidField(f"number of {side} blocks of state group {group.name!r}", len(blocks.ids), "1")
     if theirs.state_token != mine.state_token:
         raise BlocksShort(group.name, "source", f"a state at token {mine.state_token}", f"one at {theirs.state_token}")
-    return GroupRequest(0, 1, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
+    return GroupRequest(0, 1, 0, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
 
 
 def _tokens(
@@ -218,36 +221,58 @@ def _tokens(
     span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
     if span is None:
         return None
-    begin, end, floor = span
+    begin = span.begin
+    if begin < span.required and not _has_block(source_group, theirs, begin):
+        begin = span.required
+    if begin >= span.end:
+        return None
     return GroupRequest(
         begin,
-        end,
-        floor,
-        _holding(source_group.block_tokens, theirs, begin, end),
-        _holding(group.block_tokens, mine, begin, end),
+        span.end,
+        span.required,
+        span.floor,
+        _holding(source_group.block_tokens, theirs, begin, span.end),
+        _holding(group.block_tokens, mine, begin, span.end),
     )
 
 
-def _wanted(
-    group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[int, int] | None
-) -> tuple[int, int, int] | None:
-    """First token that is moved, one past the last, and the first that may be written; None: nothing is moved."""
+class _Wanted(NamedTuple):
+    """Tokens ``[begin, end)`` are moved, those from `required` on in any case, and none before `floor` is written."""
+
+    begin: int
+    required: int
+    end: int
+    floor: int
+
+
+def _wanted(group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[int, int] | None) -> _Wanted | None:
+    """Which tokens are moved; None: nothing is."""
     room = _span(group, "destination", mine)
     floor = mine.first_token
     if asked is not None:
         floor, end = max(floor, asked[0]), asked[1]
     else:
         end = offered[1] if mine.end_token is None else mine.end_token
-    begin = floor
+    begin = required = floor
     if group.kind is GroupKind.WINDOW:
-        # The next token, at position `end`, attends to itself and the window_tokens - 1 tokens before it.
-        begin = max(begin, end - group.window_tokens + 1)
+        # The next token, at position `end`, attends to itself and the window_tokens - 1 tokens before it. Some engines
+        # do not count the token itself: they need one more, which is moved if both sides have it.
+        begin = required = max(floor, end - group.window_tokens + 1)
+        more = end - group.window_tokens
+        if max(floor, offered[0]) <= more < min(offered[1], room[1]) and _has_block(group, mine, more):
+            begin = more
     if begin >= end:
         return None
     for side, held in (("source", offered), ("destination", room)):
-        if begin < held[0] or end > held[1]:
-            raise BlocksShort(group.name, side, f"tokens [{begin}, {end})", f"tokens [{held[0]}, {held[1]})")
-    return begin, end, floor
+        if required < held[0] or end > held[1]:
+            raise BlocksShort(group.name, side, f"tokens [{required}, {end})", f"tokens [{held[0]}, {held[1]})")
+    return _Wanted(begin, required, end, floor)
+
+
+def _has_block(group: Group, blocks: Blocks, token: int) -> bool:
+    """Whether a token that the blocks have room for has a block, which is not the null block."""
+    block = int(blocks.ids[token // group.block_tokens - blocks.first_token // group.block_tokens])
+    return block != group.null_block
 
 
 def _holding(block_tokens: int, blocks: Blocks, begin: int, end: int) -> NeededBlocks:

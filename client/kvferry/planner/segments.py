@@ -60,27 +60,34 @@ def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     Raises:
         InvalidField: see `segments`.
     """
-    per_state, granule = lane.tokens_per_state, lane.granule
-    begin, end = int(needed.begin // per_state), -int(-needed.end // per_state)
+    per_state, granule, token = lane.tokens_per_state, lane.granule, needed.begin
+    if token < needed.required and _first_moved(lane, int(token // per_state)) < needed.floor:
+        # The token that is not required cannot be moved alone. All stripes leave it out, or they would not meet.
+        token = needed.required
+    begin, end = int(token // per_state), -int(-needed.end // per_state)
     if begin * per_state < needed.floor:
         raise _torn(lane, needed, per_state)
     begin, end = _striped(lane, begin, end)
-    if begin >= end:
-        return 0, 0
-    if not lane.line.same_tokens:
+    if lane.line.same_tokens:
+        first, last = lane.source.held_before(begin), lane.source.held_before(end)
+    else:
         # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
-        low = begin // granule * granule
-        if low < begin and low * per_state < needed.floor:
-            raise _torn(lane, needed, granule * per_state)
-        return low, -(-end // granule) * granule
-    held = lane.source
-    exact, end = held.held_before(begin), held.held_before(end)
-    if exact >= end:
+        first, last = begin, end
+    if first >= last:
         return 0, 0
-    low = exact // granule * granule
-    if low < exact and held.held_state(low) * per_state < needed.floor:
-        raise _torn(lane, needed, granule * held.shard.count * per_state)
-    return low, -(-end // granule) * granule
+    if _first_moved(lane, begin) < needed.floor:
+        raise _torn(lane, needed, granule * per_state * (lane.source.shard.count if lane.line.same_tokens else 1))
+    return first // granule * granule, -(-last // granule) * granule
+
+
+def _first_moved(lane: Lane, state: int) -> Fraction:
+    """The first token that is moved with a state of the lane: that of the granule, where it lies inside one."""
+    if lane.line.same_tokens:
+        first = lane.source.held_before(state) // lane.granule * lane.granule
+        state = min(state, lane.source.held_state(first))
+    else:
+        state = state // lane.granule * lane.granule
+    return state * lane.tokens_per_state
 
 
 def _torn(lane: Lane, needed: GroupRequest, tokens: Fraction) -> InvalidField:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from kvferry import _arguments as arguments
-from kvferry._client import Client
+from kvferry._client import MAX_READS, Client
 from kvferry._clock import now
 from kvferry._forks import OneProcess
 from kvferry._network import FABRICS, Network, add_fabric, remove_fabric
@@ -92,7 +92,7 @@ class Fabric(OneProcess):
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
-        max_reads: int = 256,
+        max_reads: int = MAX_READS,
         confirm: str = "before",
     ) -> Client:
         """Make a client on this fabric. The fabric closes it.

@@ -15,6 +15,7 @@ from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import CallLimits
+from kvferry_server.node.requests import Requests
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.relay import Relays
@@ -48,8 +49,8 @@ class InProcessHome:
 
     def __init__(self, address: str, times: Times) -> None:
         self._home = Home(BootClock(), times, address)
-        self._guard = Guard(CallLimits(), TRUSTED.check)
         self._worker = Worker()
+        self._guard = Guard(CallLimits(), TRUSTED, Requests(self._worker, self._home.time_slices))
         self._calls: dict[IncomingCall, asyncio.Task[None]] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
         relays = Relays(address, None, anywhere=False)

@@ -48,8 +48,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     `kvferry version`.
     """
     ERROR_REASON_BAD_GEOMETRY: _ErrorReason.ValueType  # 5
-    """INVALID_ARGUMENT: a geometry that contradicts itself. Metadata: where, problem. Next step: correct what `where`
-    names: the engine's geometry, or the file given to `kvferry plan`.
+    """INVALID_ARGUMENT: a geometry that contradicts itself, or ranks that together lack units or tokens of a plane that
+    they have. Metadata: where, problem. Next step: correct what `where` names: the engine's geometry, or the file
+    given to `kvferry plan`. If heads or tokens are missing, two ranks may have given the same ones; an engine that
+    holds a part of the model on purpose says `partial`. Layers that share one tensor on purpose say `shared`.
     """
     ERROR_REASON_BAD_REFERENCE: _ErrorReason.ValueType  # 6
     """INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as
@@ -79,8 +81,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_ENGINE_ID_IN_USE: _ErrorReason.ValueType  # 11
     """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not
     say so for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
-    Next step: wait: a predecessor counts as alive until kvferryd's `--engine-ttl` (10 s) has passed. If it lasts,
-    two engines have the same engine_id: give one another.
+    Next step: wait: a predecessor that ended without `close` counts as alive until kvferryd's `--engine-ttl` (10 s)
+    has passed. If it lasts, two engines have the same engine_id: give one another.
     """
     ERROR_REASON_CACHE_DIFFERS: _ErrorReason.ValueType  # 12
     """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field. Next step: give
@@ -89,7 +91,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_PEER_RESTARTED: _ErrorReason.ValueType  # 13
     """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its place,
-    or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
+    it has stopped, or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
     incarnation, and send the request to prefill again, or compute it in decode. The engine itself must be started
     again.
     """
@@ -150,7 +152,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_UNREACHABLE: _ErrorReason.ValueType  # 25
     """UNAVAILABLE: the home of an engine could not be reached. Metadata: address. Next step: look whether kvferryd runs
-    at the address, and whether a firewall or TLS settings are between; the message names the settings.
+    at the address, and whether a firewall or TLS settings are between; the message names the settings. If a node
+    server relays the call, only its log says why: `home_unreachable`.
     """
     ERROR_REASON_LEASE_ENDED: _ErrorReason.ValueType  # 26
     """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home
@@ -194,6 +197,37 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     engine_id, publication, the number of the other one. Next step: draw a new reference for every request and every
     attempt of one; a router that sends a request to the same source again makes another one.
     """
+    ERROR_REASON_CONTRACT_DIFFERS: _ErrorReason.ValueType  # 34
+    """FAILED_PRECONDITION: two programs whose revisions of this contract do not work together. Metadata: party and other,
+    the two; party_revision and other_revision, 0 for one that sent no Version; party_release, other_release. Next step:
+    upgrade the one with the lower revision; docs/operations.md says in which order. A program of your own has revision
+    0 if it sends no Version: add `"version": {"contract_revision": 2}` to its requests.
+    """
+    ERROR_REASON_NOT_PUBLISHED: _ErrorReason.ValueType  # 35
+    """FAILED_PRECONDITION: the source has given the publication up: its home did not take it. The home was away for longer
+    than it holds publications, or refused it, or the request was aborted while the home was away. Metadata: engine_id,
+    publication; 0 for a router's reference. Next step: compute the request in decode, or send it to prefill again. The
+    log of the source's scheduler says why. If the home was away, look whether kvferryd runs there, and at the
+    connection between both; if it refused, do what this page says about the reason that the log names.
+    """
+    ERROR_REASON_TRANSFER_FAILED: _ErrorReason.ValueType  # 36
+    """ABORTED: a rank's share of a read failed: the transfer from a source rank, or something at the reader. Raised by
+    readers, and given in RankReport.reason. Next step: compute the request in decode; the next read connects again. If it
+    comes again, look whether the source rank lives, at the network between both, and at the lines of UCX and NIXL on the
+    reader's stderr.
+    """
+    ERROR_REASON_TRANSFER_STUCK: _ErrorReason.ValueType  # 37
+    """DEADLINE_EXCEEDED: a rank's share of a read did not end by its deadline. Raised by readers, and given in
+    RankReport.reason. Next step: compute the request in decode, and wait until the read is quiet before its blocks are
+    reused. Raise the read's timeout if such reads only take long; else look whether the source ranks that the reader's
+    log names have stopped, and at the network to them.
+    """
+    ERROR_REASON_NIXL_FAILED: _ErrorReason.ValueType  # 38
+    """ABORTED: a call to NIXL failed. It does not prove that a read which was posted has stopped writing. Raised by readers,
+    and given in RankReport.reason. Metadata: call, peer, problem. Next step: compute the request in decode, and wait until
+    the read is quiet before its blocks are reused. `problem`, and the lines of UCX and NIXL on the reader's stderr, say
+    what failed: the peer may have died, memory cannot be registered, or UCX has no transport between both hosts.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable reason of an error. The comment gives the status code, the meaning, the metadata
@@ -220,8 +254,10 @@ make the field what `expected` says. If only the SDK sent it, caller and node se
 `kvferry version`.
 """
 ERROR_REASON_BAD_GEOMETRY: ErrorReason.ValueType  # 5
-"""INVALID_ARGUMENT: a geometry that contradicts itself. Metadata: where, problem. Next step: correct what `where`
-names: the engine's geometry, or the file given to `kvferry plan`.
+"""INVALID_ARGUMENT: a geometry that contradicts itself, or ranks that together lack units or tokens of a plane that
+they have. Metadata: where, problem. Next step: correct what `where` names: the engine's geometry, or the file
+given to `kvferry plan`. If heads or tokens are missing, two ranks may have given the same ones; an engine that
+holds a part of the model on purpose says `partial`. Layers that share one tensor on purpose say `shared`.
 """
 ERROR_REASON_BAD_REFERENCE: ErrorReason.ValueType  # 6
 """INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as
@@ -251,8 +287,8 @@ ranks in missing_ranks, and whether the node servers in lost_nodes run.
 ERROR_REASON_ENGINE_ID_IN_USE: ErrorReason.ValueType  # 11
 """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not
 say so for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
-Next step: wait: a predecessor counts as alive until kvferryd's `--engine-ttl` (10 s) has passed. If it lasts,
-two engines have the same engine_id: give one another.
+Next step: wait: a predecessor that ended without `close` counts as alive until kvferryd's `--engine-ttl` (10 s)
+has passed. If it lasts, two engines have the same engine_id: give one another.
 """
 ERROR_REASON_CACHE_DIFFERS: ErrorReason.ValueType  # 12
 """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field. Next step: give
@@ -261,7 +297,7 @@ of its whole engine.
 """
 ERROR_REASON_PEER_RESTARTED: ErrorReason.ValueType  # 13
 """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its place,
-or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
+it has stopped, or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
 incarnation, and send the request to prefill again, or compute it in decode. The engine itself must be started
 again.
 """
@@ -322,7 +358,8 @@ Next step: look where the home's address leads: to a load balancer, or to a node
 """
 ERROR_REASON_UNREACHABLE: ErrorReason.ValueType  # 25
 """UNAVAILABLE: the home of an engine could not be reached. Metadata: address. Next step: look whether kvferryd runs
-at the address, and whether a firewall or TLS settings are between; the message names the settings.
+at the address, and whether a firewall or TLS settings are between; the message names the settings. If a node
+server relays the call, only its log says why: `home_unreachable`.
 """
 ERROR_REASON_LEASE_ENDED: ErrorReason.ValueType  # 26
 """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home
@@ -365,5 +402,36 @@ ERROR_REASON_ROUTER_KEY_USED: ErrorReason.ValueType  # 33
 """ALREADY_EXISTS: another publication of the engine has, or had a short time ago, the router_key of this one. Metadata:
 engine_id, publication, the number of the other one. Next step: draw a new reference for every request and every
 attempt of one; a router that sends a request to the same source again makes another one.
+"""
+ERROR_REASON_CONTRACT_DIFFERS: ErrorReason.ValueType  # 34
+"""FAILED_PRECONDITION: two programs whose revisions of this contract do not work together. Metadata: party and other,
+the two; party_revision and other_revision, 0 for one that sent no Version; party_release, other_release. Next step:
+upgrade the one with the lower revision; docs/operations.md says in which order. A program of your own has revision
+0 if it sends no Version: add `"version": {"contract_revision": 2}` to its requests.
+"""
+ERROR_REASON_NOT_PUBLISHED: ErrorReason.ValueType  # 35
+"""FAILED_PRECONDITION: the source has given the publication up: its home did not take it. The home was away for longer
+than it holds publications, or refused it, or the request was aborted while the home was away. Metadata: engine_id,
+publication; 0 for a router's reference. Next step: compute the request in decode, or send it to prefill again. The
+log of the source's scheduler says why. If the home was away, look whether kvferryd runs there, and at the
+connection between both; if it refused, do what this page says about the reason that the log names.
+"""
+ERROR_REASON_TRANSFER_FAILED: ErrorReason.ValueType  # 36
+"""ABORTED: a rank's share of a read failed: the transfer from a source rank, or something at the reader. Raised by
+readers, and given in RankReport.reason. Next step: compute the request in decode; the next read connects again. If it
+comes again, look whether the source rank lives, at the network between both, and at the lines of UCX and NIXL on the
+reader's stderr.
+"""
+ERROR_REASON_TRANSFER_STUCK: ErrorReason.ValueType  # 37
+"""DEADLINE_EXCEEDED: a rank's share of a read did not end by its deadline. Raised by readers, and given in
+RankReport.reason. Next step: compute the request in decode, and wait until the read is quiet before its blocks are
+reused. Raise the read's timeout if such reads only take long; else look whether the source ranks that the reader's
+log names have stopped, and at the network to them.
+"""
+ERROR_REASON_NIXL_FAILED: ErrorReason.ValueType  # 38
+"""ABORTED: a call to NIXL failed. It does not prove that a read which was posted has stopped writing. Raised by readers,
+and given in RankReport.reason. Metadata: call, peer, problem. Next step: compute the request in decode, and wait until
+the read is quiet before its blocks are reused. `problem`, and the lines of UCX and NIXL on the reader's stderr, say
+what failed: the peer may have died, memory cannot be registered, or UCX has no transport between both hosts.
 """
 global___ErrorReason = ErrorReason

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/geometry.proto\x12\nkvferry.v1\"\xb5\x01\n\x05Group\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.kvferry.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x16\n\x0ehas_null_block\x18\x05 \x01(\x08\x12\x12\n\nnull_block\x18\x06 \x01(\x04\x12\x15\n\rwindow_tokens\x18\x07 \x01(\r\x12\x0c\n\x04pool\x18\x08 \x01(\t\">\n\nTokenShard\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x12\n\ninterleave\x18\x03 \x01(\r\"\xb3\x04\n\x05Plane\x12\r\n\x05layer\x18\x01 \x01(\t\x12\x11\n\tcomponent\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12+\n\x0bmemory_kind\x18\x06 \x01(\x0e\x32\x16.kvferry.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x08 \x01(\x04\x12\x12\n\nnum_blocks\x18\t \x01(\x04\x12\x14\n\x0c\x62lock_stride\x18\n \x01(\x04\x12\x13\n\x0bpage_tokens\x18\x0b \x01(\r\x12\x13\n\x0bpage_stride\x18\x0c \x01(\x04\x12\x14\n\x0c\x62lock_states\x18\r \x01(\r\x12\x13\n\x0bunit_stride\x18\x0e \x01(\x04\x12\x14\n\x0ctoken_stride\x18\x0f \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x10 \x01(\x04\x12\x11\n\taxis_size\x18\x11 \x01(\x04\x12\x12\n\nunit_begin\x18\x12 \x01(\x04\x12\x10\n\x08unit_end\x18\x13 \x01(\x04\x12+\n\x0btoken_shard\x18\x14 \x01(\x0b\x32\x16.kvferry.v1.TokenShard\x12\x1c\n\x14tokens_per_state_num\x18\x15 \x01(\r\x12\x1c\n\x14tokens_per_state_den\x18\x16 \x01(\r\x12\x15\n\rtoken_granule\x18\x17 \x01(\r\x12\x14\n\x0cunits_divide\x18\x18 \x01(\x08\x12\x16\n\x0eoptional_cover\x18\x19 \x01(\x08\"\xa4\x01\n\x0cRankGeometry\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x34\n\x06labels\x18\x02 \x03(\x0b\x32$.kvferry.v1.RankGeometry.LabelsEntry\x12!\n\x06planes\x18\x03 \x03(\x0b\x32\x11.kvferry.v1.Plane\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xf1\x01\n\x0e\x45ngineGeometry\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12:\n\x08identity\x18\x03 \x03(\x0b\x32(.kvferry.v1.EngineGeometry.IdentityEntry\x12!\n\x06groups\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Group\x12\'\n\x05ranks\x18\x05 \x03(\x0b\x32\x18.kvferry.v1.RankGeometry\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"i\n\x0cMemoryRegion\x12+\n\x0bmemory_kind\x18\x01 \x01(\x0e\x32\x16.kvferry.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"k\n\x05\x41gent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x17\n\x0fmetadata_sha256\x18\x03 \x01(\x0c\x12)\n\x07regions\x18\x04 \x03(\x0b\x32\x18.kvferry.v1.MemoryRegion*U\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEMORY_KIND_DRAM\x10\x01\x12\x14\n\x10MEMORY_KIND_VRAM\x10\x02*k\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11GROUP_KIND_TOKENS\x10\x01\x12\x15\n\x11GROUP_KIND_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03\x42\x16Z\x14kvferry/v1;kvferryv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/geometry.proto\x12\nkvferry.v1\"\xb5\x01\n\x05Group\x12\x0c\n\x04name\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.kvferry.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x16\n\x0ehas_null_block\x18\x05 \x01(\x08\x12\x12\n\nnull_block\x18\x06 \x01(\x04\x12\x15\n\rwindow_tokens\x18\x07 \x01(\r\x12\x0c\n\x04pool\x18\x08 \x01(\t\">\n\nTokenShard\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x12\n\ninterleave\x18\x03 \x01(\r\"\xc3\x04\n\x05Plane\x12\r\n\x05layer\x18\x01 \x01(\t\x12\x11\n\tcomponent\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12+\n\x0bmemory_kind\x18\x06 \x01(\x0e\x32\x16.kvferry.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x08 \x01(\x04\x12\x12\n\nnum_blocks\x18\t \x01(\x04\x12\x14\n\x0c\x62lock_stride\x18\n \x01(\x04\x12\x13\n\x0bpage_tokens\x18\x0b \x01(\r\x12\x13\n\x0bpage_stride\x18\x0c \x01(\x04\x12\x14\n\x0c\x62lock_states\x18\r \x01(\r\x12\x13\n\x0bunit_stride\x18\x0e \x01(\x04\x12\x14\n\x0ctoken_stride\x18\x0f \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x10 \x01(\x04\x12\x11\n\taxis_size\x18\x11 \x01(\x04\x12\x12\n\nunit_begin\x18\x12 \x01(\x04\x12\x10\n\x08unit_end\x18\x13 \x01(\x04\x12+\n\x0btoken_shard\x18\x14 \x01(\x0b\x32\x16.kvferry.v1.TokenShard\x12\x1c\n\x14tokens_per_state_num\x18\x15 \x01(\r\x12\x1c\n\x14tokens_per_state_den\x18\x16 \x01(\r\x12\x15\n\rtoken_granule\x18\x17 \x01(\r\x12\x14\n\x0cunits_divide\x18\x18 \x01(\x08\x12\x16\n\x0eoptional_cover\x18\x19 \x01(\x08\x12\x0e\n\x06shared\x18\x1a \x01(\x08\"\xa4\x01\n\x0cRankGeometry\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x34\n\x06labels\x18\x02 \x03(\x0b\x32$.kvferry.v1.RankGeometry.LabelsEntry\x12!\n\x06planes\x18\x03 \x03(\x0b\x32\x11.kvferry.v1.Plane\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x82\x02\n\x0e\x45ngineGeometry\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12:\n\x08identity\x18\x03 \x03(\x0b\x32(.kvferry.v1.EngineGeometry.IdentityEntry\x12!\n\x06groups\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Group\x12\'\n\x05ranks\x18\x05 \x03(\x0b\x32\x18.kvferry.v1.RankGeometry\x12\x0f\n\x07partial\x18\x06 \x01(\x08\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"i\n\x0cMemoryRegion\x12+\n\x0bmemory_kind\x18\x01 \x01(\x0e\x32\x16.kvferry.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"k\n\x05\x41gent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x17\n\x0fmetadata_sha256\x18\x03 \x01(\x0c\x12)\n\x07regions\x18\x04 \x03(\x0b\x32\x18.kvferry.v1.MemoryRegion*U\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEMORY_KIND_DRAM\x10\x01\x12\x14\n\x10MEMORY_KIND_VRAM\x10\x02*k\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11GROUP_KIND_TOKENS\x10\x01\x12\x15\n\x11GROUP_KIND_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03\x42\x16Z\x14kvferry/v1;kvferryv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,26 +26,26 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_RANKGEOMETRY_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_ENGINEGEOMETRY_IDENTITYENTRY']._options = None
   _globals['_ENGINEGEOMETRY_IDENTITYENTRY']._serialized_options = b'8\001'
-  _globals['_MEMORYKIND']._serialized_start=1482
-  _globals['_MEMORYKIND']._serialized_end=1567
-  _globals['_GROUPKIND']._serialized_start=1569
-  _globals['_GROUPKIND']._serialized_end=1676
+  _globals['_MEMORYKIND']._serialized_start=1515
+  _globals['_MEMORYKIND']._serialized_end=1600
+  _globals['_GROUPKIND']._serialized_start=1602
+  _globals['_GROUPKIND']._serialized_end=1709
   _globals['_GROUP']._serialized_start=42
   _globals['_GROUP']._serialized_end=223
   _globals['_TOKENSHARD']._serialized_start=225
   _globals['_TOKENSHARD']._serialized_end=287
   _globals['_PLANE']._serialized_start=290
-  _globals['_PLANE']._serialized_end=853
-  _globals['_RANKGEOMETRY']._serialized_start=856
-  _globals['_RANKGEOMETRY']._serialized_end=1020
-  _globals['_RANKGEOMETRY_LABELSENTRY']._serialized_start=975
-  _globals['_RANKGEOMETRY_LABELSENTRY']._serialized_end=1020
-  _globals['_ENGINEGEOMETRY']._serialized_start=1023
-  _globals['_ENGINEGEOMETRY']._serialized_end=1264
-  _globals['_ENGINEGEOMETRY_IDENTITYENTRY']._serialized_start=1217
-  _globals['_ENGINEGEOMETRY_IDENTITYENTRY']._serialized_end=1264
-  _globals['_MEMORYREGION']._serialized_start=1266
-  _globals['_MEMORYREGION']._serialized_end=1371
-  _globals['_AGENT']._serialized_start=1373
-  _globals['_AGENT']._serialized_end=1480
+  _globals['_PLANE']._serialized_end=869
+  _globals['_RANKGEOMETRY']._serialized_start=872
+  _globals['_RANKGEOMETRY']._serialized_end=1036
+  _globals['_RANKGEOMETRY_LABELSENTRY']._serialized_start=991
+  _globals['_RANKGEOMETRY_LABELSENTRY']._serialized_end=1036
+  _globals['_ENGINEGEOMETRY']._serialized_start=1039
+  _globals['_ENGINEGEOMETRY']._serialized_end=1297
+  _globals['_ENGINEGEOMETRY_IDENTITYENTRY']._serialized_start=1250
+  _globals['_ENGINEGEOMETRY_IDENTITYENTRY']._serialized_end=1297
+  _globals['_MEMORYREGION']._serialized_start=1299
+  _globals['_MEMORYREGION']._serialized_end=1404
+  _globals['_AGENT']._serialized_start=1406
+  _globals['_AGENT']._serialized_end=1513
 # @@protoc_insertion_point(module_scope)

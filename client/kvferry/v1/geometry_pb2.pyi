@@ -56,7 +56,7 @@ class _GroupKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     GROUP_KIND_TOKENS: _GroupKind.ValueType  # 1
     """GROUP_KIND_TOKENS holds one state per token (or per tokens_per_state) for every token of the request."""
     GROUP_KIND_WINDOW: _GroupKind.ValueType  # 2
-    """GROUP_KIND_WINDOW holds the last `window_tokens` tokens only: older blocks may be missing."""
+    """GROUP_KIND_WINDOW holds the last tokens only, as many as `window_tokens` says: older blocks may be missing."""
     GROUP_KIND_STATE: _GroupKind.ValueType  # 3
     """GROUP_KIND_STATE holds one state of the whole request per block, standing at one token (SSM, short convolution)."""
 
@@ -68,7 +68,7 @@ GROUP_KIND_UNSPECIFIED: GroupKind.ValueType  # 0
 GROUP_KIND_TOKENS: GroupKind.ValueType  # 1
 """GROUP_KIND_TOKENS holds one state per token (or per tokens_per_state) for every token of the request."""
 GROUP_KIND_WINDOW: GroupKind.ValueType  # 2
-"""GROUP_KIND_WINDOW holds the last `window_tokens` tokens only: older blocks may be missing."""
+"""GROUP_KIND_WINDOW holds the last tokens only, as many as `window_tokens` says: older blocks may be missing."""
 GROUP_KIND_STATE: GroupKind.ValueType  # 3
 """GROUP_KIND_STATE holds one state of the whole request per block, standing at one token (SSM, short convolution)."""
 global___GroupKind = GroupKind
@@ -102,7 +102,11 @@ class Group(google.protobuf.message.Message):
     null_block: builtins.int
     """null_block is the id that stands for "no block" in block tables; it is never read or written."""
     window_tokens: builtins.int
-    """window_tokens is the size of the window. 0 unless kind is GROUP_KIND_WINDOW."""
+    """window_tokens is the number of tokens that a token attends to, itself included: after tokens 0 to 29, with 12, the next
+    one needs tokens 19 to 29, and a read without them is refused. A read moves token 18 as well, where both sides hold it,
+    for engines that count the keys before the query; to have it in any case, they declare 13. 0 unless kind is
+    GROUP_KIND_WINDOW.
+    """
     pool: builtins.str
     """pool is the memory pool of the group; groups of one rank with equal pool share one space of block ids, so that a
     block id belongs to one group at a time. Empty: a pool of its own. At most 256 KiB together with all groups.
@@ -191,6 +195,7 @@ class Plane(google.protobuf.message.Message):
     TOKEN_GRANULE_FIELD_NUMBER: builtins.int
     UNITS_DIVIDE_FIELD_NUMBER: builtins.int
     OPTIONAL_COVER_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     layer: builtins.str
     """layer names the layer, equal on both engines. Not empty, at most 256 bytes."""
     component: builtins.str
@@ -247,6 +252,11 @@ class Plane(google.protobuf.message.Message):
     """units_divide says whether single units may be read. False: the units held are moved together or not at all."""
     optional_cover: builtins.bool
     """optional_cover: this plane may stay uncovered by the source (a draft model's layer, say); listed in the plan."""
+    shared: builtins.bool
+    """shared says that other planes of the rank that say so too may hold the same bytes: layers that share a cache. Without
+    it, planes of a rank that hold the same byte are refused, but for those of groups with one pool. A read never writes
+    into two planes that hold the same byte.
+    """
     @property
     def token_shard(self) -> global___TokenShard:
         """token_shard of the plane. Absent: all tokens."""
@@ -279,9 +289,10 @@ class Plane(google.protobuf.message.Message):
         token_granule: builtins.int = ...,
         units_divide: builtins.bool = ...,
         optional_cover: builtins.bool = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["token_shard", b"token_shard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["axis_size", b"axis_size", "base", b"base", "block_states", b"block_states", "block_stride", b"block_stride", "component", b"component", "device", b"device", "dtype", b"dtype", "format", b"format", "group", b"group", "layer", b"layer", "memory_kind", b"memory_kind", "num_blocks", b"num_blocks", "optional_cover", b"optional_cover", "page_stride", b"page_stride", "page_tokens", b"page_tokens", "state_bytes", b"state_bytes", "token_granule", b"token_granule", "token_shard", b"token_shard", "token_stride", b"token_stride", "tokens_per_state_den", b"tokens_per_state_den", "tokens_per_state_num", b"tokens_per_state_num", "unit_begin", b"unit_begin", "unit_end", b"unit_end", "unit_stride", b"unit_stride", "units_divide", b"units_divide"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["axis_size", b"axis_size", "base", b"base", "block_states", b"block_states", "block_stride", b"block_stride", "component", b"component", "device", b"device", "dtype", b"dtype", "format", b"format", "group", b"group", "layer", b"layer", "memory_kind", b"memory_kind", "num_blocks", b"num_blocks", "optional_cover", b"optional_cover", "page_stride", b"page_stride", "page_tokens", b"page_tokens", "shared", b"shared", "state_bytes", b"state_bytes", "token_granule", b"token_granule", "token_shard", b"token_shard", "token_stride", b"token_stride", "tokens_per_state_den", b"tokens_per_state_den", "tokens_per_state_num", b"tokens_per_state_num", "unit_begin", b"unit_begin", "unit_end", b"unit_end", "unit_stride", b"unit_stride", "units_divide", b"units_divide"]) -> None: ...
 
 global___Plane = Plane
 
@@ -360,10 +371,15 @@ class EngineGeometry(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    PARTIAL_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """engine_id of the engine, at most 256 bytes."""
     incarnation: builtins.bytes
     """incarnation of the engine, 16 bytes; empty in geometries that no running engine declared."""
+    partial: builtins.bool
+    """partial says that the engine holds a part of the model: its ranks together need not hold every unit and token of each
+    of their planes. An engine that does not say so is refused when all its ranks are known and do not.
+    """
     @property
     def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """identity of what the cache was computed with: model, revision digest, quantisation, rope, draft model, static scales.
@@ -386,8 +402,9 @@ class EngineGeometry(google.protobuf.message.Message):
         identity: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         groups: collections.abc.Iterable[global___Group] | None = ...,
         ranks: collections.abc.Iterable[global___RankGeometry] | None = ...,
+        partial: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "ranks", b"ranks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "partial", b"partial", "ranks", b"ranks"]) -> None: ...
 
 global___EngineGeometry = EngineGeometry
 

@@ -13,11 +13,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from kvferry.v1 import errors_pb2 as kvferry_dot_v1_dot_errors__pb2
 from kvferry.v1 import geometry_pb2 as kvferry_dot_v1_dot_geometry__pb2
 from kvferry.v1 import kv_transfer_pb2 as kvferry_dot_v1_dot_kv__transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvferry/v1/introspection.proto\x12\nkvferry.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19kvferry/v1/geometry.proto\x1a\x1ckvferry/v1/kv_transfer.proto\"\x16\n\x14GetServerInfoRequest\"\xcd\x02\n\x15GetServerInfoResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x03 \x01(\r\x12\x11\n\tadvertise\x18\x04 \x01(\t\x12)\n\x06uptime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12 \n\x05times\x18\x07 \x01(\x0b\x32\x11.kvferry.v1.Times\x12=\n\x06limits\x18\x08 \x03(\x0b\x32-.kvferry.v1.GetServerInfoResponse.LimitsEntry\x12\x14\n\x0c\x63\x61pabilities\x18\t \x03(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd8\x01\n\rEngineSummary\x12%\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.EngineRef\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvferry.v1.EngineState\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x15\n\rmissing_ranks\x18\x04 \x03(\r\x12\x14\n\x0cpublications\x18\x05 \x01(\x04\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bnum_missing\x18\x08 \x01(\r\";\n\x12ListEnginesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"n\n\x13ListEnginesResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12*\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x19.kvferry.v1.EngineSummary\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"L\n\x10GetEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x9a\x01\n\x11GetEngineResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12*\n\x07summary\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.EngineSummary\x12,\n\x08geometry\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.EngineGeometry\x12\x17\n\x0fnext_page_token\x18\x04 \x01(\t\"\x92\x02\n\x0eRequestSummary\x12%\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.EngineRef\x12\x13\n\x0bpublication\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.kvferry.v1.RequestState\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x13\n\x0breads_valid\x18\x07 \x01(\r\x12\x16\n\x0e\x65xpected_reads\x18\x08 \x01(\r\x12&\n\x03\x61ge\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrouter_key\x18\n \x01(\t\"}\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x10reader_engine_id\x18\x05 \x01(\t\"q\n\x14ListRequestsResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kvferry.v1.RequestSummary\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xb3\x02\n\x0fTransferSummary\x12%\n\x06source\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.EngineRef\x12\x13\n\x0bpublication\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12%\n\x04read\x18\x04 \x01(\x0b\x32\x17.kvferry.v1.ReadSummary\x12\x32\n\x0flease_remaining\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x07reports\x18\x06 \x03(\x0b\x32\x16.kvferry.v1.RankReport\x12\x12\n\nrouter_key\x18\x07 \x01(\t\x12)\n\x06waited\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05parts\x18\t \x01(\r\"~\n\x14ListTransfersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x10reader_engine_id\x18\x05 \x01(\t\"t\n\x15ListTransfersResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12.\n\ttransfers\x18\x02 \x03(\x0b\x32\x1b.kvferry.v1.TransferSummary\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xe9\x01\n\x0fPlanReadRequest\x12\x1a\n\x10source_engine_id\x18\x01 \x01(\tH\x00\x12\x35\n\x0fsource_geometry\x18\x02 \x01(\x0b\x32\x1a.kvferry.v1.EngineGeometryH\x00\x12\x1f\n\x15\x64\x65stination_engine_id\x18\x03 \x01(\tH\x01\x12:\n\x14\x64\x65stination_geometry\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.EngineGeometryH\x01\x12\r\n\x05ranks\x18\x05 \x03(\rB\x08\n\x06sourceB\r\n\x0b\x64\x65stination\"_\n\x10PlanReadResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12#\n\x05ranks\x18\x02 \x03(\x0b\x32\x14.kvferry.v1.RankPlan\x12\x12\n\nleft_ranks\x18\x03 \x03(\r\"\xb4\x01\n\x08RankPlan\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x30\n\x06labels\x18\x02 \x03(\x0b\x32 .kvferry.v1.RankPlan.LabelsEntry\x12&\n\x05reads\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.PlannedRead\x12\x11\n\tuncovered\x18\x04 \x03(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd2\x03\n\x0bPlannedRead\x12\x13\n\x0bsource_rank\x18\x01 \x01(\r\x12@\n\rsource_labels\x18\x02 \x03(\x0b\x32).kvferry.v1.PlannedRead.SourceLabelsEntry\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0e\n\x06layers\x18\x04 \x03(\t\x12\x12\n\ncomponents\x18\x05 \x03(\t\x12\x12\n\nunit_begin\x18\x06 \x01(\x04\x12\x10\n\x08unit_end\x18\x07 \x01(\x04\x12+\n\x0btoken_shard\x18\x08 \x01(\x0b\x32\x16.kvferry.v1.TokenShard\x12\x14\n\x0cstripe_begin\x18\t \x01(\x04\x12\x12\n\nstripe_end\x18\n \x01(\x04\x12\x11\n\tstripe_of\x18\x0b \x01(\x04\x12\x17\n\x0f\x62ytes_per_token\x18\x0c \x01(\x01\x12\x1d\n\x15\x64\x65scriptors_per_block\x18\r \x01(\r\x12\x0c\n\x04path\x18\x0e \x01(\t\x12\x19\n\x11\x62ytes_per_request\x18\x0f \x01(\x04\x12\x13\n\x0bpath_reason\x18\x10 \x01(\t\x1a\x33\n\x11SourceLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*w\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45NGINE_STATE_INCOMPLETE\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03*\x9e\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18REQUEST_STATE_PUBLISHING\x10\x01\x12\x1b\n\x17REQUEST_STATE_PUBLISHED\x10\x02\x12\x18\n\x14REQUEST_STATE_ENDING\x10\x03\x12\x1a\n\x16REQUEST_STATE_RELEASED\x10\x04\x32\x8d\x04\n\rIntrospection\x12Y\n\rGetServerInfo\x12 .kvferry.v1.GetServerInfoRequest\x1a!.kvferry.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12S\n\x0bListEngines\x12\x1e.kvferry.v1.ListEnginesRequest\x1a\x1f.kvferry.v1.ListEnginesResponse\"\x03\x90\x02\x01\x12M\n\tGetEngine\x12\x1c.kvferry.v1.GetEngineRequest\x1a\x1d.kvferry.v1.GetEngineResponse\"\x03\x90\x02\x01\x12V\n\x0cListRequests\x12\x1f.kvferry.v1.ListRequestsRequest\x1a .kvferry.v1.ListRequestsResponse\"\x03\x90\x02\x01\x12Y\n\rListTransfers\x12 .kvferry.v1.ListTransfersRequest\x1a!.kvferry.v1.ListTransfersResponse\"\x03\x90\x02\x01\x12J\n\x08PlanRead\x12\x1b.kvferry.v1.PlanReadRequest\x1a\x1c.kvferry.v1.PlanReadResponse\"\x03\x90\x02\x01\x42\x16Z\x14kvferry/v1;kvferryv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvferry/v1/introspection.proto\x12\nkvferry.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17kvferry/v1/errors.proto\x1a\x19kvferry/v1/geometry.proto\x1a\x1ckvferry/v1/kv_transfer.proto\"\x16\n\x14GetServerInfoRequest\"\xe6\x02\n\x15GetServerInfoResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x19\n\x11\x63ontract_revision\x18\x03 \x01(\r\x12\x11\n\tadvertise\x18\x04 \x01(\t\x12)\n\x06uptime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12 \n\x05times\x18\x07 \x01(\x0b\x32\x11.kvferry.v1.Times\x12=\n\x06limits\x18\x08 \x03(\x0b\x32-.kvferry.v1.GetServerInfoResponse.LimitsEntry\x12\x14\n\x0c\x63\x61pabilities\x18\t \x03(\t\x12\x17\n\x0foldest_revision\x18\n \x01(\r\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd8\x01\n\rEngineSummary\x12%\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.EngineRef\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvferry.v1.EngineState\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x15\n\rmissing_ranks\x18\x04 \x03(\r\x12\x14\n\x0cpublications\x18\x05 \x01(\x04\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bnum_missing\x18\x08 \x01(\r\";\n\x12ListEnginesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"n\n\x13ListEnginesResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12*\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x19.kvferry.v1.EngineSummary\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"L\n\x10GetEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x9a\x01\n\x11GetEngineResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12*\n\x07summary\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.EngineSummary\x12,\n\x08geometry\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.EngineGeometry\x12\x17\n\x0fnext_page_token\x18\x04 \x01(\t\"\xc1\x02\n\x0eRequestSummary\x12%\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.EngineRef\x12\x13\n\x0bpublication\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.kvferry.v1.RequestState\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x0e\n\x06leases\x18\x06 \x01(\x04\x12\x13\n\x0breads_valid\x18\x07 \x01(\r\x12\x16\n\x0e\x65xpected_reads\x18\x08 \x01(\r\x12&\n\x03\x61ge\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrouter_key\x18\n \x01(\t\x12-\n\x0clast_failure\x18\x0b \x01(\x0e\x32\x17.kvferry.v1.ErrorReason\"}\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x10reader_engine_id\x18\x05 \x01(\t\"q\n\x14ListRequestsResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kvferry.v1.RequestSummary\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xb3\x02\n\x0fTransferSummary\x12%\n\x06source\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.EngineRef\x12\x13\n\x0bpublication\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12%\n\x04read\x18\x04 \x01(\x0b\x32\x17.kvferry.v1.ReadSummary\x12\x32\n\x0flease_remaining\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x07reports\x18\x06 \x03(\x0b\x32\x16.kvferry.v1.RankReport\x12\x12\n\nrouter_key\x18\x07 \x01(\t\x12)\n\x06waited\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05parts\x18\t \x01(\r\"~\n\x14ListTransfersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x18\n\x10reader_engine_id\x18\x05 \x01(\t\"t\n\x15ListTransfersResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12.\n\ttransfers\x18\x02 \x03(\x0b\x32\x1b.kvferry.v1.TransferSummary\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"\xe9\x01\n\x0fPlanReadRequest\x12\x1a\n\x10source_engine_id\x18\x01 \x01(\tH\x00\x12\x35\n\x0fsource_geometry\x18\x02 \x01(\x0b\x32\x1a.kvferry.v1.EngineGeometryH\x00\x12\x1f\n\x15\x64\x65stination_engine_id\x18\x03 \x01(\tH\x01\x12:\n\x14\x64\x65stination_geometry\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.EngineGeometryH\x01\x12\r\n\x05ranks\x18\x05 \x03(\rB\x08\n\x06sourceB\r\n\x0b\x64\x65stination\"_\n\x10PlanReadResponse\x12\x12\n\nhome_epoch\x18\x01 \x01(\x0c\x12#\n\x05ranks\x18\x02 \x03(\x0b\x32\x14.kvferry.v1.RankPlan\x12\x12\n\nleft_ranks\x18\x03 \x03(\r\"\xb4\x01\n\x08RankPlan\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x30\n\x06labels\x18\x02 \x03(\x0b\x32 .kvferry.v1.RankPlan.LabelsEntry\x12&\n\x05reads\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.PlannedRead\x12\x11\n\tuncovered\x18\x04 \x03(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xd2\x03\n\x0bPlannedRead\x12\x13\n\x0bsource_rank\x18\x01 \x01(\r\x12@\n\rsource_labels\x18\x02 \x03(\x0b\x32).kvferry.v1.PlannedRead.SourceLabelsEntry\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0e\n\x06layers\x18\x04 \x03(\t\x12\x12\n\ncomponents\x18\x05 \x03(\t\x12\x12\n\nunit_begin\x18\x06 \x01(\x04\x12\x10\n\x08unit_end\x18\x07 \x01(\x04\x12+\n\x0btoken_shard\x18\x08 \x01(\x0b\x32\x16.kvferry.v1.TokenShard\x12\x14\n\x0cstripe_begin\x18\t \x01(\x04\x12\x12\n\nstripe_end\x18\n \x01(\x04\x12\x11\n\tstripe_of\x18\x0b \x01(\x04\x12\x17\n\x0f\x62ytes_per_token\x18\x0c \x01(\x01\x12\x1d\n\x15\x64\x65scriptors_per_block\x18\r \x01(\r\x12\x0c\n\x04path\x18\x0e \x01(\t\x12\x19\n\x11\x62ytes_per_request\x18\x0f \x01(\x04\x12\x13\n\x0bpath_reason\x18\x10 \x01(\t\x1a\x33\n\x11SourceLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*w\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45NGINE_STATE_INCOMPLETE\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03*\x9e\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18REQUEST_STATE_PUBLISHING\x10\x01\x12\x1b\n\x17REQUEST_STATE_PUBLISHED\x10\x02\x12\x18\n\x14REQUEST_STATE_ENDING\x10\x03\x12\x1a\n\x16REQUEST_STATE_RELEASED\x10\x04\x32\x8d\x04\n\rIntrospection\x12Y\n\rGetServerInfo\x12 .kvferry.v1.GetServerInfoRequest\x1a!.kvferry.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12S\n\x0bListEngines\x12\x1e.kvferry.v1.ListEnginesRequest\x1a\x1f.kvferry.v1.ListEnginesResponse\"\x03\x90\x02\x01\x12M\n\tGetEngine\x12\x1c.kvferry.v1.GetEngineRequest\x1a\x1d.kvferry.v1.GetEngineResponse\"\x03\x90\x02\x01\x12V\n\x0cListRequests\x12\x1f.kvferry.v1.ListRequestsRequest\x1a .kvferry.v1.ListRequestsResponse\"\x03\x90\x02\x01\x12Y\n\rListTransfers\x12 .kvferry.v1.ListTransfersRequest\x1a!.kvferry.v1.ListTransfersResponse\"\x03\x90\x02\x01\x12J\n\x08PlanRead\x12\x1b.kvferry.v1.PlanReadRequest\x1a\x1c.kvferry.v1.PlanReadResponse\"\x03\x90\x02\x01\x42\x16Z\x14kvferry/v1;kvferryv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,50 +44,50 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_INTROSPECTION'].methods_by_name['ListTransfers']._serialized_options = b'\220\002\001'
   _globals['_INTROSPECTION'].methods_by_name['PlanRead']._options = None
   _globals['_INTROSPECTION'].methods_by_name['PlanRead']._serialized_options = b'\220\002\001'
-  _globals['_ENGINESTATE']._serialized_start=3182
-  _globals['_ENGINESTATE']._serialized_end=3301
-  _globals['_REQUESTSTATE']._serialized_start=3304
-  _globals['_REQUESTSTATE']._serialized_end=3462
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=135
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=157
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=160
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=493
-  _globals['_GETSERVERINFORESPONSE_LIMITSENTRY']._serialized_start=448
-  _globals['_GETSERVERINFORESPONSE_LIMITSENTRY']._serialized_end=493
-  _globals['_ENGINESUMMARY']._serialized_start=496
-  _globals['_ENGINESUMMARY']._serialized_end=712
-  _globals['_LISTENGINESREQUEST']._serialized_start=714
-  _globals['_LISTENGINESREQUEST']._serialized_end=773
-  _globals['_LISTENGINESRESPONSE']._serialized_start=775
-  _globals['_LISTENGINESRESPONSE']._serialized_end=885
-  _globals['_GETENGINEREQUEST']._serialized_start=887
-  _globals['_GETENGINEREQUEST']._serialized_end=963
-  _globals['_GETENGINERESPONSE']._serialized_start=966
-  _globals['_GETENGINERESPONSE']._serialized_end=1120
-  _globals['_REQUESTSUMMARY']._serialized_start=1123
-  _globals['_REQUESTSUMMARY']._serialized_end=1397
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1399
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1524
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1526
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1639
-  _globals['_TRANSFERSUMMARY']._serialized_start=1642
-  _globals['_TRANSFERSUMMARY']._serialized_end=1949
-  _globals['_LISTTRANSFERSREQUEST']._serialized_start=1951
-  _globals['_LISTTRANSFERSREQUEST']._serialized_end=2077
-  _globals['_LISTTRANSFERSRESPONSE']._serialized_start=2079
-  _globals['_LISTTRANSFERSRESPONSE']._serialized_end=2195
-  _globals['_PLANREADREQUEST']._serialized_start=2198
-  _globals['_PLANREADREQUEST']._serialized_end=2431
-  _globals['_PLANREADRESPONSE']._serialized_start=2433
-  _globals['_PLANREADRESPONSE']._serialized_end=2528
-  _globals['_RANKPLAN']._serialized_start=2531
-  _globals['_RANKPLAN']._serialized_end=2711
-  _globals['_RANKPLAN_LABELSENTRY']._serialized_start=2666
-  _globals['_RANKPLAN_LABELSENTRY']._serialized_end=2711
-  _globals['_PLANNEDREAD']._serialized_start=2714
-  _globals['_PLANNEDREAD']._serialized_end=3180
-  _globals['_PLANNEDREAD_SOURCELABELSENTRY']._serialized_start=3129
-  _globals['_PLANNEDREAD_SOURCELABELSENTRY']._serialized_end=3180
-  _globals['_INTROSPECTION']._serialized_start=3465
-  _globals['_INTROSPECTION']._serialized_end=3990
+  _globals['_ENGINESTATE']._serialized_start=3279
+  _globals['_ENGINESTATE']._serialized_end=3398
+  _globals['_REQUESTSTATE']._serialized_start=3401
+  _globals['_REQUESTSTATE']._serialized_end=3559
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=160
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=182
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=185
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=543
+  _globals['_GETSERVERINFORESPONSE_LIMITSENTRY']._serialized_start=498
+  _globals['_GETSERVERINFORESPONSE_LIMITSENTRY']._serialized_end=543
+  _globals['_ENGINESUMMARY']._serialized_start=546
+  _globals['_ENGINESUMMARY']._serialized_end=762
+  _globals['_LISTENGINESREQUEST']._serialized_start=764
+  _globals['_LISTENGINESREQUEST']._serialized_end=823
+  _globals['_LISTENGINESRESPONSE']._serialized_start=825
+  _globals['_LISTENGINESRESPONSE']._serialized_end=935
+  _globals['_GETENGINEREQUEST']._serialized_start=937
+  _globals['_GETENGINEREQUEST']._serialized_end=1013
+  _globals['_GETENGINERESPONSE']._serialized_start=1016
+  _globals['_GETENGINERESPONSE']._serialized_end=1170
+  _globals['_REQUESTSUMMARY']._serialized_start=1173
+  _globals['_REQUESTSUMMARY']._serialized_end=1494
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1496
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1621
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1623
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1736
+  _globals['_TRANSFERSUMMARY']._serialized_start=1739
+  _globals['_TRANSFERSUMMARY']._serialized_end=2046
+  _globals['_LISTTRANSFERSREQUEST']._serialized_start=2048
+  _globals['_LISTTRANSFERSREQUEST']._serialized_end=2174
+  _globals['_LISTTRANSFERSRESPONSE']._serialized_start=2176
+  _globals['_LISTTRANSFERSRESPONSE']._serialized_end=2292
+  _globals['_PLANREADREQUEST']._serialized_start=2295
+  _globals['_PLANREADREQUEST']._serialized_end=2528
+  _globals['_PLANREADRESPONSE']._serialized_start=2530
+  _globals['_PLANREADRESPONSE']._serialized_end=2625
+  _globals['_RANKPLAN']._serialized_start=2628
+  _globals['_RANKPLAN']._serialized_end=2808
+  _globals['_RANKPLAN_LABELSENTRY']._serialized_start=2763
+  _globals['_RANKPLAN_LABELSENTRY']._serialized_end=2808
+  _globals['_PLANNEDREAD']._serialized_start=2811
+  _globals['_PLANNEDREAD']._serialized_end=3277
+  _globals['_PLANNEDREAD_SOURCELABELSENTRY']._serialized_start=3226
+  _globals['_PLANNEDREAD_SOURCELABELSENTRY']._serialized_end=3277
+  _globals['_INTROSPECTION']._serialized_start=3562
+  _globals['_INTROSPECTION']._serialized_end=4087
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,7 @@ import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import kvferry.v1.errors_pb2
 import kvferry.v1.geometry_pb2
 import kvferry.v1.kv_transfer_pb2
 import sys
@@ -133,16 +134,21 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     TIMES_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
+    OLDEST_REVISION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     version: builtins.str
     """version of kvferryd."""
     contract_revision: builtins.int
-    """contract_revision counts the additions to kvferry.v1 that came with a release. A node server has all of those before."""
+    """contract_revision counts the additions to kvferry.v1 that came with a release. A node server has all of those before; see
+    Version for which callers it works with.
+    """
     advertise: builtins.str
     """advertise is its address as others reach it."""
     draining: builtins.bool
     """draining: it takes no new work."""
+    oldest_revision: builtins.int
+    """oldest_revision of the contract that it works with; see Version. 0: it does not say, and speaks no later one than revision 1."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
         """uptime since its start."""
@@ -175,9 +181,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         times: kvferry.v1.kv_transfer_pb2.Times | None = ...,
         limits: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         capabilities: collections.abc.Iterable[builtins.str] | None = ...,
+        oldest_revision: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["times", b"times", "uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "capabilities", b"capabilities", "contract_revision", b"contract_revision", "draining", b"draining", "home_epoch", b"home_epoch", "limits", b"limits", "times", b"times", "uptime", b"uptime", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "capabilities", b"capabilities", "contract_revision", b"contract_revision", "draining", b"draining", "home_epoch", b"home_epoch", "limits", b"limits", "oldest_revision", b"oldest_revision", "times", b"times", "uptime", b"uptime", "version", b"version"]) -> None: ...
 
 global___GetServerInfoResponse = GetServerInfoResponse
 
@@ -361,6 +368,7 @@ class RequestSummary(google.protobuf.message.Message):
     EXPECTED_READS_FIELD_NUMBER: builtins.int
     AGE_FIELD_NUMBER: builtins.int
     ROUTER_KEY_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number."""
     request_id: builtins.str
@@ -377,6 +385,10 @@ class RequestSummary(google.protobuf.message.Message):
     """expected_reads of the publication."""
     router_key: builtins.str
     """router_key under which it was published. Empty: no router made its reference."""
+    last_failure: kvferry.v1.errors_pb2.ErrorReason.ValueType
+    """last_failure is why the last of its reads that FAILED did: the first reason that a rank of the reader gave.
+    UNSPECIFIED: none has failed, or no rank gave a reason.
+    """
     @property
     def engine(self) -> kvferry.v1.kv_transfer_pb2.EngineRef:
         """engine that published."""
@@ -398,9 +410,10 @@ class RequestSummary(google.protobuf.message.Message):
         expected_reads: builtins.int = ...,
         age: google.protobuf.duration_pb2.Duration | None = ...,
         router_key: builtins.str = ...,
+        last_failure: kvferry.v1.errors_pb2.ErrorReason.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["age", b"age", "engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age", b"age", "blocks", b"blocks", "engine", b"engine", "expected_reads", b"expected_reads", "leases", b"leases", "publication", b"publication", "reads_valid", b"reads_valid", "request_id", b"request_id", "router_key", b"router_key", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age", b"age", "blocks", b"blocks", "engine", b"engine", "expected_reads", b"expected_reads", "last_failure", b"last_failure", "leases", b"leases", "publication", b"publication", "reads_valid", b"reads_valid", "request_id", b"request_id", "router_key", b"router_key", "state", b"state"]) -> None: ...
 
 global___RequestSummary = RequestSummary
 

@@ -16,9 +16,13 @@ Rules for every call:
  - Secrets are the session secret, a reference's key, a lease_id, a read_id and agent metadata. Each says below what it allows.
    No listing, page token, error or event holds one. Everything else is public and proves nothing.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
- - No message is larger than 4 MiB. What can grow is bounded where it is described; a sender splits it. A limit of what the
-   server holds is LIMIT with a retry delay, for the caller alone whose share is used up: a server shares its memory out
+ - No message is larger than 4 MiB. What can grow is bounded where it is described; a sender splits it. Requests of which
+   nothing else is said here have at most 64 KiB. A request that would take more than twelve times its size and 256 KiB
+   once it is decoded (millions of empty messages, say) is INVALID_FIELD. A limit of what the server holds is LIMIT with a retry delay, for the caller alone whose share is used up: a server shares its memory out
    over engines and over the hosts that they come from, so that none takes the room of all.
+ - Every request but that of ReadChecksums carries its sender's Version, and the first answer the node server's. Those of which
+   one is too old for the other refuse each other at that call (CONTRACT_DIFFERS). These protos are revision 2: a caller
+   that was made from them sends {"contract_revision": 2}.
  - Errors are described in errors.proto.
 """
 
@@ -57,6 +61,8 @@ class _RevokeReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
     REVOKE_REASON_OPERATOR: _RevokeReason.ValueType  # 4
     """REVOKE_REASON_OPERATOR: an operator has ended the lease."""
+    REVOKE_REASON_NOT_PUBLISHED: _RevokeReason.ValueType  # 5
+    """REVOKE_REASON_NOT_PUBLISHED: the source has given the publication up, see NOT_PUBLISHED."""
 
 class RevokeReason(_RevokeReason, metaclass=_RevokeReasonEnumTypeWrapper):
     """RevokeReason says why a source takes its offer back."""
@@ -71,6 +77,8 @@ REVOKE_REASON_FINAL_DEADLINE: RevokeReason.ValueType  # 3
 """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
 REVOKE_REASON_OPERATOR: RevokeReason.ValueType  # 4
 """REVOKE_REASON_OPERATOR: an operator has ended the lease."""
+REVOKE_REASON_NOT_PUBLISHED: RevokeReason.ValueType  # 5
+"""REVOKE_REASON_NOT_PUBLISHED: the source has given the publication up, see NOT_PUBLISHED."""
 global___RevokeReason = RevokeReason
 
 class _ResyncPhase:
@@ -286,6 +294,71 @@ class EngineRef(google.protobuf.message.Message):
 global___EngineRef = EngineRef
 
 @typing.final
+class Version(google.protobuf.message.Message):
+    """Version says which contract a program speaks. Two programs work together if neither has a contract_revision below the
+    other's oldest_revision.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTRACT_REVISION_FIELD_NUMBER: builtins.int
+    OLDEST_REVISION_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    RELAY_FIELD_NUMBER: builtins.int
+    contract_revision: builtins.int
+    """contract_revision of kvferry.v1 that the program was made for, at least 2: 1 was spoken before there was this message, by
+    programs that do not send it.
+    """
+    oldest_revision: builtins.int
+    """oldest_revision that the program works with. 0: it leaves that to the other side."""
+    release: builtins.str
+    """release of kvferry, such as "0.2.0", or what another program calls itself; for people, at most 64 bytes."""
+    @property
+    def relay(self) -> global___RelayVersion:
+        """relay is the version of the node server that relays the message. Absent: not relayed."""
+
+    def __init__(
+        self,
+        *,
+        contract_revision: builtins.int = ...,
+        oldest_revision: builtins.int = ...,
+        release: builtins.str = ...,
+        relay: global___RelayVersion | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["relay", b"relay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contract_revision", b"contract_revision", "oldest_revision", b"oldest_revision", "relay", b"relay", "release", b"release"]) -> None: ...
+
+global___Version = Version
+
+@typing.final
+class RelayVersion(google.protobuf.message.Message):
+    """RelayVersion is what a Version says of a node server that relays. A type of its own, because no message of this contract
+    contains itself: what a request takes once it is decoded is counted on its bytes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTRACT_REVISION_FIELD_NUMBER: builtins.int
+    OLDEST_REVISION_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    contract_revision: builtins.int
+    """contract_revision, as in Version."""
+    oldest_revision: builtins.int
+    """oldest_revision, as in Version."""
+    release: builtins.str
+    """release, as in Version, at most 64 bytes."""
+    def __init__(
+        self,
+        *,
+        contract_revision: builtins.int = ...,
+        oldest_revision: builtins.int = ...,
+        release: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_revision", b"contract_revision", "oldest_revision", b"oldest_revision", "release", b"release"]) -> None: ...
+
+global___RelayVersion = RelayVersion
+
+@typing.final
 class Reference(google.protobuf.message.Message):
     """Reference names a publication on its way through routers. On the wire between routers and engines it is the string
     "kvf1." followed by the unpadded base64url of this message; it is a capability: who has it may read.
@@ -404,6 +477,8 @@ class RegisterCacheRequest(google.protobuf.message.Message):
     AGENT_FIELD_NUMBER: builtins.int
     RELAYED_BY_FIELD_NUMBER: builtins.int
     AGENT_KEY_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    PARTIAL_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
     """session_secret of the engine, 32 random bytes drawn by the process that chose the incarnation."""
     home: builtins.str
@@ -418,6 +493,10 @@ class RegisterCacheRequest(google.protobuf.message.Message):
     """agent_key proves that the agent is this rank's, where the agent was made before the incarnation was known: 32 random
     bytes. The agent is then named "kvferry.agent/DIGEST/...", DIGEST being the SHA-256 of "kvferry agent 1" and the key,
     in hexadecimal digits; a home refuses such a name without its key. Empty: the name contains the incarnation. Secret.
+    """
+    partial: builtins.bool
+    """partial says that the ranks together need not hold all of each of their planes, equal in every rank's registration; see
+    EngineGeometry. False: the registration after which all ranks are known is refused if they do not.
     """
     @property
     def engine(self) -> global___EngineRef:
@@ -441,6 +520,10 @@ class RegisterCacheRequest(google.protobuf.message.Message):
     def agent(self) -> kvferry.v1.geometry_pb2.Agent:
         """agent that serves the rank's memory; its metadata has at most 2 MiB. Absent for a rank that only reads."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the rank; see Version."""
+
     def __init__(
         self,
         *,
@@ -454,9 +537,11 @@ class RegisterCacheRequest(google.protobuf.message.Message):
         agent: kvferry.v1.geometry_pb2.Agent | None = ...,
         relayed_by: builtins.str = ...,
         agent_key: builtins.bytes = ...,
+        version: global___Version | None = ...,
+        partial: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["agent", b"agent", "engine", b"engine", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agent", b"agent", "agent_key", b"agent_key", "engine", b"engine", "groups", b"groups", "home", b"home", "identity", b"identity", "num_ranks", b"num_ranks", "rank", b"rank", "relayed_by", b"relayed_by", "session_secret", b"session_secret"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["agent", b"agent", "engine", b"engine", "rank", b"rank", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agent", b"agent", "agent_key", b"agent_key", "engine", b"engine", "groups", b"groups", "home", b"home", "identity", b"identity", "num_ranks", b"num_ranks", "partial", b"partial", "rank", b"rank", "relayed_by", b"relayed_by", "session_secret", b"session_secret", "version", b"version"]) -> None: ...
 
 global___RegisterCacheRequest = RegisterCacheRequest
 
@@ -471,6 +556,7 @@ class RegisterCacheResponse(google.protobuf.message.Message):
     MISSING_RANKS_FIELD_NUMBER: builtins.int
     ADVERTISE_FIELD_NUMBER: builtins.int
     NUM_MISSING_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     advertise: builtins.str
@@ -480,12 +566,17 @@ class RegisterCacheResponse(google.protobuf.message.Message):
     @property
     def reuse_after(self) -> google.protobuf.duration_pb2.Duration:
         """reuse_after is when the last lease on an older incarnation of this engine ends: a rank whose memory survived a restart
-        gives no block out before. Zero: at once.
+        gives no block out before. Zero: at once. A home that started a short time ago does not know older leases, and states
+        the longest that there may be, also to an engine that never was.
         """
 
     @property
     def missing_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """missing_ranks are the first of the ranks that have not registered, at most 64. Empty: the engine is readable."""
+
+    @property
+    def version(self) -> global___Version:
+        """version of the home."""
 
     def __init__(
         self,
@@ -495,9 +586,10 @@ class RegisterCacheResponse(google.protobuf.message.Message):
         missing_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         advertise: builtins.str = ...,
         num_missing: builtins.int = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["reuse_after", b"reuse_after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "home_epoch", b"home_epoch", "missing_ranks", b"missing_ranks", "num_missing", b"num_missing", "reuse_after", b"reuse_after"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["reuse_after", b"reuse_after", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "home_epoch", b"home_epoch", "missing_ranks", b"missing_ranks", "num_missing", b"num_missing", "reuse_after", b"reuse_after", "version", b"version"]) -> None: ...
 
 global___RegisterCacheResponse = RegisterCacheResponse
 
@@ -530,6 +622,7 @@ class HandshakeRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     REFERENCE_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """engine_id of the source, at most 256 bytes."""
     incarnation: builtins.bytes
@@ -554,6 +647,10 @@ class HandshakeRequest(google.protobuf.message.Message):
     def rank(self) -> kvferry.v1.geometry_pb2.RankGeometry:
         """rank is the cache of the rank that asks."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the reader; see Version. It has to work with that of the source, too."""
+
     def __init__(
         self,
         *,
@@ -564,9 +661,10 @@ class HandshakeRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[kvferry.v1.geometry_pb2.Group] | None = ...,
         rank: kvferry.v1.geometry_pb2.RankGeometry | None = ...,
         reference: builtins.str = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["rank", b"rank", "reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "rank", b"rank", "reader", b"reader", "reference", b"reference"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank", "reader", b"reader", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "rank", b"rank", "reader", b"reader", "reference", b"reference", "version", b"version"]) -> None: ...
 
 global___HandshakeRequest = HandshakeRequest
 
@@ -582,6 +680,8 @@ class HandshakeResponse(google.protobuf.message.Message):
     NUM_RANKS_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     AGENTS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SOURCE_VERSION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     num_ranks: builtins.int
@@ -604,6 +704,14 @@ class HandshakeResponse(google.protobuf.message.Message):
         reference, and in a handshake with oneself. Secret.
         """
 
+    @property
+    def version(self) -> global___Version:
+        """version of the node server. First message only."""
+
+    @property
+    def source_version(self) -> global___Version:
+        """source_version of the engine: that of its rank with the lowest contract_revision. First message only."""
+
     def __init__(
         self,
         *,
@@ -613,9 +721,11 @@ class HandshakeResponse(google.protobuf.message.Message):
         num_ranks: builtins.int = ...,
         ranks: collections.abc.Iterable[kvferry.v1.geometry_pb2.RankGeometry] | None = ...,
         agents: collections.abc.Iterable[kvferry.v1.geometry_pb2.Agent] | None = ...,
+        version: global___Version | None = ...,
+        source_version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine", b"engine", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agents", b"agents", "engine", b"engine", "home_epoch", b"home_epoch", "num_ranks", b"num_ranks", "ranks", b"ranks", "times", b"times"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine", "source_version", b"source_version", "times", b"times", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agents", b"agents", "engine", b"engine", "home_epoch", b"home_epoch", "num_ranks", b"num_ranks", "ranks", b"ranks", "source_version", b"source_version", "times", b"times", "version", b"version"]) -> None: ...
 
 global___HandshakeResponse = HandshakeResponse
 
@@ -754,6 +864,7 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     PARTIES_FIELD_NUMBER: builtins.int
     EXPECTED_READS_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     reference: builtins.str
     """reference as the source's engine gave it, at most 4096 bytes."""
     read_id: builtins.bytes
@@ -774,6 +885,10 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     def wait(self) -> google.protobuf.duration_pb2.Duration:
         """wait for the publication at most this long. Zero: until the call's deadline. The server caps it."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the reader; see Version."""
+
     def __init__(
         self,
         *,
@@ -783,9 +898,10 @@ class ReadBlocksRequest(google.protobuf.message.Message):
         parties: builtins.int = ...,
         expected_reads: builtins.int = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["reader", b"reader", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["expected_reads", b"expected_reads", "parties", b"parties", "read_id", b"read_id", "reader", b"reader", "reference", b"reference", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["reader", b"reader", "version", b"version", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expected_reads", b"expected_reads", "parties", b"parties", "read_id", b"read_id", "reader", b"reader", "reference", b"reference", "version", b"version", "wait", b"wait"]) -> None: ...
 
 global___ReadBlocksRequest = ReadBlocksRequest
 
@@ -800,6 +916,7 @@ class ReadBlocksResponse(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     REVOKED_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     @property
@@ -818,6 +935,10 @@ class ReadBlocksResponse(google.protobuf.message.Message):
     def revoked(self) -> global___Revoked:
         """revoked says that the source no longer wants this to be read. Advice: the lease stays as it is."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the node server. First message only."""
+
     def __init__(
         self,
         *,
@@ -826,9 +947,10 @@ class ReadBlocksResponse(google.protobuf.message.Message):
         blocks: global___Blocks | None = ...,
         complete: global___Complete | None = ...,
         revoked: global___Revoked | None = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "message", b"message", "revoked", b"revoked"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "home_epoch", b"home_epoch", "message", b"message", "revoked", b"revoked"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "message", b"message", "revoked", b"revoked", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "home_epoch", b"home_epoch", "message", b"message", "revoked", b"revoked", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["accepted", "blocks", "complete", "revoked"] | None: ...
 
 global___ReadBlocksResponse = ReadBlocksResponse
@@ -842,6 +964,7 @@ class PollBlocksRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     NEXT_STEP_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
     """lease_id that the reader has, 16 bytes. Empty: none yet."""
     next_step: builtins.int
@@ -850,7 +973,11 @@ class PollBlocksRequest(google.protobuf.message.Message):
     """
     @property
     def read(self) -> global___ReadBlocksRequest:
-        """read asked for, the same in every call. Its `wait` is that of this call."""
+        """read asked for, the same in every call. Its `wait` is that of this call; its version does not count here."""
+
+    @property
+    def version(self) -> global___Version:
+        """version of the reader; see Version."""
 
     def __init__(
         self,
@@ -858,15 +985,16 @@ class PollBlocksRequest(google.protobuf.message.Message):
         read: global___ReadBlocksRequest | None = ...,
         lease_id: builtins.bytes = ...,
         next_step: builtins.int = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["read", b"read"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "next_step", b"next_step", "read", b"read"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["read", b"read", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "next_step", b"next_step", "read", b"read", "version", b"version"]) -> None: ...
 
 global___PollBlocksRequest = PollBlocksRequest
 
 @typing.final
 class PollBlocksResponse(google.protobuf.message.Message):
-    """PollBlocksResponse is what there is to tell. Empty but for home_epoch: nothing new."""
+    """PollBlocksResponse is what there is to tell. Empty but for home_epoch and version: nothing new."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -875,6 +1003,7 @@ class PollBlocksResponse(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     REVOKED_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     @property
@@ -899,6 +1028,10 @@ class PollBlocksResponse(google.protobuf.message.Message):
         blocks that are there, and in the answers after that, which no longer wait.
         """
 
+    @property
+    def version(self) -> global___Version:
+        """version of the node server."""
+
     def __init__(
         self,
         *,
@@ -907,9 +1040,10 @@ class PollBlocksResponse(google.protobuf.message.Message):
         blocks: collections.abc.Iterable[global___Blocks] | None = ...,
         complete: global___Complete | None = ...,
         revoked: global___Revoked | None = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "complete", b"complete", "revoked", b"revoked"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "home_epoch", b"home_epoch", "revoked", b"revoked"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "complete", b"complete", "revoked", b"revoked", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "home_epoch", b"home_epoch", "revoked", b"revoked", "version", b"version"]) -> None: ...
 
 global___PollBlocksResponse = PollBlocksResponse
 
@@ -1041,13 +1175,14 @@ global___Revoked = Revoked
 
 @typing.final
 class NotifyRequest(google.protobuf.message.Message):
-    """NotifyRequest is a batch."""
+    """NotifyRequest is a batch, of at most 1 MiB."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SENDER_FIELD_NUMBER: builtins.int
     SESSION_SECRET_FIELD_NUMBER: builtins.int
     NOTIFICATIONS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
     """session_secret of the sender, 32 bytes; required for notifications of a source (publish, abort, released_ack,
     resync, checksums, rank_left), whose home this is. Empty otherwise.
@@ -1060,15 +1195,20 @@ class NotifyRequest(google.protobuf.message.Message):
     def notifications(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Notification]:
         """notifications, at most 1024."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the caller; see Version."""
+
     def __init__(
         self,
         *,
         sender: global___EngineRef | None = ...,
         session_secret: builtins.bytes = ...,
         notifications: collections.abc.Iterable[global___Notification] | None = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sender", b"sender"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["notifications", b"notifications", "sender", b"sender", "session_secret", b"session_secret"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["sender", b"sender", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["notifications", b"notifications", "sender", b"sender", "session_secret", b"session_secret", "version", b"version"]) -> None: ...
 
 global___NotifyRequest = NotifyRequest
 
@@ -1088,6 +1228,7 @@ class Notification(google.protobuf.message.Message):
     DECLINE_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
     RANK_LEFT_FIELD_NUMBER: builtins.int
+    RETIRE_FIELD_NUMBER: builtins.int
     @property
     def publish(self) -> global___Publish:
         """publish blocks (source)."""
@@ -1128,6 +1269,10 @@ class Notification(google.protobuf.message.Message):
     def rank_left(self) -> global___RankLeft:
         """rank_left says that a rank's process has ended (the node server that relays for it)."""
 
+    @property
+    def retire(self) -> global___Retire:
+        """retire ends the sender's incarnation (source)."""
+
     def __init__(
         self,
         *,
@@ -1141,17 +1286,18 @@ class Notification(google.protobuf.message.Message):
         decline: global___Decline | None = ...,
         checksums: global___PublishChecksums | None = ...,
         rank_left: global___RankLeft | None = ...,
+        retire: global___Retire | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums", "rank_left"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums", "rank_left", "retire"] | None: ...
 
 global___Notification = Notification
 
 @typing.final
 class Publish(google.protobuf.message.Message):
     """Publish offers blocks. The source promises: their bytes are complete and visible to DMA on every rank, and are neither changed nor
-    freed before `released`. Idempotent by (incarnation, publication, step).
+    freed before `released`. Idempotent by (incarnation, publication, step). At least one rank of the engine has to be registered.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1340,16 +1486,38 @@ class Abort(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PUBLICATION_FIELD_NUMBER: builtins.int
+    NOT_PUBLISHED_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number."""
+    not_published: builtins.bool
+    """not_published says that the source's client has given the publication up, and that its engine has not aborted it:
+    readers get NOT_PUBLISHED instead of PUBLICATION_ABORTED.
+    """
     def __init__(
         self,
         *,
         publication: builtins.int = ...,
+        not_published: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["publication", b"publication"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_published", b"not_published", "publication", b"publication"]) -> None: ...
 
 global___Abort = Abort
+
+@typing.final
+class Retire(google.protobuf.message.Message):
+    """Retire ends the sender's incarnation for good, as its engine does when it stops in order: another incarnation of its
+    engine_id is accepted at once, and this one is refused from now on (PEER_RESTARTED). Its publications end as aborted:
+    nothing new is granted or renewed, and leases run to their ends; no `released` follows. Repeated, it is PEER_RESTARTED.
+    A home that keeps too many retired incarnations of the caller's host refuses it (LIMIT): then this one ends by its ttl.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Retire = Retire
 
 @typing.final
 class ReleasedAck(google.protobuf.message.Message):
@@ -1454,20 +1622,24 @@ class RankReport(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     OUTCOME_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """rank of the reader."""
     outcome: global___RankOutcome.ValueType
     """outcome of the share."""
     bytes: builtins.int
     """bytes moved by the rank. 0 for an empty share."""
+    reason: kvferry.v1.errors_pb2.ErrorReason.ValueType
+    """reason why the share was not DONE. A home drops one that it does not know. UNSPECIFIED: outcome says all."""
     def __init__(
         self,
         *,
         rank: builtins.int = ...,
         outcome: global___RankOutcome.ValueType = ...,
         bytes: builtins.int = ...,
+        reason: kvferry.v1.errors_pb2.ErrorReason.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "outcome", b"outcome", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "outcome", b"outcome", "rank", b"rank", "reason", b"reason"]) -> None: ...
 
 global___RankReport = RankReport
 
@@ -1501,19 +1673,25 @@ class Decline(google.protobuf.message.Message):
 
     REFERENCE_FIELD_NUMBER: builtins.int
     RELAYED_BY_FIELD_NUMBER: builtins.int
+    NOT_PUBLISHED_FIELD_NUMBER: builtins.int
     reference: builtins.str
     """reference as the source's engine gave it, at most 4096 bytes; its key is checked."""
     relayed_by: builtins.str
     """relayed_by is the advertised address of the node server that sends it on, at most 256 bytes; one that has been sent on
     is not sent on again (RELAY_LOOP). Empty: not relayed.
     """
+    not_published: builtins.bool
+    """not_published says that the source's client declines what it could not publish: readers get NOT_PUBLISHED instead of
+    PUBLICATION_RELEASED.
+    """
     def __init__(
         self,
         *,
         reference: builtins.str = ...,
         relayed_by: builtins.str = ...,
+        not_published: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reference", b"reference", "relayed_by", b"relayed_by"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_published", b"not_published", "reference", b"reference", "relayed_by", b"relayed_by"]) -> None: ...
 
 global___Decline = Decline
 
@@ -1630,19 +1808,26 @@ class NotifyResponse(google.protobuf.message.Message):
 
     HOME_EPOCH_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NotificationResult]:
         """results, one per notification, in order."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the node server."""
+
     def __init__(
         self,
         *,
         home_epoch: builtins.bytes = ...,
         results: collections.abc.Iterable[global___NotificationResult] | None = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "results", b"results"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "results", b"results", "version", b"version"]) -> None: ...
 
 global___NotifyResponse = NotifyResponse
 
@@ -1849,6 +2034,7 @@ class WatchRequest(google.protobuf.message.Message):
     RESUME_SEQUENCE_FIELD_NUMBER: builtins.int
     RELAYED_BY_FIELD_NUMBER: builtins.int
     HOME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
     """session_secret of the engine, 32 bytes: proves the incarnation, also to a home that has never seen it."""
     role: global___WatchRole.ValueType
@@ -1871,6 +2057,10 @@ class WatchRequest(google.protobuf.message.Message):
     def engine(self) -> global___EngineRef:
         """engine of the process."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the process; see Version."""
+
     def __init__(
         self,
         *,
@@ -1882,9 +2072,10 @@ class WatchRequest(google.protobuf.message.Message):
         resume_sequence: builtins.int = ...,
         relayed_by: builtins.str = ...,
         home: builtins.str = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine", b"engine", "home", b"home", "rank", b"rank", "relayed_by", b"relayed_by", "resume_epoch", b"resume_epoch", "resume_sequence", b"resume_sequence", "role", b"role", "session_secret", b"session_secret"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "home", b"home", "rank", b"rank", "relayed_by", b"relayed_by", "resume_epoch", b"resume_epoch", "resume_sequence", b"resume_sequence", "role", b"role", "session_secret", b"session_secret", "version", b"version"]) -> None: ...
 
 global___WatchRequest = WatchRequest
 
@@ -1902,6 +2093,7 @@ class WatchResponse(google.protobuf.message.Message):
     RANK_LOST_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     LAGGED_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     sequence: builtins.int
@@ -1930,6 +2122,10 @@ class WatchResponse(google.protobuf.message.Message):
     def lagged(self) -> global___WatchLagged:
         """lagged says that events were dropped because the consumer was slow; full state follows."""
 
+    @property
+    def version(self) -> global___Version:
+        """version of the home. With `opened` only."""
+
     def __init__(
         self,
         *,
@@ -1941,9 +2137,10 @@ class WatchResponse(google.protobuf.message.Message):
         rank_lost: global___RankLost | None = ...,
         draining: global___Draining | None = ...,
         lagged: global___WatchLagged | None = ...,
+        version: global___Version | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "lagged", b"lagged", "opened", b"opened", "rank_lost", b"rank_lost", "released", b"released", "synced", b"synced"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "home_epoch", b"home_epoch", "lagged", b"lagged", "opened", b"opened", "rank_lost", b"rank_lost", "released", b"released", "sequence", b"sequence", "synced", b"synced"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "lagged", b"lagged", "opened", b"opened", "rank_lost", b"rank_lost", "released", b"released", "synced", b"synced", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "event", b"event", "home_epoch", b"home_epoch", "lagged", b"lagged", "opened", b"opened", "rank_lost", b"rank_lost", "released", b"released", "sequence", b"sequence", "synced", b"synced", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["opened", "released", "synced", "rank_lost", "draining", "lagged"] | None: ...
 
 global___WatchResponse = WatchResponse

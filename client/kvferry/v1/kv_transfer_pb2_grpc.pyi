@@ -16,9 +16,13 @@ Rules for every call:
  - Secrets are the session secret, a reference's key, a lease_id, a read_id and agent metadata. Each says below what it allows.
    No listing, page token, error or event holds one. Everything else is public and proves nothing.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
- - No message is larger than 4 MiB. What can grow is bounded where it is described; a sender splits it. A limit of what the
-   server holds is LIMIT with a retry delay, for the caller alone whose share is used up: a server shares its memory out
+ - No message is larger than 4 MiB. What can grow is bounded where it is described; a sender splits it. Requests of which
+   nothing else is said here have at most 64 KiB. A request that would take more than twelve times its size and 256 KiB
+   once it is decoded (millions of empty messages, say) is INVALID_FIELD. A limit of what the server holds is LIMIT with a retry delay, for the caller alone whose share is used up: a server shares its memory out
    over engines and over the hosts that they come from, so that none takes the room of all.
+ - Every request but that of ReadChecksums carries its sender's Version, and the first answer the node server's. Those of which
+   one is too old for the other refuse each other at that call (CONTRACT_DIFFERS). These protos are revision 2: a caller
+   that was made from them sends {"contract_revision": 2}.
  - Errors are described in errors.proto.
 """
 

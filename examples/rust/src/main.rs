@@ -13,7 +13,7 @@ mod kvferry {
 use kvferry::notification::Kind as Said;
 use kvferry::notification_result::Kind as Answered;
 use kvferry::{Decline, GetServerInfoRequest, IntrospectionClient, KvTransferClient, ListEnginesRequest};
-use kvferry::{EngineState, Notification, NotifyRequest};
+use kvferry::{EngineState, Notification, NotifyRequest, Version};
 use unary::{Connection, Status};
 
 async fn run(address: &str, references: &[String]) -> Result<(), Status> {
@@ -35,10 +35,13 @@ async fn run(address: &str, references: &[String]) -> Result<(), Status> {
             break;
         }
     }
+    // The contract that this program was made for; see the protos.
+    let version = Version { contract_revision: 2, release: "examples/rust".into(), ..Default::default() };
     for reference in references {
         let decline = Decline { reference: reference.clone(), ..Default::default() };
         let notification = Notification { kind: Some(Said::Decline(decline)) };
-        let request = NotifyRequest { notifications: vec![notification], ..Default::default() };
+        let request =
+            NotifyRequest { notifications: vec![notification], version: Some(version.clone()), ..Default::default() };
         let answer = KvTransferClient(&mut connection).notify(&request).await?;
         for result in answer.results {
             // The call may go well, and the decline be refused.

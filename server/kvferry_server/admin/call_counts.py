@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from time import perf_counter
 from typing import Any
 
-from kvferry_server.domain.distribution import Distribution
+from kvferry.stats import Measured
 from kvferry_server.domain.event_log import EventLog
 
 TAKING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -55,7 +55,7 @@ class CallCounts:
 
     def __init__(self, events: EventLog | None = None) -> None:
         self.results: Counter[tuple[str, str]] = Counter()
-        self.taken: dict[str, Distribution] = {}
+        self.taken: dict[str, Measured] = {}
         self._events = events
 
     def counted(
@@ -72,7 +72,7 @@ class CallCounts:
         # From the start, because a rate needs a value to begin with.
         self.results[name, OK] += 0
         self.results[name, INTERNAL] += 0
-        distribution = self.taken.setdefault(name, Distribution(TAKING)) if timed else None
+        distribution = self.taken.setdefault(name, Measured(TAKING)) if timed else None
 
         async def call(request: Any, context: Any) -> Any:
             running, began = _Call(), perf_counter()

@@ -6,6 +6,7 @@ the number of series does not grow with the fleet. What each engine does is on t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
@@ -17,8 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import kvferry
+from kvferry.stats import Measured
 from kvferry_server.admin.node_state import ListenerLoad, NodeState
-from kvferry_server.domain.distribution import Distribution
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import LeaseState, Verdict
@@ -31,6 +32,7 @@ ENGINE_EVENTS = (
     "engine_dead",
     "engine_replaced",
     "engine_evicted",
+    "engine_retired",
     "engine_forgotten",
     "rank_registered",
     "rank_back",
@@ -96,7 +98,16 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily("kvferry_ready", "1: it takes new work.", not node.why_not_ready())
         yield GaugeMetricFamily("kvferry_draining", "1: it drains.", home.draining)
         yield _histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", node.lag.seen)
+        help_text = "Memory that the process may have: the least of what its cgroups and its host allow."
+        yield GaugeMetricFamily("kvferry_process_memory_limit_bytes", help_text, node.memory_limit)
         yield GaugeMetricFamily("kvferry_relayed_homes", "Homes that it relays ranks to.", node.relayed_homes())
+        begun = node.handshakes()
+        if begun is not None:
+            yield CounterMetricFamily("kvferry_tls_handshakes", "TLS handshakes that have begun.", begun)
+            if node.failed_handshakes is not None:
+                failed = dict(sorted(node.failed_handshakes.items()))
+                help_text = "TLS handshakes that failed, of connections to it and of its own to other homes."
+                yield _counters("kvferry_tls_handshakes_failed", help_text, "reason", failed)
         expiry = node.certificate_expiry()
         if expiry is not None:
             name = "kvferry_certificate_expiry_timestamp_seconds"
@@ -160,12 +171,13 @@ class NodeCollector(Collector):
         yield CounterMetricFamily("kvferry_read_bytes", help_text, journal.read_bytes)
 
     def _of_budgets(self) -> Iterator[Metric]:
-        home, answers = self._node.home, self._node.answers()
+        home, answers, requests = self._node.home, self._node.answers(), self._node.requests()
         budgets = {
             "memory": (home.memory.used, home.limits.memory),
             "leases": (home.records.lease_budget.used, home.limits.leases),
             "engines": (len(home.engines.all_engines()), home.limits.engines),
             "answers": (sum(budget.used for budget in answers), sum(budget.capacity for budget in answers)),
+            "requests": (sum(budget.used for budget in requests), sum(budget.capacity for budget in requests)),
         }
         used = {name: used for name, (used, _) in budgets.items()}
         yield _gauges("kvferry_budget_used", "What is used of a budget: bytes, leases, engines.", "budget", used)
@@ -195,8 +207,8 @@ class NodeCollector(Collector):
             results.add_metric((method, result), count)
         yield results
         taken = HistogramMetricFamily("kvferry_call_seconds", "How long calls take.", labels=("method",))
-        for method, distribution in sorted(calls.taken.items()):
-            taken.add_metric((method,), _buckets(distribution), distribution.total)
+        for method, measured in sorted(calls.taken.items()):
+            taken.add_metric((method,), *_buckets(measured))
         yield taken
         sent = dict(sorted(journal.notifications.items()))
         yield _counters("kvferry_notifications", "Notifications in calls of Notify.", "kind", sent)
@@ -235,24 +247,25 @@ def _by_name(names: type[Named], counts: Counter[Named]) -> dict[str, int]:
     return {member.name.lower(): counts[member] for member in names}
 
 
-def _gauges(name: str, help_text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, help_text, labels=(label,))
+def _gauges(name: str, help_text: str, label: str, values: dict[str, int]) -> Metric:
+    return _labelled(GaugeMetricFamily(name, help_text, labels=(label,)), values)
+
+
+def _counters(name: str, help_text: str, label: str, values: dict[str, int]) -> Metric:
+    return _labelled(CounterMetricFamily(name, help_text, labels=(label,)), values)
+
+
+def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: dict[str, int]) -> Metric:
     for value, number in values.items():
         family.add_metric((value,), number)
     return family
 
 
-def _counters(name: str, help_text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, help_text, labels=(label,))
-    for value, number in values.items():
-        family.add_metric((value,), number)
-    return family
+def _histogram(name: str, help_text: str, measured: Measured) -> HistogramMetricFamily:
+    return HistogramMetricFamily(name, help_text, *_buckets(measured))
 
 
-def _histogram(name: str, help_text: str, distribution: Distribution) -> HistogramMetricFamily:
-    return HistogramMetricFamily(name, help_text, _buckets(distribution), distribution.total)
-
-
-def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
-    """Return a distribution as Prometheus counts it."""
-    return [("+Inf" if bound == float("inf") else f"{bound:g}", count) for bound, count in distribution.up_to()]
+def _buckets(measured: Measured) -> tuple[list[tuple[str, float]], float]:
+    """Return what was measured as Prometheus counts it, and its sum."""
+    found = measured.distribution()
+    return [("+Inf" if bound == math.inf else f"{bound:g}", count) for bound, count in found.up_to()], found.sum

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from kvferry.stats import Measured
 from kvferry_server.admin.limits import LAG_POLL
-from kvferry_server.domain.distribution import Distribution
 
 LATE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Bounds, in seconds, of how late timers are."""
@@ -19,7 +19,7 @@ class LoopLag:
     """
 
     def __init__(self) -> None:
-        self.seen = Distribution(LATE)
+        self.seen = Measured(LATE)
 
     async def run(self) -> None:
         """Measure until cancelled."""

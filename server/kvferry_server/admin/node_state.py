@@ -58,8 +58,16 @@ class NodeState(Protocol):
         """When it started, in seconds since 1970."""
 
     @property
+    def memory_limit(self) -> int:
+        """Bytes of memory that the process may have."""
+
+    @property
     def addresses(self) -> Sequence[str]:
         """What it listens on."""
+
+    @property
+    def failed_handshakes(self) -> Mapping[str, int] | None:
+        """TLS handshakes that failed, by reason; None: nobody counts them."""
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -80,8 +88,14 @@ class NodeState(Protocol):
     def answers(self) -> Sequence[Budget]:
         """Return the budgets of answers that wait to be taken, one per listener."""
 
+    def requests(self) -> Sequence[Budget]:
+        """Return the budgets of requests that are worked on, one per listener."""
+
     def certificate_expiry(self) -> float | None:
         """Return when its certificate ends, in seconds since 1970; None: it has none."""
+
+    def handshakes(self) -> int | None:
+        """Return how many TLS handshakes have begun; None: it has no TLS."""
 
     def authorities_expiry(self) -> float | None:
         """Return when the first of the authorities ends that clients are checked against, in seconds since 1970; None:

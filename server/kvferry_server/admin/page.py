@@ -89,12 +89,23 @@ READ_COLUMNS = (
     "request_id",
     "router_key",
     "state",
+    "reason",
     "parts",
     "lease_remaining_s",
     "reported",
     "bytes",
 )
-REQUEST_COLUMNS = ("engine_id", "publication", "request_id", "state", "blocks", "leases", "reads", "age_s")
+REQUEST_COLUMNS = (
+    "engine_id",
+    "publication",
+    "request_id",
+    "state",
+    "blocks",
+    "leases",
+    "reads",
+    "last_failure",
+    "age_s",
+)
 RANK_COLUMNS = ("rank", "state", "labels", "planes", "cache_bytes", "node", "watched")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from urllib.parse import parse_qsl
@@ -41,6 +42,8 @@ read what is here."""
 
 ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}
 """Names in the header Host that mean this host."""
+
+_HOST = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?", re.ASCII)
 
 Answer = tuple[int, str, bytes]
 
@@ -210,7 +213,10 @@ def _json(value: object) -> Answer:
 
 def _is_this_host(host: str) -> bool:
     """Whether a header Host names an IP address or localhost, with any port."""
-    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    name = found["six"] or found["name"]
     if name.lower() in ADDRESSES:
         return True
     try:

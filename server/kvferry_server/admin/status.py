@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import kvferry
+from kvferry._wire.failures import failures_of
+from kvferry._wire.status import reason_name
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin.collector import engine_state
 from kvferry_server.admin.limits import PAGE_SIZE
@@ -115,6 +117,7 @@ def _request_row(summary: ipb.RequestSummary) -> Row:
         "blocks": summary.blocks,
         "leases": summary.leases,
         "reads": f"{summary.reads_valid} of {summary.expected_reads}",
+        "last_failure": reason_name(summary.last_failure),
         "age_s": round(summary.age.ToTimedelta().total_seconds(), 3),
     }
 
@@ -137,6 +140,7 @@ def _read_row(summary: ipb.TransferSummary) -> Row:
         "request_id": summary.request_id,
         "router_key": summary.router_key,
         "state": LeaseState(summary.read.state).name.lower(),
+        "reason": failures_of(summary.reports),
         "parts": summary.parts,
         "lease_remaining_s": round(summary.lease_remaining.ToTimedelta().total_seconds(), 3),
         "reported": f"{summary.read.reported} of {summary.read.parties}",
@@ -158,6 +162,7 @@ def _ended_row(read: EndedRead, now: float) -> Row:
         "publication": read.publication,
         "request_id": read.request_id,
         "state": read.state.name.lower(),
+        "reason": read.reason,
         "began_s_ago": round(now - read.granted_at, 6),
         "ended_s_ago": round(now - read.ended_at, 6),
         "bytes": read.bytes,

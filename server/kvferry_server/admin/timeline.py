@@ -66,9 +66,10 @@ def _tick(index: int, begin: float, span: float, height: int) -> Html:
 
 def _tooltip(read: Row) -> str:
     took = read["began_s_ago"] - read["ended_s_ago"]
+    state = f"{read['state']} ({read['reason']})" if read["reason"] else read["state"]
     return (
         f"lease {read['lease_number']}: {read['reader']} from {read['source']}, publication {read['publication']}, "
-        f"request {read['request_id']}: {read['state']} after {took:.3f} s, {read['bytes']} bytes"
+        f"request {read['request_id']}: {state} after {took:.3f} s, {read['bytes']} bytes"
     )
 
 

@@ -48,6 +48,7 @@ class Book:
             records it lost, so every engine sends one.
         standing: whether its leases are renewed and its releases acknowledged.
         groups: the engine's groups by name; None until a rank has registered.
+        block_bytes: the engine's bytes of one block of each group.
         publications: by number, until their release is acknowledged.
         listed: those of them that have arrived, in order.
         declined: those of them that were declined before they arrived.
@@ -68,6 +69,7 @@ class Book:
     recovering: bool = True
     standing: Standing = Standing.LIVE
     groups: Mapping[str, Group] | None = None
+    block_bytes: Mapping[str, int] = field(default_factory=dict)
     publications: dict[int, PublicationRecord] = field(default_factory=dict)
     listed: Ordered[PublicationRecord] = field(default_factory=Ordered)
     declined: set[PublicationRecord] = field(default_factory=set)
@@ -92,6 +94,10 @@ class Book:
     def arrived(self) -> Iterator[PublicationRecord]:
         """Yield the publications that have arrived, in order."""
         return (publication for _, publication in self.listed.after(None))
+
+    def bytes_of(self, publication: PublicationRecord) -> int:
+        """Return the bytes that an unreleased publication holds on all ranks that have registered."""
+        return sum(held.blocks * self.block_bytes.get(group, 0) for group, held in publication.extents.items())
 
     def key(self, number: int) -> bytes:
         """Return the key in the reference of a publication, arrived or not."""

@@ -68,14 +68,14 @@ def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: floa
     Args:
         limit: the name of the limit, for the error.
         budget: what is shared.
-        holder: who wants more.
+        holder: who wants more; empty or None: callers that cannot be told apart.
         retry_after: seconds after which there may be room.
         size: how much more.
     """
     if not budget.fits(holder, size):
         raise LimitReached(
             f"{limit}: {budget.used} of {budget.capacity} are in use, {budget.held(holder)} of them by "
-            f"{str(holder) or LOCAL}, which may not have {size} more",
+            f"{LOCAL if holder in ('', None) else holder}, which may not have {size} more",
             retry_after=retry_after,
             limit=limit,
             value=budget.capacity,

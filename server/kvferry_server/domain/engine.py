@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ class Engine:
         left_ranks: relayed ranks whose node server has said that their process ended.
         host: the host that its scheduler's Watch comes from; empty if unknown.
         cache_bytes: bytes of the caches of all ranks.
+        block_bytes: bytes of one block of each group, over all ranks.
     """
 
     ref: EngineRef
@@ -48,6 +50,7 @@ class Engine:
     host: str = ""
     scheduled: float = NEVER
     cache_bytes: int = 0
+    block_bytes: Counter[str] = field(default_factory=Counter)
     _description: EngineDescription | None = None
 
     @property
@@ -76,6 +79,14 @@ class Engine:
         if self._description is None and self.ranks:
             self._description = EngineDescription(self.ref, tuple(self.ranks[rank] for rank in sorted(self.ranks)))
         return self._description
+
+    def completed_by(self, registration: Registration) -> EngineDescription | None:
+        """Return the description of all ranks if this registration is of the last that has not registered; else
+        None."""
+        ranks = {**self.ranks, registration.rank: registration}
+        if registration.rank in self.ranks or len(ranks) < registration.num_ranks:
+            return None
+        return EngineDescription(self.ref, tuple(ranks[rank] for rank in sorted(ranks)))
 
     def lost_with_node(self, rank: int) -> bool:
         """Whether a lost rank was lost with its node: a node server that is alive reports a rank that ends."""
@@ -112,6 +123,7 @@ class Engine:
         if registration.rank not in self.ranks:
             self.ranks[registration.rank] = registration
             self.cache_bytes += registration.cache_bytes
+            self.block_bytes.update(registration.block_bytes)
             self._description = None
         self.lost_ranks.discard(registration.rank)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from operator import attrgetter
 
 from kvferry._wire.geometry_codec import engine_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.version import OURS_ENCODED, Version, check_together
 from kvferry.errors import Incompatible
 from kvferry.geometry.model import EngineGeometry
 from kvferry.planner.compatibility import diff_indexed
+from kvferry.planner.completeness import check_complete
 from kvferry.planner.coverage import Indexed
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -42,13 +45,24 @@ class EngineDescription:
     def geometry(self) -> EngineGeometry:
         """The geometry of the whole engine."""
         first, ranks = self._registrations[0], tuple(registration.geometry for registration in self._registrations)
-        return EngineGeometry(self._ref.engine_id, first.groups, ranks, first.identity, self._ref.incarnation)
+        return EngineGeometry(
+            self._ref.engine_id, first.groups, ranks, first.identity, self._ref.incarnation, first.partial
+        )
+
+    def check_complete(self) -> None:
+        """Raise `BadGeometry` unless the ranks, which are all there, together hold what they have to hold (R8)."""
+        check_complete(self._indexed)
 
     def check_readable_by(self, reader: EngineGeometry) -> None:
         """Raise `Incompatible` unless the ranks of `reader` can read this engine's cache."""
         mismatches = diff_indexed(self._indexed, reader)
         if mismatches:
             raise Incompatible(mismatches)
+
+    def check_version(self, reader: Version) -> None:
+        """Raise `ContractDiffers` unless a reader's version works with that of every rank."""
+        for version in {registration.version for registration in self._registrations}:
+            check_together(reader, "the reader", version, f"the source {self._ref.engine_id!r}")
 
     def note_reader(self, digest: bytes) -> None:
         """Note the digest of a reader's geometry that was found compatible."""
@@ -70,8 +84,14 @@ class EngineDescription:
         """
         if agents not in self._pages:
             engine = engine_header(self._ref, self._registrations[0])
+            oldest = min((registration.version for registration in self._registrations), key=attrgetter("revision"))
             first = pb.HandshakeResponse(
-                home_epoch=epoch, times=times, engine=engine, num_ranks=len(self._registrations)
+                home_epoch=epoch,
+                times=times,
+                engine=engine,
+                num_ranks=len(self._registrations),
+                version=OURS_ENCODED,
+                source_version=oldest.to_proto(),
             )
             head = pb.HandshakeResponse(home_epoch=epoch).SerializeToString()
             self._pages[agents] = (first.SerializeToString(), *self._rank_pages(head, agents=agents))
@@ -106,7 +126,9 @@ class EngineDescription:
 
 def engine_header(ref: EngineRef, registration: Registration) -> geometry_pb2.EngineGeometry:
     """Return an engine without its ranks, as any of them registered it."""
-    bare = EngineGeometry(ref.engine_id, registration.groups, (), registration.identity, ref.incarnation)
+    bare = EngineGeometry(
+        ref.engine_id, registration.groups, (), registration.identity, ref.incarnation, registration.partial
+    )
     return engine_to_proto(bare)
 
 

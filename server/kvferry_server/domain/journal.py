@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvferry.stats import Measured
 from kvferry_server.domain.clock import Clock
-from kvferry_server.domain.distribution import Distribution
 from kvferry_server.domain.event_log import EventLog, engine_fields, short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord, PublicationStage
@@ -46,6 +46,7 @@ class EndedRead:
         state: how it ended.
         granted_at, ended_at: when its lease began and ended.
         bytes: as its ranks reported.
+        reason: why it failed, if a rank said so.
     """
 
     lease_number: int
@@ -57,6 +58,7 @@ class EndedRead:
     granted_at: float
     ended_at: float
     bytes: int
+    reason: str
 
 
 class Journal:
@@ -94,12 +96,12 @@ class Journal:
         self.pinned: dict[PublicationRecord, None] = {}
         self.published = 0
         self.outcomes: Counter[PublicationOutcome] = Counter()
-        self.hold = Distribution(LASTING)
+        self.hold = Measured(LASTING)
         self.live_leases: Counter[LeaseState] = Counter()
         self.waiting = 0
         self.granted = 0
         self.ended: Counter[LeaseState] = Counter()
-        self.lasted = Distribution(LASTING)
+        self.lasted = Measured(LASTING)
         self.renewals: Counter[str] = Counter()
         self.verdicts: Counter[Verdict] = Counter()
         self.read_bytes = 0
@@ -202,6 +204,7 @@ class Journal:
                 lease.granted_at,
                 now,
                 size,
+                lease.reason,
             )
         )
         self._lease(
@@ -209,6 +212,7 @@ class Journal:
             "lease_ended",
             lease,
             verdict=state.name,
+            reason=lease.reason,
             lasted_s=lasted,
             bytes=size,
             reported=len(lease.reports),

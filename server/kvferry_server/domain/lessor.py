@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvferry.errors import LeaseEnded, PublicationStale, ServerDraining
 from kvferry_server.domain.book import Book, Standing
@@ -172,6 +173,10 @@ class Lessor:
             verdict = Verdict.EXPIRED if self._records.knows_all_live(now) else Verdict.UNKNOWN
             self._records.journal.reported(verdict, reader, None)
             return ReportAnswer(verdict)
+        if lease.live:
+            # Whatever a reader says, one rank reads no more than all ranks of the source hold.
+            most = self._records.book(lease.publication.source).bytes_of(lease.publication)
+            reports = [report if report.bytes <= most else replace(report, bytes=most) for report in reports]
         before = lease.size
         verdict = lease.add(reports)
         self._records.journal.reported(verdict, reader, lease)

@@ -22,6 +22,9 @@ class Limits:
     events. An engine, and all engines of one host together, get at most as much as stays free."""
     engine_memory: int = 1 << 20
     """Bytes that an engine always gets, whatever the others hold."""
+    retired: int = 16_384
+    """Incarnations that their engines have retired, while they are refused. Those of a host get at most as many as stay
+    free."""
     publications: int = 65_536
     """Publications of one engine whose release is not acknowledged."""
     checksum_bytes: int = 1 << 28

@@ -10,6 +10,7 @@ from kvferry.errors import (
     InvalidField,
     KvferryError,
     LeaseEnded,
+    NotPublished,
     PartiesMismatch,
     PublicationAborted,
     PublicationReleased,
@@ -77,6 +78,7 @@ class PublicationRecord:
         blocks: blocks published so far, over all groups.
         expected_reads: the highest number that anyone stated.
         valid_reads: distinct reads that ended VALID.
+        last_failure: the reason of the read that FAILED last; empty if there is none.
         outcome: why it ends, set with ENDING; the first reason counts.
         first_at: when the first step arrived.
         final_at: the final deadline; no lease extends past it.
@@ -85,6 +87,7 @@ class PublicationRecord:
         leases: the live leases.
         reads: all leases ever granted on it, in order.
         declined: it was declined before it arrived.
+        not_published: its source's client has given it up.
         awaited_until: until when that is remembered.
         tell_again_at: when its source is told of the release again, unless it acknowledges.
         checksums: checksums of its blocks; dropped when it is released.
@@ -103,6 +106,7 @@ class PublicationRecord:
     blocks: int = 0
     expected_reads: int = 1
     valid_reads: int = 0
+    last_failure: str = ""
     outcome: PublicationOutcome | None = None
     first_at: float = NEVER
     final_at: float = NEVER
@@ -111,6 +115,7 @@ class PublicationRecord:
     leases: set[Lease] = field(default_factory=set)
     reads: list[Lease] = field(default_factory=list)
     declined: bool = False
+    not_published: bool = False
     awaited_until: float = NEVER
     tell_again_at: float = NEVER
     checksums: Checksums = field(default_factory=Checksums)
@@ -177,6 +182,8 @@ class PublicationRecord:
     def refusal(self) -> KvferryError:
         """Return the error for new leases on it, given that it is ending or released."""
         engine_id, outcome = self.source.engine_id, self.outcome.name if self.outcome else ""
+        if self.not_published:
+            return given_up(f"{self}", engine_id, self.number)
         if self.stage is PublicationStage.ENDING and self.outcome is PublicationOutcome.ABORTED:
             return PublicationAborted(f"{self} was aborted", engine_id=engine_id, publication=self.number)
         message = f"{self} was released; its outcome is {outcome}"
@@ -231,6 +238,11 @@ class Lease:
     def complete(self) -> bool:
         """Whether all parties have reported."""
         return len(self.reports) == self.request.parties
+
+    @property
+    def reason(self) -> str:
+        """The first reason that a rank gave for its failure; empty if none did."""
+        return next((report.reason for report in self.reports.values() if report.reason), "")
 
     @property
     def state(self) -> LeaseState:
@@ -296,6 +308,18 @@ class Lease:
 
     def __str__(self) -> str:
         return f"lease {self.number}"
+
+
+def given_up(what: str, engine_id: str, number: int) -> NotPublished:
+    """Make the error for a publication that its source has given up.
+
+    Args:
+        what: the publication, for the message.
+        engine_id: the source.
+        number: number of the publication; 0: it is known by a router's key only.
+    """
+    problem = f"{what} was given up by its source, whose home did not take it; the source's log says why"
+    return NotPublished(problem, engine_id=engine_id, publication=number)
 
 
 def check_follows(publication: PublicationRecord | None, step: PublicationStep) -> None:

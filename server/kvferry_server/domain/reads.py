@@ -44,15 +44,24 @@ class RevokeReason(enum.IntEnum):
     SOURCE_LOST = 2
     FINAL_DEADLINE = 3
     OPERATOR = 4
+    NOT_PUBLISHED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The end of one rank's transfer, and the bytes it moved."""
+    """The end of one rank's transfer.
+
+    Attributes:
+        rank: of the reader.
+        outcome: how it ended.
+        bytes: bytes that it moved.
+        reason: name of the ErrorReason of what ended it; empty: `outcome` says all.
+    """
 
     rank: int
     outcome: RankOutcome
     bytes: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

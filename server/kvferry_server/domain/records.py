@@ -317,6 +317,8 @@ class Records:
         self._lease_agenda.put(lease)
         publication.leases.discard(lease)
         publication.valid_reads += state is LeaseState.VALID
+        if state is LeaseState.FAILED:
+            publication.last_failure = lease.reason
         if not publication.leases:
             # It is held again, so that a retry elsewhere finds it.
             publication.hold_until = now + self.times.hold

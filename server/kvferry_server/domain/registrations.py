@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvferry._wire.version import OURS, Version
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
 from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, RankGeometry, check_regions
+from kvferry.geometry.overlap import check_unshared
 from kvferry.geometry.plane import Plane
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_REGION_CHECKS
@@ -37,13 +40,14 @@ class Registration:
 
     Attributes:
         engine: the engine that the rank belongs to.
-        num_ranks, identity, groups: of the engine, the same in every rank's registration.
+        num_ranks, identity, groups, partial: of the engine, the same in every rank's registration.
         geometry: the rank's planes.
         agent: the agent that serves the cache; None for a rank that only reads.
+        version: of the rank. No part of what a later registration of the rank has to repeat.
 
     Raises:
         InvalidField: the rank's index is not below `num_ranks`, or the agent has too many regions.
-        BadGeometry: planes contradict the groups, or lie outside the agent's memory.
+        BadGeometry: planes contradict the groups, lie over each other, or lie outside the agent's memory.
         BadAgentMetadata: the agent's metadata does not match its digest.
     """
 
@@ -53,12 +57,15 @@ class Registration:
     groups: tuple[Group, ...]
     geometry: RankGeometry
     agent: Agent | None
+    version: Version = OURS
+    partial: bool = False
 
     def __post_init__(self) -> None:
         if self.rank >= self.num_ranks:
             raise InvalidField("rank.rank", self.rank, f"below num_ranks, {self.num_ranks}")
         # Checks the planes against the groups, and the groups against each other.
         EngineGeometry(self.engine.engine_id, self.groups, (self.geometry,))
+        check_unshared(self.groups, self.geometry)
         if self.agent is not None:
             self._check_agent(self.agent)
 
@@ -93,6 +100,14 @@ class Registration:
         return REGISTRATION_BYTES + planes + PLANE_BYTES * len(self.groups) + identity + agent
 
     @property
+    def block_bytes(self) -> Mapping[str, int]:
+        """Bytes of one block of each group, over the rank's planes."""
+        sizes: Counter[str] = Counter()
+        for plane in self.geometry.planes:
+            sizes[plane.group] += plane.bytes_per_block
+        return sizes
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the rank's planes, without gaps between blocks."""
         return sum(plane.num_blocks * plane.bytes_per_block for plane in self.geometry.planes)
@@ -109,6 +124,8 @@ def engine_difference(one: Registration, other: Registration) -> str:
     """Return the name of the first field in which two ranks disagree about their engine; empty if they agree."""
     if one.num_ranks != other.num_ranks:
         return "num_ranks"
+    if one.partial != other.partial:
+        return "partial"
     for key in sorted({*one.identity, *other.identity}):
         if one.identity.get(key) != other.identity.get(key):
             return f"identity[{key}]"

@@ -32,11 +32,13 @@ from kvferry_server.domain.agenda import Agenda
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import LOCAL, Journal
 from kvferry_server.domain.limits import Limits, check_limit
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
+from kvferry_server.domain.retired import Retired
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, Times
 
 
@@ -91,7 +93,7 @@ class Registry:
         self._engines_by_host = Budget(limits.engines)
         self._started = clock.now()
         self._engines: dict[EngineRef, Engine] = {}
-        self._retired: dict[EngineRef, float] = {}
+        self._retired = Retired(times.retire, limits.retired)
         self._agenda: Agenda[Engine] = Agenda()
         self._effects: list[EngineDied | EngineGone | RankDied] = []
 
@@ -219,7 +221,7 @@ class Registry:
                 by = {"by": short(ref.incarnation), "peer": host or LOCAL}
                 self._journal.engine("engine_replaced", other.ref, by)
                 self._forget(other)
-                self._retired[other.ref] = now + self._times.retire
+                self._retired.add(other.ref, now)
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref] = engine
             self._journal.engine("engine_opened", ref, {"peer": host or LOCAL})
@@ -256,7 +258,20 @@ class Registry:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, {}, bad=True)
         self._forget(engine)
-        self._retired[ref] = now + self._times.retire
+        self._retired.add(ref, now)
+
+    def retire(self, ref: EngineRef) -> None:
+        """End an incarnation for good, for its own scheduler, which stops in order. Call `check_session` before.
+
+        Raises:
+            LimitReached: the host of its scheduler has retired too many.
+            KvferryError: all that `find` raises.
+        """
+        now = self.advance()
+        engine = self.find(ref)
+        self._retired.add(ref, now, engine.host)
+        self._journal.engine("engine_retired", ref, {})
+        self._forget(engine)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
         """Open the Watch of a rank's process. Returns its engine.
@@ -304,6 +319,16 @@ class Registry:
             raise InvalidField("rank_left.rank", rank, "a rank for which another node server relays")
         engine.left_ranks.add(rank)
 
+    def completed_by(self, registration: Registration, secret: bytes) -> EngineDescription | None:
+        """Return the description of an engine with a rank that is the last to register, for what is checked before it
+        does; None: others are missing, or it has registered before.
+
+        Raises:
+            KvferryError: all that `register` raises.
+        """
+        self.advance()
+        return self._check_registration(registration, secret).completed_by(registration)
+
     def register(self, registration: Registration, secret: bytes) -> Engine:
         """Register a rank's cache. Idempotent for the same content. Returns its engine.
 
@@ -314,17 +339,9 @@ class Registry:
             KvferryError: all that `check_session` raises.
         """
         now = self.advance()
-        engine = self.check_session(registration.engine, secret)
+        engine = self._check_registration(registration, secret)
         before = engine.ranks.get(registration.rank)
-        if before is not None:
-            check_same(registration, first_difference(before, registration))
-        else:
-            if engine.first is not None:
-                check_same(registration, engine_difference(engine.first, registration))
-            if registration.num_ranks > self._limits.ranks:
-                raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
-            self._check_agent_name(engine, registration)
-            self._memory.check(engine.ref, registration.size)
+        if before is None:
             self._memory.take(engine.ref, registration.size)
         if registration.rank in engine.lost_ranks and registration.rank not in engine.watched_ranks:
             # It is back without a Watch: it has one engine_ttl to open one.
@@ -342,6 +359,20 @@ class Registry:
         return engine
 
     # Helpers.
+    def _check_registration(self, registration: Registration, secret: bytes) -> Engine:
+        engine = self.check_session(registration.engine, secret)
+        before = engine.ranks.get(registration.rank)
+        if before is not None:
+            check_same(registration, first_difference(before, registration))
+            return engine
+        if engine.first is not None:
+            check_same(registration, engine_difference(engine.first, registration))
+        if registration.num_ranks > self._limits.ranks:
+            raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
+        self._check_agent_name(engine, registration)
+        self._memory.check(engine.ref, registration.size)
+        return engine
+
     def _check_agent_name(self, engine: Engine, registration: Registration) -> None:
         agent = registration.agent
         others = (other.agent for other in engine.ranks.values() if other.agent is not None)
@@ -379,11 +410,7 @@ class Registry:
         self._effects.append(EngineGone(engine.ref))
 
     def _is_retired(self, ref: EngineRef) -> bool:
-        now = self._clock.now()
-        # They are in the order in which they expire.
-        while self._retired and next(iter(self._retired.values())) <= now:
-            del self._retired[next(iter(self._retired))]
-        return ref in self._retired
+        return self._retired.has(ref, self._clock.now())
 
     @property
     def _recovering(self) -> bool:
@@ -397,7 +424,7 @@ class Registry:
     def _restarted(self, ref: EngineRef) -> PeerRestarted:
         others = self._named(ref.engine_id)
         current = others[0].ref.incarnation.hex() if others else ""
-        how = "was replaced by another incarnation" if others else "was replaced, or evicted by an operator"
+        how = "was replaced by another incarnation" if others else "was stopped, replaced, or evicted by an operator"
         return PeerRestarted(
             f"{ref} {how}: it has to be started again",
             engine_id=ref.engine_id,
@@ -438,7 +465,6 @@ def check_secret(ref: EngineRef, secret: bytes) -> None:
     This needs no record of the engine, so a restarted home recognises its engines and accepts no impostor.
     """
     if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
-        problem = (
-            f"the session secret is not that of {ref}: its ranks need the token that its scheduler made at this start"
-        )
+        wrong = f"is not that of {ref}" if secret else f"of {ref} is missing"
+        problem = f"the session secret {wrong}: its ranks need the token that its scheduler made at this start"
         raise WrongSession(problem, engine_id=ref.engine_id)

@@ -15,11 +15,11 @@ import hmac
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
-from kvferry.errors import PublicationReleased, RouterKeyUsed, WrongKey
+from kvferry.errors import NotPublished, PublicationReleased, RouterKeyUsed, WrongKey
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
+from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up
 from kvferry_server.domain.reads import RoutedRequest
 
 ROUTER_KEY_BYTES = 1024
@@ -53,6 +53,7 @@ class _Past:
     key: bytes = field(repr=False)
     outcome: PublicationOutcome | None
     until: float
+    not_published: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class _Declined:
 
     until: float
     holder: Hashable
+    not_published: bool
 
 
 class RouterKeys:
@@ -89,10 +91,6 @@ class RouterKeys:
         self._past: dict[str, _Past] = {}
         self._declined: dict[RouterKey, _Declined] = {}
 
-    def held(self, name: str) -> PublicationRecord | None:
-        """Return the publication that has this name; None if there is none."""
-        return self._held.get(name)
-
     def concerned(self, wanted: RouterKey) -> bool:
         """Whether a publication has this key, or had it a short time ago, or a read waits with it."""
         held, past = self._held.get(wanted.name), self._past.get(wanted.name)
@@ -107,6 +105,7 @@ class RouterKeys:
         Raises:
             WrongKey: the publication of this name has another key.
             PublicationReleased: it was released and forgotten, or declined before it came.
+            NotPublished: its source gave it up before it came.
         """
         self._drop_old(now)
         publication = self._held.get(wanted.name)
@@ -116,9 +115,10 @@ class RouterKeys:
         past = self._past.get(wanted.name)
         if past is not None:
             self._check(wanted, past.key, past.number)
-            raise self._released(wanted.name, past.number, past.outcome)
-        if wanted in self._declined:
-            raise self._released(wanted.name, 0, PublicationOutcome.DECLINED)
+            raise self._ended(wanted.name, past.number, past.outcome, not_published=past.not_published)
+        declined = self._declined.get(wanted)
+        if declined is not None:
+            raise self._ended(wanted.name, 0, PublicationOutcome.DECLINED, not_published=declined.not_published)
         return None
 
     def check_free(self, name: str, now: float) -> None:
@@ -152,12 +152,15 @@ class RouterKeys:
         if key is None or self._held.get(key.name) is not publication:
             return
         del self._held[key.name]
-        self._past[key.name] = _Past(publication.number, key.key, publication.outcome, until)
+        number, outcome = publication.number, publication.outcome
+        self._past[key.name] = _Past(number, key.key, outcome, until, publication.not_published)
         self._memory.take(self._source, ROUTER_KEY_BYTES)
         if len(self._past) > MAX_PAST_ROUTER_KEYS:
             self._drop_past()
 
-    def decline(self, key: RouterKey, holder: Hashable, now: float, until: float) -> None:
+    def decline(
+        self, key: RouterKey, holder: Hashable, now: float, until: float, *, not_published: bool = False
+    ) -> None:
         """Remember that a key was declined before its publication arrived.
 
         Args:
@@ -165,6 +168,7 @@ class RouterKeys:
             holder: who declined.
             now: the present.
             until: until when it is remembered.
+            not_published: the source has given it up.
 
         Raises:
             LimitReached: this caller has declined too many, or there is no memory for it.
@@ -174,7 +178,7 @@ class RouterKeys:
         self._memory.check(self._source, ROUTER_KEY_BYTES)
         self._declines.take(holder)
         self._memory.take(self._source, ROUTER_KEY_BYTES)
-        self._declined[key] = _Declined(until, holder)
+        self._declined[key] = _Declined(until, holder, not_published)
 
     def begin(self, waiting: WaitingRead) -> None:
         """Add a read that waits."""
@@ -209,7 +213,12 @@ class RouterKeys:
             problem = f"the reference's key is not that of the publication of engine {engine_id!r} under its router key"
             raise WrongKey(problem, engine_id=engine_id, publication=number)
 
-    def _released(self, name: str, number: int, outcome: PublicationOutcome | None) -> PublicationReleased:
+    def _ended(
+        self, name: str, number: int, outcome: PublicationOutcome | None, *, not_published: bool
+    ) -> NotPublished | PublicationReleased:
+        if not_published:
+            engine_id = self._source.engine_id
+            return given_up(f"a publication of engine {engine_id!r} under the router key {name!r}", engine_id, number)
         engine_id, ended = self._source.engine_id, outcome.name if outcome else ""
         problem = f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
         if not number:

@@ -10,6 +10,7 @@ from kvferry.errors import (
     EngineUnknown,
     HomeRecovering,
     LimitReached,
+    NotPublished,
     PublicationReleased,
     ServerDraining,
     WrongKey,
@@ -44,7 +45,7 @@ class Routing:
         Raises:
             EngineUnknown: a source is gone.
             WrongKey: the publication of this name has another key.
-            PublicationReleased: it was released, or declined before it came.
+            PublicationReleased, NotPublished: it was released, or declined before it came; or given up.
             HomeRecovering, ServerDraining: not now; repeat the call.
         """
         found = self._find(sources, wanted, self._records.advance(MAX_ENDED_AT_ONCE))
@@ -94,7 +95,9 @@ class Routing:
         """Note that a read waits no more. To be called once."""
         self._records.remove_waiting(waiting)
 
-    def decline(self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable) -> None:
+    def decline(
+        self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False
+    ) -> None:
         """End a publication that nobody will read, as `Lessor.decline` does. If it has not arrived, reads that wait for
         it end, and the decline is remembered for `max_wait` seconds. Idempotent.
 
@@ -102,6 +105,7 @@ class Routing:
             sources: the engine.
             wanted: the key in the reference.
             holder: who declines.
+            not_published: it is the source's client that has given the publication up; readers are told so.
 
         Raises:
             WrongKey: the publication of this name has another key.
@@ -113,18 +117,21 @@ class Routing:
             # Each by itself: a repeated call must reach the one that was full before.
             try:
                 publication = self._find((source,), wanted, now)
-            except PublicationReleased:
+            except (NotPublished, PublicationReleased):
                 continue
             except WrongKey:
                 if len(sources) == 1:
                     raise
                 continue
             if publication is not None:
-                self._records.end(publication, PublicationOutcome.DECLINED, now)
+                publication.not_published = publication.not_published or (not_published and publication.grantable)
+                outcome = PublicationOutcome.ABORTED if not_published else PublicationOutcome.DECLINED
+                self._records.end(publication, outcome, now)
                 return
             book = self._records.book(source)
             try:
-                book.router_keys.decline(wanted, holder, now, now + self._times.max_wait)
+                until = now + self._times.max_wait
+                book.router_keys.decline(wanted, holder, now, until, not_published=not_published)
             except LimitReached as error:
                 full = full or error
             else:
@@ -139,13 +146,8 @@ class Routing:
     def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
         wrong: WrongKey | None = None
         for source in sources:
-            book = self._records.book(source)
-            held = book.router_keys.held(wanted.name)
-            if held is not None:
-                # As of the present: its deadline may have passed.
-                self._records.publication(book, held.number, now)
             try:
-                found = book.router_keys.find(wanted, now)
+                found = self._records.book(source).router_keys.find(wanted, now)
             except WrongKey as error:
                 wrong = error
             else:

@@ -137,11 +137,15 @@ class Sources:
         self._append(book, publication, step, now)
         return publication
 
-    def abort(self, source: EngineRef, number: int) -> None:
+    def abort(self, source: EngineRef, number: int, *, not_published: bool = False) -> None:
         """Abort a publication: no new leases and no renewals; it is released when its last live lease ends. Idempotent.
 
         A publication that has not arrived is released as well, and cannot arrive any more: its source keeps the blocks
         until it is told of the release.
+
+        Args:
+            source, number: the publication.
+            not_published: its source's client has given it up; readers are told so.
 
         Raises:
             LimitReached: the engine has too many publications.
@@ -159,6 +163,7 @@ class Sources:
             publication = publication or self._records.add_awaited(book, number)
             self._records.arrive(book, publication, now)
             self._touch(book, publication, now)
+        publication.not_published = publication.not_published or (not_published and publication.grantable)
         self._abort(publication, now)
 
     def withdraw(self, source: EngineRef, number: int) -> PublicationRecord:
@@ -319,7 +324,9 @@ class Sources:
         self._records.end_if_read(publication, now)
 
     def _abort(self, publication: PublicationRecord, now: float) -> None:
-        self._records.revoke(publication, RevokeReason.ABORTED)
+        self._records.revoke(
+            publication, RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
+        )
         self._records.end(publication, PublicationOutcome.ABORTED, now)
 
     def _touch(self, book: Book, publication: PublicationRecord, now: float) -> None:

@@ -32,6 +32,7 @@ from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, RankLost, ReleaseEvent, Role
+from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 
 EVENT_BYTES = 160
@@ -60,6 +61,7 @@ class Home:
             `turn`.
         memory: budget of the bytes that all of these take.
         journal: what has happened so far.
+        time_slices: how calls share the event loop.
         wakeups: wakes streams; its topics are publications, reads that wait under a router's key, and feeds.
         draining: no new work is accepted.
         stopping: the node server is about to end, and Watches with it.
@@ -78,6 +80,7 @@ class Home:
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records)
+        self.time_slices = TimeSlices()
         self.wakeups = Wakeups()
         self.draining = self.stopping = False
         self._started = clock.now()
@@ -196,6 +199,7 @@ class Home:
         """Register a rank's cache, within a turn. Returns its engine. Raises as `Registry.register`."""
         engine = self.engines.register(registration, secret)
         self.sources.set_groups(registration.engine, registration.groups)
+        self.records.book(registration.engine).block_bytes = engine.block_bytes
         return engine
 
     def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:

@@ -21,6 +21,7 @@ from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import count_connections
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import CannotListen, is_on_loopback
+from kvferry_server.node.memory import memory_limit
 from kvferry_server.node.serving import Serving
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
@@ -46,8 +47,10 @@ class ShownState:
         calls: what is counted of its calls.
         lag: how late its event loop is.
         started_at: when it started, in seconds since 1970.
+        memory_limit: bytes of memory that the process may have.
         addresses: what it listens on.
         listeners: its gRPC servers and their guards, as they come.
+        failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class ShownState:
         self.calls = CallCounts(home.journal.events)
         self.lag = LoopLag()
         self.started_at = time.time()
+        self.memory_limit = memory_limit()
         self.addresses: Sequence[str] = ()
         self.listeners: list[tuple[Serving, Guard]] = []
+        self.failed_handshakes: Mapping[str, int] | None = None
         self._certificates = certificates
         self._config = config
         self._relays = relays
@@ -112,9 +117,17 @@ class ShownState:
         """Return the budgets of answers that wait to be taken."""
         return [guard.answers for _, guard in self.listeners]
 
+    def requests(self) -> Sequence[Budget]:
+        """Return the budgets of decoded requests."""
+        return [guard.request_memory for _, guard in self.listeners]
+
     def certificate_expiry(self) -> float | None:
         """Return when its certificate ends, in seconds since 1970; None: it has none."""
         return None if self._certificates is None else self._certificates.expiry
+
+    def handshakes(self) -> int | None:
+        """Return how many TLS handshakes have begun; None: it has no TLS."""
+        return None if self._certificates is None else self._certificates.handshakes
 
     def authorities_expiry(self) -> float | None:
         """Return when the first of the authorities ends that clients are checked against, in seconds since 1970; None:

@@ -36,9 +36,13 @@ class Arrivals:
 
     Args:
         most: how many slots there are.
+
+    Attributes:
+        turn: held by the one request of this host that takes much memory.
     """
 
     def __init__(self, most: int) -> None:
+        self.turn = asyncio.Lock()
         self._most = most
         self._slots = asyncio.Semaphore(most)
         self._wanted = 0
@@ -49,14 +53,15 @@ class Arrivals:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
-    async def read(self, context: Any) -> tuple[bytes, RequestSlot | None]:
-        """Wait for a slot, first come first served, and read a call's one request.
+    async def read(self, context: Any) -> tuple[Any, bool]:
+        """Wait for a slot, first come first served, and read a call's next request.
 
         Returns:
-            The undecoded request. If it is large, also its slot, which its owner frees; that of a small one is free.
+            The undecoded request, or `grpc.aio.EOF`; and whether it is large: then the caller still has the slot, to
+            `give_back`.
 
         Raises:
-            InvalidField: the call has no request, or it did not arrive within `REQUEST_TIMEOUT`.
+            InvalidField: the request did not arrive within `REQUEST_TIMEOUT`.
             LimitReached: others needed the slot meanwhile.
         """
         self._wanted += 1
@@ -69,13 +74,11 @@ class Arrivals:
         large = False
         try:
             raw = await self.wait_for_peer(context.read(), reads=True)
-            if raw is grpc.aio.EOF:
-                raise InvalidField("request", "nothing", "one message")
-            large = len(raw) >= LARGE_MESSAGE
+            large = raw is not grpc.aio.EOF and len(raw) >= LARGE_MESSAGE
         finally:
             if not large:
                 self._slots.release()
-        return raw, RequestSlot(self) if large else None
+        return raw, large
 
     async def wait_for_peer(self, what: Awaitable[Any], *, reads: bool = False) -> Any:
         """Wait for what depends on a call's peer, while the call has a slot, and return its result.
@@ -152,21 +155,6 @@ class Arrivals:
             limit="requests",
             value=self._most,
         )
-
-
-class RequestSlot:
-    """The slot of a large request, which is worked on."""
-
-    def __init__(self, arrivals: Arrivals) -> None:
-        self._arrivals = arrivals
-
-    def free(self) -> None:
-        """Free the slot for the next request. Call it once."""
-        self._arrivals.give_back()
-
-    async def wait_for_peer(self, what: Awaitable[Any]) -> None:
-        """Do as `Arrivals.wait_for_peer`."""
-        await self._arrivals.wait_for_peer(what)
 
 
 def _late_request() -> KvferryError:

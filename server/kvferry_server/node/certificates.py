@@ -8,6 +8,7 @@ somebody is writing them, change nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -32,6 +33,9 @@ class Certificates:
         tls: the files, with a certificate and its key.
         wall_clock: returns the seconds since 1970.
 
+    Attributes:
+        handshakes: connections whose handshake has begun, over all listeners.
+
     Raises:
         InvalidField: the files cannot be used.
     """
@@ -42,6 +46,8 @@ class Certificates:
         self._reading = threading.Lock()
         self._stamp: tuple[object, ...] | None = tls_stamp(tls)
         self._problem = ""
+        self._begun = itertools.count()
+        self.handshakes = 0
         content = read_tls(tls)
         self._current = content, server_certificates(content)
         self._validity = validity(content, tls)
@@ -70,6 +76,7 @@ class Certificates:
         def newer() -> grpc.ServerCertificateConfiguration | None:
             # gRPC asks on a thread of its own, for each connection.
             nonlocal shown
+            self.handshakes = next(self._begun) + 1
             current = self._current
             if current is shown:
                 return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvferry._directory.listing import checked_labels
@@ -19,9 +19,14 @@ from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField
 from kvferry_server.domain.times import Times
-from kvferry_server.node.limits import CallLimits
+from kvferry_server.node.limits import MIN_HOME_MEMORY, CallLimits
+from kvferry_server.node.memory import home_memory, memory_limit
 
-ENV_PREFIX = "KVFERRY_"
+ENV_PREFIX = "KVFERRYD_"
+"""Not that of clients: a certificate that is meant for one must not be shown as the other's."""
+
+SHORTER = (("ttl", "final"), ("max_ttl", "final"), ("hold", "final"), ("engine_ttl", "retire"))
+"""Durations that cannot take effect beyond another one."""
 
 _TIMES = Times()
 _LIMITS = CallLimits()
@@ -192,6 +197,12 @@ class NodeConfig(BaseSettings):
         "files. When three quarters of the TCP connections are in use, the host with the most loses its newest.",
         json_schema_extra={"group": "operation", "metavar": "N"},
     )
+    memory: ByteSize = Field(
+        ByteSize(0),
+        description="Memory for what the home keeps of engines and their requests: 512MiB, or bytes. Engines and hosts "
+        "share it. The process takes up to 384 MiB more. 0: half of what its cgroup or host has, at most 1 GiB.",
+        json_schema_extra={"group": "operation", "metavar": "SIZE"},
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
         description="Level from which messages are logged, to stderr.",
@@ -222,6 +233,11 @@ class NodeConfig(BaseSettings):
         """Use only what is passed: `load` reads the other sources itself, to know where each value comes from."""
         return (init_settings,)
 
+    @field_validator("log_level", "log_format", mode="before")
+    @classmethod
+    def _in_lower_case(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
     @field_validator("tls_cert", "tls_key", "tls_ca", "policy", mode="before")
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
@@ -230,7 +246,14 @@ class NodeConfig(BaseSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> NodeConfig:
         # Each of these raises an InvalidField that names its setting.
+        if 0 < self.memory < MIN_HOME_MEMORY:
+            raise InvalidField("memory", int(self.memory), f"at least {MIN_HOME_MEMORY >> 20}MiB, or 0")
         _ = (self.times, self.tls, self.listen_address, self.unix_path, self.admin_address, self.labels)
+        for name, limit in SHORTER:
+            given, most = getattr(self, name), getattr(self, limit)
+            # A default that is longer than what was set just never takes effect.
+            if name in self.model_fields_set and given > most:
+                raise InvalidField(name, given, f"at most {limit}, {most:g} s, which ends it in any case")
         if self.directory and not open_directory(self.directory).publishes:
             raise InvalidField("directory", self.directory, "etcd:// or etcds://: files and DNS are written by others")
         if self.tls is not None and self.tls.cert is None:
@@ -255,6 +278,11 @@ class NodeConfig(BaseSettings):
     def call_limits(self) -> CallLimits:
         """How many calls may run at once."""
         return CallLimits(calls=self.max_calls, streams=self.max_streams)
+
+    @property
+    def home_memory(self) -> int:
+        """Bytes of the home's budget."""
+        return int(self.memory) or home_memory(memory_limit())
 
     @property
     def relay_patterns(self) -> tuple[str, ...]:

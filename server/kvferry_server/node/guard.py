@@ -3,11 +3,12 @@
 - Errors leave a server only through it: typed errors as their status; any other exception as INTERNAL, with an id that
   is also in the log, and without its text.
 - It requires deadlines.
-- It asks whether the caller may do what a request asks for, before a handler sees the request.
+- It asks whether the caller may call a method at all, before the request is read, and whether the caller may do what
+  the request asks for, before a handler sees it.
 - It limits how many calls run at once, and how many of them one host has.
 - It knows the open streams and ends them before the server stops: gRPC would wait for a single one for the whole grace.
-- It reads and decodes requests itself, so that a call is refused before its request is read, that bytes that do not
-  decode end in a typed error, and that few requests of one host are in memory at once.
+- It reads and decodes requests itself (`kvferry_server.node.requests`), so that a call is refused before its request is
+  read, that bytes that do not decode end in a typed error, and that few requests of one host are in memory at once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, cast
-from weakref import WeakValueDictionary
+from typing import Any, NoReturn, Protocol, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -28,7 +28,6 @@ from kvferry._wire.status import to_status
 from kvferry.errors import (
     DeadlineRequired,
     InternalError,
-    InvalidField,
     KvferryError,
     NotImplementedHere,
     ServerDraining,
@@ -36,44 +35,29 @@ from kvferry.errors import (
 from kvferry_server.admin.call_counts import CallCounts
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
-from kvferry_server.node.arrivals import Arrivals, RequestSlot
 from kvferry_server.node.call_budget import CallBudget
 from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import (
     LARGE_MESSAGE,
-    MAX_LOCAL_REQUESTS,
     MAX_PENDING_ANSWERS,
-    MAX_REQUESTS,
-    MAX_STREAM_REQUEST,
     CallLimits,
 )
+from kvferry_server.node.requests import KV_TRANSFER, Decode, HeldRequest, Requests
 from kvferry_server.node.times import ANSWER_TIMEOUT, RETRY_AFTER
 from kvferry_server.node.tracing import Traced, untraced
 from kvferry_server.servicers.callers import Context, on_end
 
 logger = logging.getLogger(__name__)
 
-INTROSPECTION = "/kvferry.v1.Introspection/"
-
-KV_TRANSFER = "/kvferry.v1.KVTransfer/"
-"""Its calls need a deadline. Introspection never waits, and operators' tools (`buf curl`, `grpcurl`) send none."""
-
 WITHOUT_DEADLINE = frozenset({KV_TRANSFER + "Watch"})
-"""Calls that last as long as a process does."""
+"""Calls of KVTransfer that last as long as a process does. All its others need a deadline. Introspection never waits,
+and operators' tools (`buf curl`, `grpcurl`) send none."""
 
 UNKNOWN_METHOD = "the called method"
 """Stands in messages for the path of a call to an unknown method, which is never decoded."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
-Decode: TypeAlias = Callable[[bytes], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
-Check: TypeAlias = Callable[[str, Any, Context], None]
-"""Raises an error unless the caller may call a method with a request; see `kvferry_server.servicers.access`."""
-
-
-GEOMETRIES = frozenset({KV_TRANSFER + "RegisterCache", KV_TRANSFER + "Handshake", INTROSPECTION + "PlanRead"})
-"""Calls that carry geometries: large, and worked on for seconds. They have request slots of their own, so that only
-they wait for one another."""
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that are one answer in several messages. Their requests may be as large as those of unary calls."""
@@ -82,19 +66,34 @@ WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
 """Unary calls that wait for news as streams do. They count as streams, and end with them."""
 
 
+class Admission(Protocol):
+    """Who may call; `kvferry_server.servicers.access.Access`."""
+
+    def admit(self, method: str, context: Context) -> None:
+        """Raise an error if the caller may make no call of a method."""
+
+    def check(self, method: str, request: Any, context: Context) -> None:
+        """Raise an error unless the caller, who was admitted, may make a call with this request."""
+
+
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop."""
 
     def __init__(
-        self, limits: CallLimits, check: Check, counts: CallCounts | None = None, traced: Traced = untraced
+        self,
+        limits: CallLimits,
+        admission: Admission,
+        requests: Requests,
+        counts: CallCounts | None = None,
+        traced: Traced = untraced,
     ) -> None:
-        self._check = check
+        self._admission = admission
+        self._requests = requests
         self._counts = counts or CallCounts()
         self._traced = traced
         self._call_budget = CallBudget("max_calls", limits.calls)
         self._stream_budget = CallBudget("max_streams", limits.streams)
         self._answer_budget = Budget(MAX_PENDING_ANSWERS, 0)
-        self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
 
@@ -114,11 +113,11 @@ class Guard(grpc.aio.ServerInterceptor):
         """
         if handler is None:
             return grpc.stream_unary_rpc_method_handler(
-                self._guarded_call(method, _not_offered(method), None, _encoder(None), _unchecked)
+                self._guarded_call(method, _not_offered(method), None, _encoder(None), _Unknown())
             )
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
         if handler.unary_unary is not None:
-            call = self._guarded_call(method, handler.unary_unary, decode, encode, self._check)
+            call = self._guarded_call(method, handler.unary_unary, decode, encode, self._admission)
             return grpc.stream_unary_rpc_method_handler(self._traced(method, call))
         behaviour: Any = handler.unary_stream or handler.stream_stream
         guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
@@ -133,6 +132,16 @@ class Guard(grpc.aio.ServerInterceptor):
     def answers(self) -> Budget:
         """The budget of large answers that wait to be taken."""
         return self._answer_budget
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of all requests so far, but for small ones."""
+        return self._requests.worked_on
+
+    @property
+    def request_memory(self) -> Budget:
+        """The budget of decoded requests."""
+        return self._requests.memory
 
     @property
     def open_streams(self) -> int:
@@ -152,10 +161,10 @@ class Guard(grpc.aio.ServerInterceptor):
         return not self._streams
 
     def _guarded_call(
-        self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode, check: Check
+        self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode, admission: Admission
     ) -> Behaviour:
         """Guard a method with one answer."""
-        waits, geometries, deadline = method in WAITING, method in GEOMETRIES, _needs_deadline(method)
+        waits, deadline = method in WAITING, _needs_deadline(method)
         budget = self._stream_budget if waits else self._call_budget
 
         async def call(_: object, context: Context) -> bytes:
@@ -165,18 +174,19 @@ class Guard(grpc.aio.ServerInterceptor):
                 if waits:
                     self._open_stream()
                 budget.start(host)
-                slot = None
+                held: HeldRequest | None = None
                 try:
                     if deadline:
                         _check_deadline(method, context)
-                    raw, slot = await self._arrivals(host, geometries).read(context)
-                    request = _decoded(decode, _short(raw) if waits else raw)
-                    del raw
-                    check(method, request, context)
+                    admission.admit(method, context)
+                    request, held = await self._requests.read(method, decode, context, host)
+                    admission.check(method, request, context)
                     answer = encode(await behaviour(request, context))
                 finally:
-                    if slot is not None:
-                        slot.free()
+                    # Whatever keeps this frame, for a while the error that leaves it: the request is not kept with it.
+                    request = None
+                    if held is not None:
+                        held.free()
                     budget.end(host)
                 self._send(context, peer, host, len(answer))
                 return answer
@@ -215,28 +225,28 @@ class Guard(grpc.aio.ServerInterceptor):
         """Guard a method with any number of answers."""
         deadline = _needs_deadline(method)
 
-        async def stream(raws: AsyncIterable[bytes], context: Context) -> None:
+        async def stream(_: object, context: Context) -> None:
             try:
                 self._open_stream()
                 host = host_of(context.peer())
                 self._stream_budget.start(host)
-                slot = None
+                held: HeldRequest | None = None
                 try:
                     if deadline:
                         _check_deadline(method, context)
+                    self._admission.admit(method, context)
                     write = context.write
-                    request: Any = _decoded_each(decode, raws)
+                    request: Any = self._requests.each(decode, context, host)
                     if one_request:
-                        raw, slot = await self._arrivals(host, method in GEOMETRIES).read(context)
+                        request, held = await self._requests.read(method, decode, context, host)
                         if method in PAGED_ANSWERS:
-                            write = partial(_write_page, context, slot)
-                        request = _decoded(decode, raw if method in PAGED_ANSWERS else _short(raw))
-                        del raw
-                    self._check(method, request, context)
+                            write = partial(_write_page, context, held)
+                    self._admission.check(method, request, context)
                     await _drive(behaviour(request, context), write)
                 finally:
-                    if slot is not None:
-                        slot.free()
+                    request = None
+                    if held is not None:
+                        held.free()
                     self._stream_budget.end(host)
             except asyncio.CancelledError:
                 # Either the client has left, or the server ends its streams.
@@ -268,13 +278,6 @@ class Guard(grpc.aio.ServerInterceptor):
     def _close_stream(self) -> None:
         self._streams.discard(_this_task())
 
-    def _arrivals(self, host: str, geometries: bool) -> Arrivals:
-        arrivals = self._arriving.get((host, geometries))
-        if arrivals is None:
-            arrivals = Arrivals(MAX_REQUESTS if host else MAX_LOCAL_REQUESTS)
-            self._arriving[host, geometries] = arrivals
-        return arrivals
-
 
 def _this_task() -> asyncio.Task[Any]:
     return cast("asyncio.Task[Any]", asyncio.current_task())
@@ -293,12 +296,6 @@ def _draining() -> ServerDraining:
     return ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
 
-def _short(raw: bytes) -> bytes:
-    if len(raw) > MAX_STREAM_REQUEST:
-        raise InvalidField("request", f"{len(raw)} bytes", f"at most {MAX_STREAM_REQUEST} bytes for this method")
-    return raw
-
-
 async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Callable[[Any], Awaitable[None]]) -> None:
     """Run a streaming handler of either kind: an async generator, or a coroutine that writes by itself."""
     if isinstance(answer, Awaitable):
@@ -309,9 +306,8 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
             await write(message)
 
 
-async def _write_page(context: Context, slot: RequestSlot | None, page: Any) -> None:
-    sending = _taken(context, context.write(page))
-    await (sending if slot is None else slot.wait_for_peer(sending))
+async def _write_page(context: Context, held: HeldRequest, page: Any) -> None:
+    await held.wait_for_peer(_taken(context, context.write(page)))
 
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:
@@ -324,17 +320,6 @@ async def _taken(context: Context, sending: Awaitable[None]) -> None:
         timer.cancel()
 
 
-def _decoded(decode: Decode | None, raw: Any) -> Any:
-    if decode is None:
-        return raw
-    try:
-        return decode(raw)
-    except Exception as error:
-        # Usually protobuf's DecodeError, but its C code raises other errors as well.
-        name = getattr(getattr(decode, "__self__", None), "__name__", "message")
-        raise InvalidField("request", f"{len(raw)} bytes", f"an encoded {name}") from error
-
-
 def _encoder(encode: Encode | None) -> Encode:
     """Return what encodes a method's messages. Bytes, encoded before because many clients get the same, stay as they
     are."""
@@ -345,13 +330,9 @@ def _encoder(encode: Encode | None) -> Encode:
     return encoded
 
 
-async def _decoded_each(decode: Decode | None, raws: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
-    async for raw in raws:
-        yield _decoded(decode, raw)
-
-
 async def _abort(context: Context, method: str, error: Exception) -> NoReturn:
     """End a call with the status of an error."""
+    caught = error
     if isinstance(error, grpc.aio.AbortError):
         # The handler has aborted the call itself, as the health servicer does.
         raise error
@@ -367,6 +348,9 @@ async def _abort(context: Context, method: str, error: Exception) -> NoReturn:
         logger.error("%s failed, error_id %s", method, error_id, exc_info=error)
         error = InternalError(f"internal error; the node server's log has details under {error_id}", error_id=error_id)
     status = to_status(error)
+    # The frames of the handler hold the request. The error's own frames are a cycle with it: it would be kept until the
+    # next collection, which looks at the number of objects and not at their size.
+    caught.__traceback__ = caught.__context__ = caught.__cause__ = None
     try:
         # The status is sent after what was written before.
         await _taken(context, context.abort(status.code, status.message, status.metadata))
@@ -389,8 +373,14 @@ def _left() -> asyncio.CancelledError:
     return asyncio.CancelledError("the call has ended")
 
 
-def _unchecked(_: str, __: Any, ___: Context) -> None:
-    """Allow a call: of a method that does not exist, which nobody has to be kept from."""
+class _Unknown:
+    """Lets everybody call a method that does not exist, to be told so."""
+
+    def admit(self, method: str, context: Context) -> None:
+        """Admit the call."""
+
+    def check(self, method: str, request: Any, context: Context) -> None:
+        """Allow the call."""
 
 
 def _not_offered(method: str) -> Behaviour:

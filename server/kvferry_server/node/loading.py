@@ -1,6 +1,6 @@
 """Loads the settings of a node server, and says what is wrong with them and where it came from.
 
-Flags win over the environment (``KVFERRY_…``), which wins over a TOML file (``--config``), which wins over the
+Flags win over the environment (``KVFERRYD_…``), which wins over a TOML file (``--config``), which wins over the
 defaults. An error names the setting, its value and the value's origin; `kvferryd --check-config` prints all three for
 every setting.
 """
@@ -32,7 +32,7 @@ class BadConfig(KvferryError):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, and the origin of each: ``--flag``, ``KVFERRY_NAME``, a file, or ``default``."""
+    """Settings, and the origin of each: ``--flag``, ``KVFERRYD_NAME``, a file, or ``default``."""
 
     config: NodeConfig
     origins: Mapping[str, str]
@@ -104,7 +104,7 @@ def configure(**settings: Any) -> NodeConfig:
 
 
 def config_file(flag: str | None) -> Path | None:
-    """Return the TOML file that ``--config`` names, otherwise the one that ``KVFERRY_CONFIG`` names; None: neither."""
+    """Return the TOML file that ``--config`` names, otherwise the one that ``KVFERRYD_CONFIG`` names; None: neither."""
     name = flag if flag is not None else os.environ.get(CONFIG_FILE, "")
     return Path(name) if name else None
 

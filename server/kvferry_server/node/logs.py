@@ -20,6 +20,7 @@ def set_up_logging(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_json_lines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)
     # It writes how it polls, once per call.
     logging.getLogger("grpc").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.INFO)

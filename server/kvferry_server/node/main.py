@@ -22,6 +22,7 @@ from kvferry.errors import InternalError, InvalidInput, KvferryError
 
 if TYPE_CHECKING:
     from kvferry_server.node.loading import Loaded
+    from kvferry_server.node.native_log import NativeLog
 
 EXTRA = {
     "aiohttp",
@@ -58,8 +59,6 @@ logger = logging.getLogger("kvferryd")
 
 def main() -> None:
     """Run the command with the process's arguments, and exit."""
-    # Read when gRPC is first used. Without it gRPC also writes lines that are no errors, in a form of its own.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         sys.exit(run(sys.argv[1:]))
     except ModuleNotFoundError as error:
@@ -70,20 +69,21 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with these arguments. Returns the exit code."""
+    # gRPC may read it as soon as it is imported, and below INFO it does not tell of handshakes that fail.
+    verbose = os.environ.get("GRPC_VERBOSITY", "").upper() in ("INFO", "DEBUG")
+    if not verbose:
+        os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
-    import uvloop
-
     from kvferry_server.node.loading import BadConfig, add_flags, config_file, load
-    from kvferry_server.node.logs import set_up_logging
-    from kvferry_server.node.named_files import file_problems
-    from kvferry_server.node.times import SWITCH_INTERVAL
-    from kvferry_server.node.variables import unknown_variables
+    from kvferry_server.node.named_files import file_problems, memory_problems, warnings
+    from kvferry_server.node.native_log import NativeLog
+    from kvferry_server.node.variables import renamed_variables, unknown_variables
 
     parser = argparse.ArgumentParser(
         "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"kvferryd {kvferry.__version__}")
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings. [none; KVFERRY_CONFIG]")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings. [none; KVFERRYD_CONFIG]")
     parser.add_argument(
         "--check-config",
         action="store_true",
@@ -93,6 +93,10 @@ def run(arguments: Sequence[str]) -> int:
     add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
+    if renamed := renamed_variables(os.environ):
+        for line in renamed:
+            print(f"kvferryd: {line}", file=sys.stderr)
+        return 2
     try:
         loaded = load(flags, config_file(file))
     except BadConfig as error:
@@ -101,32 +105,66 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     if check_only:
         print(loaded.describe())
-        problems = file_problems(loaded)
-        for line in (*problems, *unknown_variables(os.environ)):
+        problems = file_problems(loaded) + memory_problems(loaded)
+        for line in (*problems, *warnings(loaded.config), *unknown_variables(os.environ)):
             print(f"kvferryd: {line}", file=sys.stderr)
         return 2 if problems else 0
+    # Or when it is first used; set any earlier, it would be warned of outside the log.
+    os.environ.setdefault("GRPC_VERBOSITY", "INFO")
+    native = NativeLog()
+    try:
+        return _run(loaded, native, verbose=verbose)
+    finally:
+        native.close()
+
+
+def _run(loaded: Loaded, native: NativeLog, *, verbose: bool) -> int:
+    """Serve until told to stop. Returns the exit code."""
+    import uvloop
+
+    from kvferry_server.node.logs import set_up_logging
+    from kvferry_server.node.memory import use_few_arenas
+    from kvferry_server.node.named_files import memory_problems, warnings
+    from kvferry_server.node.times import SWITCH_INTERVAL
+    from kvferry_server.node.variables import unknown_variables
+
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
-    for line in unknown_variables(os.environ):
+    native.start(verbose=verbose)
+    for line in (*warnings(loaded.config), *unknown_variables(os.environ), *memory_problems(loaded)):
         logger.warning("%s", line)
+    # Both here and not in NodeServer, because they apply to the whole process.
+    use_few_arenas()
     # While the worker thread compares geometries, the event loop waits at most this long for the interpreter. With
-    # Python's default of 5 ms, renewals take tenths of a second while a hundred ranks handshake. Set here and not in
-    # NodeServer, because it applies to the whole process.
+    # Python's default of 5 ms, renewals take tenths of a second while a hundred ranks handshake.
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
-        uvloop.run(_serve(loaded))
+        uvloop.run(_serve(loaded, native))
     except InvalidInput as error:
-        print(f"kvferryd: {error}", file=sys.stderr)
+        _say(error, loaded)
         return 2
     except InternalError as error:
         logger.critical("%s", error, exc_info=error.__cause__)
         return 1
     except KvferryError as error:
-        print(f"kvferryd: {error}", file=sys.stderr)
+        _say(error, loaded)
+        return 1
+    except ModuleNotFoundError:
+        raise
+    except Exception:
+        logger.critical("kvferryd has failed", exc_info=True)
         return 1
     return 0
 
 
-async def _serve(loaded: Loaded) -> None:
+def _say(error: KvferryError, loaded: Loaded) -> None:
+    """Say why kvferryd cannot start: to people as all commands do, otherwise as a line of the log."""
+    if loaded.config.log_format == "json":
+        logger.critical("%s", error)
+    else:
+        print(f"kvferryd: {error}", file=sys.stderr)
+
+
+async def _serve(loaded: Loaded, native: NativeLog) -> None:
     from kvferry_server.domain.event_log import FIELDS
     from kvferry_server.node.connections import raise_file_limit
     from kvferry_server.node.server import NodeServer
@@ -137,7 +175,7 @@ async def _serve(loaded: Loaded) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    server = NodeServer(loaded.config)
+    server = NodeServer(loaded.config, failed_handshakes=native.failed_handshakes)
     # What systemd shows once the server serves.
     status = ""
     reloads = set[asyncio.Task[None]]()

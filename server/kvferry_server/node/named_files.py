@@ -1,15 +1,18 @@
-"""Whether kvferryd can use its settings and the files that they name: what `kvferryd --check-config` looks at."""
+"""Whether kvferryd can use its settings, the files that they name and the memory that it has: what `kvferryd
+--check-config` looks at."""
 
 from __future__ import annotations
 
 import time
 
-from kvferry._wire.channel import Address, read_tls, tls_problems
+from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, Address, chain_bytes, read_tls, tls_problems
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import check_in_time, validity
 from kvferry_server.node.config import NodeConfig
+from kvferry_server.node.limits import WORKING_MEMORY
 from kvferry_server.node.listen import advertised, check_exposure
 from kvferry_server.node.loading import Loaded
+from kvferry_server.node.memory import memory_limit
 from kvferry_server.node.policy_file import read_policy
 
 
@@ -34,6 +37,39 @@ def file_problems(loaded: Loaded) -> list[str]:
         f"{error.values['field']} is {error.values['value']} (from {loaded.origins[error.values['field']]}): "
         f"expected {error.values['expected']}"
         for error in problems
+    ]
+
+
+def memory_problems(loaded: Loaded) -> list[str]:
+    """Return a line if the process may have less memory than the settings let it take: the kernel would end it before
+    its limits refuse anything."""
+    config, limit = loaded.config, memory_limit()
+    needed = config.home_memory + WORKING_MEMORY
+    if needed <= limit:
+        return []
+    return [
+        f"memory is {_mib(config.home_memory)} (from {loaded.origins['memory']}): with {_mib(WORKING_MEMORY)} for what "
+        f"it works on, kvferryd may take {_mib(needed)}, and its cgroup or host lets it have {_mib(limit)}"
+    ]
+
+
+def _mib(size: int) -> str:
+    return f"{size >> 20} MiB"
+
+
+def warnings(config: NodeConfig) -> list[str]:
+    """Return a line for each file that can be used, but not for everything."""
+    if config.tls is None or config.tls.cert is None or config.tls.ca is None:
+        return []
+    try:
+        size = chain_bytes(config.tls.cert.read_bytes())
+    except OSError:
+        return []
+    if size <= MAX_CLIENT_CHAIN_BYTES:
+        return []
+    return [
+        f"tls_cert has {size} bytes of certificates: this server can show them, but gRPC's servers take at most "
+        f"{MAX_CLIENT_CHAIN_BYTES} from a client, so it cannot relay to other homes, and engines cannot use this file"
     ]
 
 

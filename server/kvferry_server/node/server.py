@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.domain.clock import BootClock, Clock
+from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import Policy
 from kvferry_server.home.home import Home
 from kvferry_server.node.admin import AdminServing, ShownState
@@ -31,8 +33,10 @@ from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import Listener, TcpListener, UnixListener, advertised, check_exposure
 from kvferry_server.node.listings import Listings
+from kvferry_server.node.memory import Trimmer
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.reflection import REFLECTIONS, add_reflection
+from kvferry_server.node.requests import Requests
 from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.tracing import Tracing, untraced
@@ -64,6 +68,7 @@ class NodeServer:
     Args:
         config: the settings.
         clock: where the home takes its time from; None: CLOCK_BOOTTIME.
+        failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
 
     Attributes:
         home: the home behind the servicers; set by `start`.
@@ -77,8 +82,11 @@ class NodeServer:
     advertise: str = ""
     admin: str = ""
 
-    def __init__(self, config: NodeConfig, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: NodeConfig, clock: Clock | None = None, failed_handshakes: Mapping[str, int] | None = None
+    ) -> None:
         self._config = config
+        self._failed_handshakes = failed_handshakes
         self._clock = clock if clock is not None else BootClock()
         self._health = health_aio.HealthServicer()
         self._worker = Worker()
@@ -96,6 +104,7 @@ class NodeServer:
         self._listing: asyncio.Task[None] | None = None
         self._unlisting: asyncio.Task[None] | None = None
         self._lag: asyncio.Task[None] | None = None
+        self._trimming: asyncio.Task[None] | None = None
         self._shown: ShownState | None = None
         self._admin: AdminServing | None = None
         self._tracing: Tracing | None = None
@@ -117,15 +126,18 @@ class NodeServer:
             certificates = self._certificates
             if certificates is not None:
                 self._following = asyncio.create_task(certificates.run(), name="kvferry-certificates")
-            self.home = Home(self._clock, self._config.times, self.advertise)
+            self.home = Home(self._clock, self._config.times, self.advertise, Limits(memory=self._config.home_memory))
             self._relays = Relays(
                 self.advertise,
                 self._config.tls,
                 anywhere=self._config.insecure,
                 patterns=self._config.relay_patterns,
                 content=(lambda: certificates.content) if certificates is not None else None,
+                events=self.home.journal.events,
             )
             self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
+            trimmer = Trimmer(self._worked_on, lambda: self.home.memory.used)
+            self._trimming = asyncio.create_task(trimmer.run(), name="kvferry-trim")
             connections = connections_each(self._config.max_connections, len(self._listeners), file_limit())
             if tcp is not None:
                 limiter = ConnectionLimiter(tcp.address.port, connections)
@@ -220,7 +232,7 @@ class NodeServer:
             await self._relays.close()
         if self._unlisting is not None:
             await asyncio.wait([self._unlisting])
-        for task in (self._driver, self._limiter, self._following, self._listing, self._lag):
+        for task in (self._driver, self._limiter, self._following, self._listing, self._lag, self._trimming):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -289,6 +301,7 @@ class NodeServer:
 
         shown = ShownState(self._config, self.home, self._worker, relays, connections, home_runs, self._certificates)
         shown.addresses = self.addresses
+        shown.failed_handshakes = self._failed_handshakes
         self._shown = shown
         self._lag = asyncio.create_task(shown.lag.run(), name="kvferry-loop-lag")
         if self._config.admin_address is not None:
@@ -299,7 +312,8 @@ class NodeServer:
         shown = self._shown
         counts = shown.calls if shown is not None else None
         traced = untraced if self._tracing is None else self._tracing.traced
-        guard = Guard(self._config.call_limits, self._access(listener).check, counts, traced)
+        requests = Requests(self._worker, self.home.time_slices)
+        guard = Guard(self._config.call_limits, self._access(listener), requests, counts, traced)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
         add_services = partial(self._add_services, names_of if with_tls else nobody)
@@ -309,6 +323,9 @@ class NodeServer:
         await serving.start()
         if shown is not None:
             shown.listeners.append((serving, guard))
+
+    def _worked_on(self) -> int:
+        return sum(guard.request_bytes for guard in self._guards)
 
     def _access(self, listener: Listener) -> Access:
         if not isinstance(listener, TcpListener):

@@ -44,3 +44,6 @@ LISTING_POLL = 0.25
 
 WITHDRAW_PATIENCE = 3.0
 """How long a server that stops waits until it is listed no more. Otherwise its listings end with their ttl."""
+
+TRIM_POLL = 5.0
+"""Between two looks at whether memory was freed that can be given back."""

@@ -31,12 +31,15 @@ class Entry:
     """What a method takes.
 
     Attributes:
-        roles: the roles that its calls may take; none: everybody may call it.
+        roles: whoever has all of these for every engine may call it, whatever the request says; none: everybody may.
         needs: returns what one request takes; all of it must be granted.
+        or_roles: other roles that are enough for some requests. Whoever has neither these nor one of `roles` is refused
+            before the request is read.
     """
 
     roles: tuple[PolicyRole, ...]
     needs: Callable[[Any], Iterable[Need]]
+    or_roles: tuple[PolicyRole, ...] = ()
 
 
 def _in_an_engines_name(request: pb.RegisterCacheRequest | pb.WatchRequest) -> tuple[Need]:
@@ -107,7 +110,7 @@ EVERYBODY = Entry((), lambda _: ())
 TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
     "/kvferry.v1.KVTransfer/Watch": Entry((ENGINE, RELAY), _in_an_engines_name),
-    "/kvferry.v1.KVTransfer/Handshake": Entry((READER,), _handshake),
+    "/kvferry.v1.KVTransfer/Handshake": Entry((READER,), _handshake, (ENGINE, OBSERVER)),
     "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _read(request.reference)),
     "/kvferry.v1.KVTransfer/PollBlocks": Entry((READER,), lambda request: _read(request.read.reference)),
     "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
@@ -148,11 +151,21 @@ class Access:
         self._granted: dict[tuple[str, ...], Grant] = {}
         self._granted_by: Policy | None = None
 
-    def check(self, method: str, request: Any, context: Context) -> None:
-        """Raise `NotAllowed` unless the caller may make a call with this request."""
+    def admit(self, method: str, context: Context) -> None:
+        """Raise `NotAllowed` if the caller may make no call of a method, whatever the request says."""
         entry, policy = TABLE.get(method), self._policy()
         if entry is None:
             raise NotAllowed(f"{method} is not open to anybody here", identity="", role="", engine_id="", method=method)
+        if policy.everyone.covers(entry.roles):
+            return
+        identities = self._identities(context)
+        need = Need(entry.roles + entry.or_roles)
+        if not self._grant(policy, identities).allows(need):
+            raise _refusal(method, identities, need)
+
+    def check(self, method: str, request: Any, context: Context) -> None:
+        """Raise `NotAllowed` unless the caller, who was admitted, may make a call with this request."""
+        entry, policy = TABLE[method], self._policy()
         if policy.everyone.covers(entry.roles):
             return
         identities = self._identities(context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from kvferry._arguments import SHOWABLE, showable
 from kvferry._clock import from_duration
 from kvferry._wire.authority import AGENT_KEY_BYTES, SECRET_BYTES
 from kvferry.errors import InvalidField
@@ -14,10 +15,13 @@ from kvferry_server.servicers.limits import MAX_SECONDS, MAX_TEXT
 
 
 def text(field: str, value: str, least: int = 1, most: int = MAX_TEXT) -> str:
-    """Return a string of `least` to `most` bytes; raises `InvalidField` for others."""
+    """Return a name: a string of `least` to `most` bytes that can be shown; raises `InvalidField` for others. A line
+    end in a name could make it look like two, or pass for one that a policy's pattern means."""
     size = len(value.encode())
     if not least <= size <= most:
         raise InvalidField(field, f"{size} bytes", f"{least} to {most} bytes")
+    if not showable(value):
+        raise InvalidField(field, ascii(value), SHOWABLE)
     return value
 
 

@@ -11,9 +11,9 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, answers, check_places
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, limits
 from kvferry_server.servicers.limits import MAX_ASKED_PLANES, MAX_ASKED_SUMS, MAX_PAGE_PARTS, MAX_PAGE_SUMS
-from kvferry_server.servicers.time_slice import TimeSlice
 from kvferry_server.servicers.worker import Worker
 
 

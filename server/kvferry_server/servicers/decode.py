@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from kvferry._wire.authority import proves_agent
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
+from kvferry._wire.status import reason_name
+from kvferry._wire.version import Version
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import MAX_BLOCKS
 from kvferry.geometry.model import EngineGeometry
@@ -50,6 +52,8 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
         groups=groups_from_proto(request.groups),
         geometry=rank_from_proto(request.rank),
         agent=_agent(request.agent, request.agent_key) if request.HasField("agent") else None,
+        version=Version.from_proto(request.version),
+        partial=request.partial,
     )
     size = len(rank_bytes(made)) + len(agent_bytes(made.agent))
     if size > MAX_RANK_BYTES:
@@ -251,12 +255,14 @@ def reports(message: pb.ReadDone, max_parties: int) -> tuple[RankReport, ...]:
     return tuple(_report(report) for report in message.reports)
 
 
+_OUTCOMES = {outcome.value: outcome for outcome in RankOutcome}
+
+
 def _report(message: pb.RankReport) -> RankReport:
-    try:
-        outcome = RankOutcome(message.outcome)
-    except ValueError:
-        raise InvalidField("read_done.reports.outcome", message.outcome, "a value of RankOutcome") from None
-    return RankReport(message.rank, outcome, message.bytes)
+    outcome = _OUTCOMES.get(message.outcome)
+    if outcome is None:
+        raise InvalidField("read_done.reports.outcome", message.outcome, "a value of RankOutcome")
+    return RankReport(message.rank, outcome, message.bytes, reason_name(message.reason))
 
 
 def _identity(entries: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry._clock import to_duration
+from kvferry._wire.status import reason_number
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
@@ -58,6 +60,7 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
     response = pb.ReadBlocksResponse(home_epoch=epoch)
     if isinstance(message, Accepted):
         response.accepted.CopyFrom(_accepted(message, values, now))
+        response.version.CopyFrom(OURS_ENCODED)
     elif isinstance(message, PublicationStep):
         blocks = embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded)
         return response.SerializeToString() + blocks
@@ -71,7 +74,7 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
 def poll_answer(epoch: bytes, messages: Iterable[ReadMessage], values: Times, now: float) -> bytes:
     """Encode messages to a reader as one answer to PollBlocks: as many of them as fit. The payload still fits a message
     when the limits are reached; one more step may not. `now` is when it is sent, on the home's clock."""
-    answer = pb.PollBlocksResponse(home_epoch=epoch)
+    answer = pb.PollBlocksResponse(home_epoch=epoch, version=OURS_ENCODED)
     steps, room = list[bytes](), POLL_BYTES
     for message in messages:
         if room <= 0 or len(steps) >= POLL_STEPS:
@@ -98,6 +101,7 @@ def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise:
         opened = response.opened
         opened.resumed, opened.advertise = message.resumed, advertise
         opened.times.CopyFrom(times(values))
+        response.version.CopyFrom(OURS_ENCODED)
     elif isinstance(message, Synced):
         response.synced.CopyFrom(pb.WatchSynced(need_resync=message.need_resync))
     elif isinstance(message, Lagged):
@@ -155,6 +159,7 @@ def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSu
         expected_reads=publication.expected_reads,
         age=to_duration(now - publication.first_at),
         router_key=_router_key(publication),
+        last_failure=reason_number(publication.last_failure),
     )
 
 
@@ -244,4 +249,9 @@ def _read_summary(lease: Lease) -> pb.ReadSummary:
 
 
 def _report(report: RankReport) -> pb.RankReport:
-    return pb.RankReport(rank=report.rank, outcome=pb.RankOutcome.ValueType(report.outcome), bytes=report.bytes)
+    return pb.RankReport(
+        rank=report.rank,
+        outcome=pb.RankOutcome.ValueType(report.outcome),
+        bytes=report.bytes,
+        reason=reason_number(report.reason),
+    )

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from kvferry._clock import to_duration
+from kvferry._wire.version import OURS_ENCODED, check_caller
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
@@ -19,7 +20,7 @@ from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end,
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES
 from kvferry_server.servicers.notify import notify
-from kvferry_server.servicers.relay import Relays
+from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.times import ANSWER_FRACTION, ANSWER_MOST
 from kvferry_server.servicers.worker import Worker
 
@@ -36,15 +37,20 @@ class KVTransfer(KVTransferServicer):
     async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Context) -> pb.RegisterCacheResponse:
         """Register a rank's cache at this home, or relay it to the engine's home."""
         home = self._home
+        check_caller(request.version, request.relayed_by)
         home.check_not_draining()
         relayed = self._relays.applies(request.home, request.relayed_by)
         secret = checks.session_secret(request.session_secret)
-        registration = await self._worker.run_if_heavy(
-            remote_host(context), request.ByteSize(), lambda: decode.registration(request)
-        )
+        host, size = remote_host(context), request.ByteSize()
+        registration = await self._worker.run(host, size, lambda: decode.registration(request))
         if relayed:
             with relaying(context):
-                return await self._relays.register_cache(request)
+                return await self._relays.register_cache(request, self._caller(context))
+        with home.turn():
+            whole = home.engines.completed_by(registration, secret)
+        if whole is not None:
+            # Before it counts, so that the rank may correct itself. Meanwhile no other rank can become the last.
+            await self._worker.run(host, size, whole.check_complete)
         with home.turn():
             engine = home.register(registration, secret)
             reuse_after = home.reuse_after(registration.engine)
@@ -54,6 +60,7 @@ class KVTransfer(KVTransferServicer):
             missing_ranks=engine.missing_ranks(MAX_NAMED_RANKS),
             num_missing=engine.num_missing,
             advertise=home.advertise,
+            version=OURS_ENCODED,
         )
 
     async def Handshake(  # type: ignore[override]  # It yields encoded messages.
@@ -61,6 +68,7 @@ class KVTransfer(KVTransferServicer):
     ) -> AsyncGenerator[bytes, None]:
         """Send a reader the engine's topology, planes and, if it shows a reference, agent metadata."""
         home = self._home
+        version = check_caller(request.version)
         home.check_not_draining()
         engine_id = checks.text("engine_id", request.engine_id)
         incarnation = checks.random_bytes("incarnation", request.incarnation, optional=True)
@@ -75,6 +83,7 @@ class KVTransfer(KVTransferServicer):
             if reader.engine_id == engine_id:
                 engine = home.engines.find(reader)
             description = engine.check_readable()
+        description.check_version(version)
         own, host, size = engine.ref == reader, remote_host(context), request.ByteSize()
         agents = reference is not None and not own
         digest = decode.reader_digest(request) if size <= MAX_DIGESTED_BYTES and not own else b""
@@ -99,6 +108,7 @@ class KVTransfer(KVTransferServicer):
     ) -> AsyncGenerator[bytes, None]:
         """Grant a lease on a publication and send its blocks as they are published."""
         home = self._home
+        check_caller(request.version)
         lease_request, wait = self._asked(request, context)
         async with aclosing(read_blocks(home, lease_request, wait)) as messages:
             async for message in messages:
@@ -111,6 +121,7 @@ class KVTransfer(KVTransferServicer):
     ) -> bytes:
         """Answer what ReadBlocks would send, as far as the reader has not got it."""
         home = self._home
+        check_caller(request.version)
         lease_request, wait = self._asked(request.read, context)
         lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
         messages = await poll_blocks(home, lease_request, wait, lease_id, request.next_step)
@@ -121,9 +132,10 @@ class KVTransfer(KVTransferServicer):
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """Act on a batch of notifications; see `notify`."""
+        check_caller(request.version)
         with relaying(context):
-            names, host = self._names_of(context), remote_host(context)
-            return await notify(self._home, self._relays, request, names, _time_to_wait(context), host)
+            caller = self._caller(context)
+            return await notify(self._home, self._relays, request, _time_to_wait(context), caller)
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """Send the checksums of a leased publication's blocks; see `read_checksums`."""
@@ -132,10 +144,11 @@ class KVTransfer(KVTransferServicer):
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
         """Send a process its engine's events, from this home or relayed from the engine's home."""
         home = self._home
+        check_caller(request.version, request.relayed_by)
         process = decode.process(request)
         if self._relays.applies(request.home, request.relayed_by):
             home.check_not_draining()
-            async with aclosing(self._relays.watch(request)) as relayed:
+            async with aclosing(self._relays.watch(request, self._caller(context))) as relayed:
                 async for answer in relayed:
                     yield answer
             return
@@ -145,6 +158,9 @@ class KVTransfer(KVTransferServicer):
         async with aclosing(stream) as messages:
             async for message in messages:
                 yield encode.watch_message(home.epoch, message, home.times, home.advertise)
+
+    def _caller(self, context: Context) -> Caller:
+        return Caller(remote_host(context), self._names_of(context))
 
     def _asked(self, request: pb.ReadBlocksRequest, context: Context) -> tuple[LeaseRequest | RoutedRequest, float]:
         """Return what a reader asks for, and the seconds that it waits."""

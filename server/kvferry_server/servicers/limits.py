@@ -86,7 +86,7 @@ MAX_DIGESTED_BYTES = 64 * 1024
 """Bytes of a handshake's request up to which its geometry is looked up by its digest. That takes a tenth of a
 millisecond on the event loop; larger ones are always compared."""
 
-MAX_WAITING_BYTES = 256 << 20
+MAX_WAITING_BYTES = 128 << 20
 """Bytes of the messages that wait for the worker thread or are on it. Hosts share them."""
 
 MAX_HOMES = 256

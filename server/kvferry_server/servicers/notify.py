@@ -8,23 +8,24 @@ from collections.abc import Hashable, Sequence
 from kvferry._clock import to_duration
 from kvferry._wire.reference import engine_ids
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
-from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, Unreachable
+from kvferry._wire.version import OURS_ENCODED
+from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import publish_checksums
 from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_NOTIFICATIONS, MAX_SNAPSHOT_NAME
-from kvferry_server.servicers.relay import Relays
-from kvferry_server.servicers.time_slice import TimeSlice
+from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.times import DECLINE_TIMEOUT
 
-OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left"})
+OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left", "retire"})
 """Kinds that are sent in an engine's name, and so need its session secret."""
 
 
 async def notify(
-    home: Home, relays: Relays, request: pb.NotifyRequest, names: Names, time_left: float, host: str = ""
+    home: Home, relays: Relays, request: pb.NotifyRequest, time_left: float, caller: Caller
 ) -> pb.NotifyResponse:
     """Act on a batch of notifications, in order. An error of one becomes its result; the others are acted on. Declines
     of other homes' publications are sent on at the end.
@@ -35,9 +36,8 @@ async def notify(
         home: the home.
         relays: connections to other homes.
         request: the call.
-        names: the names in the caller's certificate.
         time_left: seconds until the call's deadline.
-        host: the host that the call came from; empty if unknown.
+        caller: who sent it.
 
     Raises:
         InvalidField: there are too many notifications, or the sender is malformed.
@@ -48,7 +48,8 @@ async def notify(
         raise InvalidField("notifications", f"{len(request.notifications)}", f"at most {MAX_NOTIFICATIONS}")
     checks.session_secret(request.session_secret, optional=True)
     sender = checks.engine_ref("sender", request.sender) if request.HasField("sender") else None
-    from_source = any(notification.WhichOneof("kind") in OF_A_SOURCE for notification in request.notifications)
+    kinds = [notification.WhichOneof("kind") or "unknown" for notification in request.notifications]
+    from_source = not OF_A_SOURCE.isdisjoint(kinds)
 
     def check() -> None:
         if not from_source:
@@ -58,26 +59,29 @@ async def notify(
         with home.turn():
             home.engines.check_session(sender, request.session_secret)
 
-    check()
-    results, time_slice = list[pb.NotificationResult](), TimeSlice(check)
+    short = len(kinds) == 1 or all(kind == "renew" for kind in kinds)
+    time_slice = TimeSlice(home.time_slices, caller.host, short=short, recheck=check)
+    await time_slice.begin()
+    results = list[pb.NotificationResult]()
     elsewhere: dict[str, list[int]] = {}
     for index, notification in enumerate(request.notifications):
-        if time_slice.over:
-            await time_slice.pause()
-        home.journal.notifications[notification.WhichOneof("kind") or "unknown"] += 1
+        await time_slice.pause_if_over()
+        home.journal.notifications[kinds[index]] += 1
         try:
-            results.append(await _result(home, relays, sender, names, notification, time_slice, host))
+            results.append(await _result(home, relays, sender, notification, time_slice, caller))
         except _Elsewhere as other:
             elsewhere.setdefault(other.home, []).append(index)
             results.append(pb.NotificationResult())
     if elsewhere:
         timeout = min(DECLINE_TIMEOUT, time_left)
         declines = {at: [request.notifications[index].decline for index in found] for at, found in elsewhere.items()}
-        answers = await asyncio.gather(*(_sent_on(relays, at, found, timeout, host) for at, found in declines.items()))
+        answers = await asyncio.gather(
+            *(_sent_on(relays, at, found, timeout, caller) for at, found in declines.items())
+        )
         for found, answered in zip(elsewhere.values(), answers, strict=True):
             for index, result in zip(found, answered, strict=True):
                 results[index] = result
-    return pb.NotifyResponse(home_epoch=home.epoch, results=results)
+    return pb.NotifyResponse(home_epoch=home.epoch, results=results, version=OURS_ENCODED)
 
 
 class _Elsewhere(Exception):
@@ -92,10 +96,9 @@ async def _result(
     home: Home,
     relays: Relays,
     sender: EngineRef | None,
-    names: Names,
     notification: pb.Notification,
     time_slice: TimeSlice,
-    host: str,
+    caller: Caller,
 ) -> pb.NotificationResult:
     """Act on one notification. Raises `_Elsewhere` for a decline that must be sent on."""
     kind = notification.WhichOneof("kind")
@@ -103,7 +106,7 @@ async def _result(
         if kind is None:
             raise InvalidField("notification.kind", None, "a kind that this node server knows")
         if kind == "decline":
-            return _decline(home, relays, notification.decline, host or sender)
+            return _decline(home, relays, notification.decline, caller.host or sender)
         if sender is None:
             raise InvalidField("sender", None, "the engine that sends the notification")
         if kind == "checksums":
@@ -111,7 +114,7 @@ async def _result(
             return _done()
         if kind in OF_A_SOURCE:
             return _from_source(home, sender, kind, notification)
-        return _from_reader(home, sender, names, kind, notification)
+        return _from_reader(home, sender, caller.names, kind, notification)
     except KvferryError as error:
         home.journal.notification_refused(kind or "unknown", error.reason, error.values, sender)
         return pb.NotificationResult(error=to_notification_error(error))
@@ -129,11 +132,14 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
         return pb.NotificationResult(published=published)
     with home.turn():
         if kind == "abort":
-            home.sources.abort(sender, checks.positive("abort.publication", notification.abort.publication))
+            number = checks.positive("abort.publication", notification.abort.publication)
+            home.sources.abort(sender, number, not_published=notification.abort.not_published)
         elif kind == "released_ack":
             _acknowledge(home, sender, notification.released_ack)
         elif kind == "rank_left":
             home.engines.rank_left(sender, notification.rank_left.rank)
+        elif kind == "retire":
+            home.engines.retire(sender)
         else:
             _resync(home, sender, notification.resync)
     return _done()
@@ -200,27 +206,28 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
                 raise _Elsewhere(named) from None
             raise
         if isinstance(found, decode.Routed):
-            home.routing.decline([engine.ref for engine in engines], found.router_key, holder)
+            sources = [engine.ref for engine in engines]
+            home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
         else:
             home.lessor.decline(found.source, found.publication, found.key)
     return _done()
 
 
 async def _sent_on(
-    relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float, host: str
+    relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float, caller: Caller
 ) -> list[pb.NotificationResult]:
     """Send declines on to their home; its results, or an error for each."""
     try:
-        return [_checked(home, result) for result in await relays.decline(home, declines, timeout, host)]
+        return [_checked(relays, home, result) for result in await relays.decline(home, declines, timeout, caller)]
     except KvferryError as error:
         return [pb.NotificationResult(error=to_notification_error(error))] * len(declines)
 
 
-def _checked(home: str, result: pb.NotificationResult) -> pb.NotificationResult:
+def _checked(relays: Relays, home: str, result: pb.NotificationResult) -> pb.NotificationResult:
     """Return what another home answered, if it is an answer to a decline that fits this home's own."""
     if result.WhichOneof("kind") in ("done", "error") and result.ByteSize() <= NOTIFICATION_ERROR_BYTES:
         return result
-    error = Unreachable(f"{home} answered a decline with something else", address=home)
+    error = relays.unreachable(home, "it answered a decline with something else")
     return pb.NotificationResult(error=to_notification_error(error))
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,15 +20,26 @@ import grpc
 import grpc.aio
 
 from kvferry._tracing import call_metadata
-from kvferry._wire.channel import TlsConfig, TlsContent, connect_async, is_loopback, parse_address
-from kvferry._wire.status import from_rpc_error
-from kvferry.errors import InvalidField, LimitReached, RelayLoop, Unreachable
+from kvferry._wire.channel import (
+    Address,
+    TlsConfig,
+    TlsContent,
+    connect_async,
+    is_loopback,
+    parse_address,
+    same_address,
+)
+from kvferry._wire.status import error_of_peer, from_rpc_error
+from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED, check_server
+from kvferry.errors import InvalidField, KvferryError, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.budgets import Budget, check_budget
+from kvferry_server.domain.event_log import EventLog
+from kvferry_server.domain.identity import Names
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
-from kvferry_server.servicers.times import RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
+from kvferry_server.servicers.times import OPEN_TIMEOUT, RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
@@ -36,14 +47,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a relayed call is counted against: the host that it came from (empty: this one), and the names in the
+    caller's certificate."""
+
+    host: str
+    names: Names
+
+    def holders(self) -> Iterator[str]:
+        """Who shares a budget: hosts with one another, and identities."""
+        yield f"host {self.host}" if self.host else ""
+        if self.names:
+            yield "identity " + ", ".join(sorted(repr(name.decode(errors="backslashreplace")) for name in self.names))
+
+
+class _Places:
+    """The connections that one kind of call may open. Silent homes that one caller names must not take them from
+    others.
+
+    Args:
+        most: connections to homes, of any kind, up to which a call may open another one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._budgets = (Budget(most), Budget(most))
+
+    def check(self, caller: Caller) -> None:
+        """Raise `LimitReached` if a caller may not open another connection."""
+        for budget, holder in zip(self._budgets, caller.holders(), strict=False):
+            check_budget("relayed_homes", budget, holder, RELAY_RETRY_AFTER)
+
+    def take(self, caller: Caller, size: int = 1) -> None:
+        """Count connections that a caller has opened; a negative size: that are closed."""
+        for budget, holder in zip(self._budgets, caller.holders(), strict=False):
+            budget.take(holder, size)
+
+
 @dataclass(slots=True)
 class _HomeChannel:
-    """A channel to a home, the TLS files that it was made with, the number of calls that use it, and the host whose
-    decline it was made for; None: a rank's."""
+    """A channel to a home, the TLS files that it was made with, who it was opened for and of whose places, and the
+    number of calls that use it."""
 
     channel: grpc.aio.Channel
     tls: TlsConfig | TlsContent | None
-    opened_by: str | None
+    opened_by: Caller
+    places: _Places = field(repr=False)
     users: int = 0
 
 
@@ -58,6 +108,7 @@ class Relays:
         patterns: shell patterns of ``host:port``; if there are any, they alone decide which homes may be dialled.
         content: returns what the TLS files hold now: later calls use it, and those in progress keep their connections.
             None: `tls` is read for each connection.
+        events: where it is written why a home cannot be reached, which callers are not told; None: nowhere.
     """
 
     def __init__(
@@ -68,16 +119,17 @@ class Relays:
         anywhere: bool,
         patterns: Sequence[str] = (),
         content: Callable[[], TlsContent] | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self._advertise = advertise
+        self._own_address = parse_address(advertise)
         self._tls = tls
         self._anywhere = anywhere or (tls is not None and tls.ca is not None)
         self._patterns = tuple(patterns)
         self._content = content
-        self._connections: dict[str, _HomeChannel] = {}
-        self._opened = Budget(MAX_DECLINE_HOMES)
-        """Connections that declines have opened, by the caller's host: homes that do not answer must not take all that
-        there are from the declines of others."""
+        self._events = events
+        self._connections: dict[Address, _HomeChannel] = {}
+        self._of_ranks, self._of_declines = _Places(MAX_HOMES), _Places(MAX_DECLINE_HOMES)
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._stopping = False
 
@@ -100,11 +152,11 @@ class Relays:
 
         Raises:
             RelayLoop: it is for another home, but another node server has relayed it to this one.
-            InvalidField: an address is too long.
+            InvalidField: an address is malformed or too long.
         """
         checks.text("home", home, least=0)
         checks.text("relayed_by", relayed_by, least=0)
-        if not home or home == self._advertise:
+        if not home or same_address(parse_address(home, "home"), self._own_address):
             return False
         if relayed_by:
             raise RelayLoop(
@@ -113,29 +165,32 @@ class Relays:
             )
         return True
 
-    async def register_cache(self, request: pb.RegisterCacheRequest) -> pb.RegisterCacheResponse:
+    async def register_cache(self, request: pb.RegisterCacheRequest, caller: Caller) -> pb.RegisterCacheResponse:
         """Relay a registration to its home and return the home's answer.
 
         Raises:
-            Unreachable: the home does not answer.
+            Unreachable: the home does not answer as a node server. It does not say more: strangers name homes, and
+                must not learn which ports of other hosts are open.
             LimitReached: too many homes are connected to.
             InvalidField: this server may not dial the home.
             KvferryError: whatever the home answers.
         """
         home = request.home
         request.relayed_by = self._advertise
-        stub, connection = self._enter(home)
+        request.version.relay.CopyFrom(OURS_AS_RELAY)
+        stub, connection = self._enter(home, self._of_ranks, caller)
         try:
             answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT, metadata=call_metadata())
         except grpc.RpcError as error:
-            raise from_rpc_error(error, home, self._tls) from None
+            raise self._failed(error, home) from None
         finally:
-            await self._leave(home, connection)
+            await self._leave(connection)
+        _check_home(answer.version, home)
         answer.advertise = self._advertise
         return answer
 
     async def decline(
-        self, home: str, declines: Sequence[pb.Decline], timeout: float, host: str
+        self, home: str, declines: Sequence[pb.Decline], timeout: float, caller: Caller
     ) -> Sequence[pb.NotificationResult]:
         """Send declines on to the home that their references name, marked, so that it does not send them on again.
         Returns its results, in order.
@@ -144,44 +199,58 @@ class Relays:
             home: the home.
             declines: what it is told.
             timeout: seconds that it may take.
-            host: where the call came from, as `remote_host` returns it.
+            caller: who sent them.
 
         Raises: as `register_cache`.
         """
-        marked = [pb.Decline(reference=decline.reference, relayed_by=self._advertise) for decline in declines]
-        request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in marked])
-        stub, connection = self._enter(home, MAX_DECLINE_HOMES, host)
+        notifications = [pb.Notification(decline=decline) for decline in declines]
+        for sent in notifications:
+            sent.decline.relayed_by = self._advertise
+        request = pb.NotifyRequest(notifications=notifications, version=OURS_ENCODED)
+        stub, connection = self._enter(home, self._of_declines, caller)
         try:
             answer = await stub.Notify(request, timeout=timeout, metadata=call_metadata())
         except grpc.RpcError as error:
-            raise from_rpc_error(error, home, self._tls) from None
+            raise self._failed(error, home) from None
         finally:
-            await self._leave(home, connection)
+            await self._leave(connection)
+        check_server(answer.version, home, "this relay")
         if len(answer.results) != len(declines):
-            raise Unreachable(f"{home} gave {len(answer.results)} answers to {len(declines)} declines", address=home)
+            raise self.unreachable(home, f"it gave {len(answer.results)} answers to {len(declines)} declines")
         return answer.results
 
-    async def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
-        """Relay a rank's Watch and yield the home's messages, until either side ends. Raises as `register_cache`."""
+    async def watch(self, request: pb.WatchRequest, caller: Caller) -> AsyncGenerator[pb.WatchResponse, None]:
+        """Relay a rank's Watch and yield the home's messages, until either side ends. Raises as `register_cache`, also
+        if the home does not open the Watch within `OPEN_TIMEOUT`."""
         if request.role != pb.WATCH_ROLE_RANK:
             raise InvalidField("home", request.home, "empty: a scheduler's node server is its engine's home")
         home, process = request.home, (request.engine.SerializeToString(), request.rank)
         request.relayed_by = self._advertise
+        request.version.relay.CopyFrom(OURS_AS_RELAY)
         if ending := self._endings.get(process):
             # The home must hear that the rank left before it hears that it is back.
             await asyncio.wait([ending])
-        stub, connection = self._enter(home)
+        stub, connection = self._enter(home, self._of_ranks, caller)
         call = stub.Watch(request)
-        left = True
+        left = False
         try:
-            async for message in call:
-                if message.WhichOneof("event") == "opened":
-                    message.opened.advertise = self._advertise
+            messages = aiter(call)
+            opened = await asyncio.wait_for(anext(messages), OPEN_TIMEOUT)
+            if opened.WhichOneof("event") != "opened":
+                raise self.unreachable(home, "it began a Watch with another event than opened")
+            _check_home(opened.version, home)
+            opened.opened.advertise = self._advertise
+            # From now on, a Watch that ends here while it goes on there is that of a rank that has left.
+            left = True
+            yield opened
+            async for message in messages:
                 yield message
             left = False
         except grpc.RpcError as error:
             left = False
-            raise from_rpc_error(error, home, self._tls) from None
+            raise self._failed(error, home) from None
+        except (asyncio.TimeoutError, StopAsyncIteration):
+            raise self.unreachable(home, f"it did not open a Watch within {OPEN_TIMEOUT:g} s") from None
         finally:
             # In a task of its own: this one is cancelled if the rank is gone.
             ending = self._endings[process] = asyncio.create_task(
@@ -201,6 +270,7 @@ class Relays:
         """End a rank's Watch at the home. If the rank `left`, tell the home so first: otherwise it assumes that the
         whole node is lost."""
         notice = pb.NotifyRequest(
+            version=OURS_ENCODED,
             sender=request.engine,
             session_secret=request.session_secret,
             notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
@@ -213,59 +283,79 @@ class Relays:
             logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
         finally:
             call.cancel()
-            await self._leave(request.home, connection)
+            await self._leave(connection)
 
     def _ended_watch(self, process: tuple[bytes, int], ending: asyncio.Task[None]) -> None:
         if self._endings.get(process) is ending:
             del self._endings[process]
 
-    def _enter(
-        self, home: str, most: int = MAX_HOMES, host: str | None = None
-    ) -> tuple[KVTransferAsyncStub, _HomeChannel]:
-        self._check(home)
-        if home not in self._connections and len(self._connections) >= most:
-            raise LimitReached(
-                f"relayed_homes: this node server is already connected to {most} homes",
-                retry_after=RELAY_RETRY_AFTER,
-                limit="relayed_homes",
-                value=most,
-            )
+    def unreachable(self, home: str, problem: str) -> Unreachable:
+        """Return the error of a home that does not answer as a node server, and write the problem to the log."""
+        if self._events is not None:
+            self._events.write(logging.WARNING, "home_unreachable", {"home": home, "problem": problem})
+        return Unreachable(
+            f"{home} does not answer as a node server; the log of {self._advertise} says why", address=home
+        )
+
+    def _failed(self, error: grpc.RpcError, home: str) -> KvferryError:
+        found = error_of_peer(error)
+        if found is None:
+            return self.unreachable(home, from_rpc_error(error, home, self._tls).message)
+        # That of a home of a later release is passed on without its reason, which this one does not know.
+        found.reason = found.reason or "UNSPECIFIED"
+        return found
+
+    def _enter(self, home: str, places: _Places, caller: Caller) -> tuple[KVTransferAsyncStub, _HomeChannel]:
+        address = self._checked(home)
+        connection = self._connections.get(address)
+        if connection is None:
+            if len(self._connections) >= places.most:
+                raise LimitReached(
+                    f"relayed_homes: this node server is already connected to {places.most} homes",
+                    retry_after=RELAY_RETRY_AFTER,
+                    limit="relayed_homes",
+                    value=places.most,
+                )
+            places.check(caller)
         tls = self._tls if self._content is None else self._content()
-        connection = self._connections.get(home)
-        if connection is None and host is not None:
-            check_budget("relayed_homes", self._opened, host, RELAY_RETRY_AFTER)
         if connection is None or connection.tls != tls:
             # Calls that use an older one keep it until they end.
-            connection = self._connections[home] = _HomeChannel(connect_async(home, tls), tls, host)
-            if host is not None:
-                self._opened.take(host)
+            connection = _HomeChannel(connect_async(str(address), tls), tls, caller, places)
+            self._connections[address] = connection
+            places.take(caller)
         connection.users += 1
         stub: KVTransferAsyncStub = KVTransferStub(connection.channel)  # type: ignore[assignment]
         return stub, connection
 
-    def _check(self, home: str) -> None:
-        """Raise `InvalidField` unless this server may dial a home. Every caller that can register names one, so without
-        this check strangers could make this server dial any address."""
+    def _checked(self, home: str) -> Address:
+        """Return the address of a home; raise `InvalidField` unless this server may dial it. Every caller that can
+        register names one, so without this check strangers could make this server dial any address."""
         address = parse_address(home, "home")
         if address.is_unix:
             # Any service of this host may listen at a path, and other nodes cannot reach a home there.
             raise InvalidField("home", home, "host:port: another node server cannot reach a home at a UNIX socket")
         if self._patterns:
-            if not any(fnmatchcase(home, pattern) for pattern in self._patterns):
+            if not any(fnmatchcase(str(address), pattern.lower()) for pattern in self._patterns):
                 allowed = ", ".join(self._patterns)
                 raise InvalidField("home", home, f"an address that this node server may relay to: {allowed}")
-        elif not self._anywhere and not is_loopback(home):
+        elif not self._anywhere and not is_loopback(str(address)):
             raise InvalidField(
                 "home",
                 home,
                 "an address on this host, because the node server has none of tls_ca, relay_homes and insecure set",
             )
+        return address
 
-    async def _leave(self, home: str, connection: _HomeChannel) -> None:
+    async def _leave(self, connection: _HomeChannel) -> None:
         connection.users -= 1
         if not connection.users:
-            if self._connections.get(home) is connection:
-                del self._connections[home]
-            if connection.opened_by is not None:
-                self._opened.give(connection.opened_by)
+            for address in [at for at, current in self._connections.items() if current is connection]:
+                del self._connections[address]
+            connection.places.take(connection.opened_by, -1)
             await connection.channel.close()
+
+
+def _check_home(version: pb.Version, home: str) -> None:
+    """Check the version in a home's answer, and add this relay's to it, for the rank."""
+    check_server(version, home, "this relay")
+    version.relay.CopyFrom(OURS_AS_RELAY)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from kvferry import __version__
 from kvferry._clock import to_duration
-from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.reference import MAX_LENGTH
+from kvferry._wire.version import OURS
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES, Limits
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import encode, limits
-
-CONTRACT_REVISION = 1
-"""Raised with the first addition to the protos after each release."""
 
 CAPABILITIES = (
     "admin",
@@ -30,6 +27,7 @@ CAPABILITIES = (
 
 OF_FIELDS = {
     "message_bytes": MAX_MESSAGE_BYTES,
+    "notify_bytes": MAX_NOTIFY_BYTES,
     "engine_id": limits.MAX_TEXT,
     "request_id": limits.MAX_TEXT,
     "reference": MAX_LENGTH,
@@ -58,8 +56,9 @@ def server_info(home: Home, of_calls: Mapping[str, int]) -> ipb.GetServerInfoRes
     of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
     return ipb.GetServerInfoResponse(
         home_epoch=home.epoch,
-        version=__version__,
-        contract_revision=CONTRACT_REVISION,
+        version=OURS.release,
+        contract_revision=OURS.revision,
+        oldest_revision=OURS.oldest,
         advertise=home.advertise,
         uptime=to_duration(home.uptime),
         draining=home.draining,

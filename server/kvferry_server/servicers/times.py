@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-TIME_SLICE = 0.005
-"""How long a Notify works before it lets other calls run. A thousand heavy notifications take seconds."""
-
 ANSWER_FRACTION = 0.05
 ANSWER_MOST = 0.1
 """How long before its deadline a ReadBlocks stops to wait, so that its answer that nothing was published arrives in
@@ -20,6 +17,10 @@ WORKER_RETRY_AFTER = 0.25
 REGISTER_TIMEOUT = 5.0
 """How long a home may take to answer a relayed registration. The rank repeats it, so a dead home need not be waited
 for."""
+
+OPEN_TIMEOUT = 5.0
+"""How long a home may take to open a relayed Watch. The rank repeats it; a home that says nothing must not keep a
+connection for itself."""
 
 RANK_LEFT_TIMEOUT = 1.0
 """How long a home may take to answer that a relayed rank has left. A home that does not hear it assumes that this node

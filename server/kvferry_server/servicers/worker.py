@@ -7,7 +7,6 @@ fast. It serves hosts in rotation, so that a host that asks for much delays only
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 from kvferry.errors import LimitReached
 from kvferry_server.domain.budgets import Budget
+from kvferry_server.home.rotation import Rotation
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES, MAX_WAITING_BYTES
 from kvferry_server.servicers.times import WORKER_RETRY_AFTER
 
@@ -28,8 +28,7 @@ class Worker:
         self._executor = ThreadPoolExecutor(1, "kvferry-worker")
         self._waiting_bytes = Budget(MAX_WAITING_BYTES)
         self._busy = False
-        # The waiting calls by host, in the order in which hosts get the thread; only hosts that have calls.
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting = Rotation(self._pass_on)
 
     async def run(self, host: str, size: int, call: Callable[[], Result]) -> Result:
         """Run a call on the thread and return its result. Calls of one host run in order; a call that is cancelled
@@ -70,15 +69,7 @@ class Worker:
     async def _thread(self, host: str) -> AsyncIterator[None]:
         """Have the thread while the context lasts, after waiting for it."""
         if self._busy:
-            free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(host, deque()).append(free)
-            try:
-                await free
-            except asyncio.CancelledError:
-                # This call was cancelled after it had been given the thread: pass it on.
-                if free.done() and not free.cancelled():
-                    self._pass_on()
-                raise
+            await self._waiting.wait(host)
         self._busy = True
         try:
             yield
@@ -86,14 +77,5 @@ class Worker:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the thread to the next call of the host that has waited longest."""
-        while self._waiting:
-            host = next(iter(self._waiting))
-            calls = self._waiting.pop(host)
-            free = calls.popleft()
-            if calls:
-                self._waiting[host] = calls
-            if not free.done():
-                free.set_result(None)
-                return
-        self._busy = False
+        """Give the thread to the next call."""
+        self._busy = self._waiting.wake()

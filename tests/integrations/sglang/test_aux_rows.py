@@ -6,10 +6,12 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.errors import InvalidField
 from kvferry.integrations.first_token import FirstToken, first_token, first_token_payload
-from kvferry.integrations.sglang.aux_rows import AuxRows, BadPayload
+from kvferry.integrations.sglang.aux_rows import MAGIC, AuxRows, BadPayload
 
 SHAPES = (("int32", 16), ("float32", 128), ("uint64", 8))
 ROWS = 4
@@ -110,3 +112,31 @@ def test_first_tokens_are_told_apart_from_other_payloads() -> None:
     assert first_token(first_token_payload(417)[:-3]) is None
     for damaged in (b" ", b" 7 5", b" 2147483648", b" -1", b" 1x"):
         assert first_token(first_token_payload(417) + damaged) is None
+
+
+def test_a_row_that_is_longer_than_its_buffer_writes_nothing() -> None:
+    """Whoever publishes writes the payload; an error of another kind would end SGLang's scheduler."""
+    theirs = Buffers()
+    rows = [struct.pack("<II", 64, 65) + bytes(65), struct.pack("<II", 512, 0), struct.pack("<II", 64, 1) + b"\1"]
+    with pytest.raises(BadPayload, match="longer"):
+        theirs.rows.write(0, MAGIC + struct.pack("<QI", 10, 3) + b"".join(rows), room=1)
+    assert not any(array.any() for array in theirs.arrays)
+
+
+@given(st.data())
+def test_whatever_the_payload_it_is_written_whole_or_refused(data: st.DataObject) -> None:
+    """Rows of any declared and real lengths, cut anywhere."""
+    theirs = Buffers()
+    sizes = [array[0].nbytes for array in theirs.arrays]
+    payload = MAGIC + struct.pack(
+        "<QI", data.draw(st.integers(0, 2**64 - 1)), data.draw(st.sampled_from([3, 3, 3, 0, 2, 4]))
+    )
+    for number, size in enumerate(sizes):
+        # The last one is the room.
+        row = (b"\1" if number == 2 else b"") + bytes(data.draw(st.sampled_from([0, size - 1, size, 2 * size])))
+        payload += struct.pack("<II", data.draw(st.sampled_from([size, size, size, 0])), len(row)) + row
+    try:
+        theirs.rows.write(1, payload[: data.draw(st.sampled_from([len(payload)] * 3 + [len(payload) - 1, 40]))], room=1)
+    except BadPayload:
+        assert not any(array.any() for array in theirs.arrays)
+    assert not any(array[[0, 2, 3]].any() for array in theirs.arrays)

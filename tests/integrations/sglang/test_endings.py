@@ -10,16 +10,20 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvferry import Release, ReleaseOutcome, router_reference
 from kvferry.errors import EngineUnknown, InvalidField, KvferryError
 from kvferry.integrations.sglang import holding
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
+from kvferry.integrations.sglang.counts import Counts
 from kvferry.integrations.sglang.manager import KvferryManager
+from kvferry.integrations.sglang.prompt_lengths import MAKES_RECEIVERS, tell_prompt
 from kvferry.integrations.sglang.receiver import KvferryReceiver
-from kvferry.integrations.sglang.registration import _tell_prompt
 from kvferry.integrations.sglang.sender import KvferrySender
 
 ROOM = 417
@@ -62,6 +66,7 @@ class PlayedManager(KvferryManager):
         self.pools: Any = SimpleNamespace(window="")
         self.aux: Any = SimpleNamespace(payload=lambda row, tokens: b"row")
         self.sources: Any = SimpleNamespace(get=lambda address: (SOURCE, ""), forget=lambda address: None)
+        self.counts = Counts.of(0)
 
     own_source = SOURCE
 
@@ -88,6 +93,7 @@ class PlayedManager(KvferryManager):
 
 def reading(manager: PlayedManager) -> KvferryReceiver:
     receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
+    receiver.expect_prompt(30)
     receiver.init(0)
     assert receiver.poll() == KVPoll.WaitingForInput
     receiver.send_metadata(np.array([3, 4]), 0, [], decode_prefix_len=0)
@@ -169,6 +175,15 @@ class HoldingQueue(Queue):
         raise NotImplementedError
 
 
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the hook on the method that makes receivers, as SGLang installs a plug-in's."""
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(HookRegistry, "_hooks", {MAKES_RECEIVERS: [(HookType.AFTER, tell_prompt, None)]})
+    name = MAKES_RECEIVERS.rpartition(".")[2]
+    monkeypatch.setattr(DecodePreallocQueue, name, getattr(DecodePreallocQueue, name))
+    HookRegistry.apply_hooks()
+
+
 def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang goes on if a plug-in's hook fails, and says so in its log only."""
     used = SimpleNamespace(disaggregation_transfer_backend="kvferry")
@@ -181,6 +196,7 @@ def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: py
             KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
     held = HoldingQueue()
     holding.hold_until_quiet(None, held)
+    wrapped(monkeypatch)
     assert held.enable_deferred_kv_release
     assert math.isinf(held.deferred_kv_release_timeout)
     # It goes on, to what this test does not play.
@@ -266,7 +282,7 @@ def test_what_another_make_of_engine_prefills_is_read_while_it_is_computed(addre
     """SGLang's own prefill publishes all at once."""
     manager = PlayedManager()
     receiver = KvferryReceiver(manager, address, ROOM)
-    _tell_prompt(SimpleNamespace(kv_receiver=receiver), None, SimpleNamespace(origin_input_ids=[7] * 30))
+    tell_prompt(SimpleNamespace(kv_receiver=receiver), None, SimpleNamespace(origin_input_ids=[7] * 30))
     receiver.init(0)
     assert receiver.poll() == KVPoll.WaitingForInput
     receiver.send_metadata(np.array([3]), 0, [], decode_prefix_len=16)
@@ -278,6 +294,7 @@ def test_a_reference_that_a_request_carries_is_declined_only_if_it_is_aborted(ab
     """After a failure the router may let another engine read it."""
     manager = PlayedManager()
     receiver = KvferryReceiver(manager, f"{GIVEN}:1", ROOM)
+    receiver.expect_prompt(16)
     receiver.init(0)
     receiver.send_metadata(np.array([3]), 0, [], decode_prefix_len=0)
     assert receiver.poll() == KVPoll.Transferring
@@ -289,18 +306,71 @@ def test_a_reference_that_a_request_carries_is_declined_only_if_it_is_aborted(ab
     assert manager.told == ["decline"] * aborted
 
 
-@pytest.mark.parametrize(("told", "good"), [(30, [30]), (None, [17, 30, 32])])
-def test_a_prompt_of_another_length_fails(told: int | None, good: list[int]) -> None:
-    """Compared by pages, where a version of SGLang does not tell the length."""
-    for tokens in (16, 17, 30, 32, 33):
+def test_a_prompt_of_another_length_fails() -> None:
+    """Also one of as many pages."""
+    for tokens in (16, 17, 29, 30, 31, 32, 33):
         manager = PlayedManager()
         manager.aux.write = lambda row, payload, room, tokens=tokens: tokens
-        manager.current.result = lambda timeout: SimpleNamespace(payload=b"row")
-        receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
-        if told is not None:
-            receiver.expect_prompt(told)
-        receiver.init(0)
-        assert receiver.poll() == KVPoll.WaitingForInput
-        receiver.send_metadata(np.array([3, 4]), 0, [], decode_prefix_len=0)
+        manager.current.result = lambda timeout: SimpleNamespace(payload=b"row", bytes=64)
+        receiver = reading(manager)
         manager.current.ended = True
-        assert (receiver.poll() == KVPoll.Success) == (tokens in good)
+        assert (receiver.poll() == KVPoll.Success) == (tokens == 30)
+
+
+def test_a_window_is_read_only_of_a_source_that_says_how_long_its_prompt_is() -> None:
+    """All pages of a window are read, whatever prompt they are of."""
+    for window, good in (("", True), ("window", False)):
+        manager = PlayedManager()
+        manager.pools.window = window
+        manager.aux.write = lambda row, payload, room: None
+        manager.current.result = lambda timeout: SimpleNamespace(payload=b"", bytes=64)
+        receiver = reading(manager)
+        manager.current.ended = True
+        assert (receiver.poll() == KVPoll.Success) == good
+
+
+def test_a_prompt_whose_length_sglang_has_not_told_is_not_read() -> None:
+    """Its last page may be another's: lengths that differ by less than a page need the same pages."""
+    manager = PlayedManager()
+    receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
+    receiver.init(0)
+    receiver.send_metadata(np.array([3, 4]), 0, [], decode_prefix_len=0)
+    assert receiver.poll() == KVPoll.Failed
+    assert manager._reads == {}
+    with pytest.raises(Exception, match="how many tokens the prompt has"):
+        receiver.failure_exception()
+
+
+def test_decode_does_not_start_where_sglang_would_not_tell_it_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "_queues_that_hold", ["HoldingQueue"])
+    with pytest.raises(InvalidField, match="length of each prompt"):
+        KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+    monkeypatch.delattr(DecodePreallocQueue, "_create_receiver_and_enqueue")
+    with pytest.raises(InvalidField, match="length of each prompt"):
+        KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+
+
+def test_reads_are_counted_by_how_they_ended() -> None:
+    def counted() -> dict[str, float]:
+        found = {
+            outcome: REGISTRY.get_sample_value("kvferry_reader_reads_total", {"tp_rank": "0", "outcome": outcome})
+            or 0.0
+            for outcome in ("done", "failed", "cancelled")
+        }
+        return {**found, "bytes": REGISTRY.get_sample_value("kvferry_reader_bytes_total", {"tp_rank": "0"}) or 0.0}
+
+    before = counted()
+    manager = PlayedManager()
+    manager.aux.write = lambda row, payload, room: 30
+    manager.current.result = lambda timeout: SimpleNamespace(payload=b"row", bytes=64)
+    receiver = reading(manager)
+    manager.current.ended = True
+    assert receiver.poll() == KVPoll.Success
+    receiver.clear()
+    failed = reading(PlayedManager())
+    failed.kv_mgr.current.error, failed.kv_mgr.current.ended = EngineUnknown("it has ended"), True
+    assert failed.poll() == failed.poll() == KVPoll.Failed
+    failed.abort()
+    reading(PlayedManager()).abort()
+    added = {name: value - before[name] for name, value in counted().items()}
+    assert added == {"done": 1, "failed": 1, "cancelled": 1, "bytes": 64}

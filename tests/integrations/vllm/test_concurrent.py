@@ -168,18 +168,22 @@ def test_prefill_aborts(router: Router, pair: tuple[Node, Node], steps: int) -> 
     freed(router.home, prefill)
 
 
+def decode_aborts(router: Router, pair: tuple[Node, Node], tokens: list[int], steps: int) -> None:
+    """Decode aborts a request after so many steps; prefill has begun it, and ends it."""
+    prefill, decode = pair
+    mine, theirs = router.request("prefill", tokens)
+    prefill.call("begin", mine, 2)
+    decode.call("abort", theirs, steps)
+    prefill.call("end_begun")
+    # Its blocks are whole again.
+    assert alone(decode, [tokens]) == alone(prefill, [tokens])
+    freed(router.home, prefill)
+
+
 def test_decode_aborts(router: Router, pair: tuple[Node, Node]) -> None:
     """Prefill computes on, and holds nothing for it."""
-    prefill, decode = pair
     for steps in (0, 1, 4):
-        tokens = prompt(20 + steps, 257)
-        mine, theirs = router.request("prefill", tokens)
-        prefill.call("begin", mine, 2)
-        decode.call("abort", theirs, steps)
-        prefill.call("end_begun")
-        # Its blocks are whole again.
-        assert alone(decode, [tokens]) == alone(prefill, [tokens])
-        freed(router.home, prefill)
+        decode_aborts(router, pair, prompt(20 + steps, 257), steps)
 
 
 def test_aborts_where_decode_has_two_ranks(router: Router, pair: tuple[Node, Node], node: Callable[..., Node]) -> None:
@@ -188,13 +192,7 @@ def test_aborts_where_decode_has_two_ranks(router: Router, pair: tuple[Node, Nod
     prefill, _ = pair
     decode = ready(node("decode-2", tp=2))
     for steps in (1, 4):
-        tokens = prompt(24 + steps, 257)
-        mine, theirs = router.request("prefill", tokens)
-        prefill.call("begin", mine, 2)
-        decode.call("abort", theirs, steps)
-        prefill.call("end_begun")
-        assert alone(decode, [tokens]) == alone(prefill, [tokens])
-        freed(router.home, prefill)
+        decode_aborts(router, (prefill, decode), prompt(24 + steps, 257), steps)
     tokens = prompt(29, 257)
     mine, theirs = router.request("prefill", tokens)
     before = read(decode)

@@ -82,6 +82,11 @@ class Prefill:
             get_skip_reading_prefix_cache=lambda: False,
         )
         self.sending.expect(request)
+        # vLLM knows and computes what is left of the prompt.
+        left = request.num_prompt_tokens
+        steps = (*steps[:-1], steps[-1] - (tokens - left))
+        tokens = request.num_tokens = left
+        request.all_token_ids = [*request._all_token_ids, TOKEN]
         for count in [*steps, *[1] * (answer - 1)]:
             wanted = -(-(request.num_computed_tokens + count) // TOKENS) - len(self.ids)
             self.ids += [block.block_id for block in self.pool.get_new_blocks(wanted)]

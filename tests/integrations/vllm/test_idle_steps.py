@@ -10,8 +10,9 @@ import pytest
 from kvferry.engine import Finished, ReadEnd, SchedulerPort
 from kvferry.errors import TransferFailed
 from kvferry.integrations.vllm.connector import KvferryConnector
-from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD, IdleSteps
-from kvferry.integrations.vllm.scheduler import ConnectorScheduler, _Load
+from kvferry.integrations.vllm.idle_steps import ASLEEP, PATIENCE, YIELD, IdleSteps
+from kvferry.integrations.vllm.loads import Load, Loads
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata
 from kvferry.integrations.vllm.worker import ConnectorWorker
@@ -73,6 +74,21 @@ def test_no_step_waits_that_others_wait_for(
     assert slept == [YIELD] * 9
 
 
+@pytest.mark.parametrize(
+    ("depth", "idle", "waits"),
+    [(1, True, True), (None, True, False), (1, False, False)],
+    ids=["alone", "lockstep", "computes"],
+)
+def test_a_step_waits_that_holds_publications_only(
+    monkeypatch: pytest.MonkeyPatch, depth: int | None, *, idle: bool, waits: bool
+) -> None:
+    """In an engine that waits for its readers before it ends."""
+    slept: list[float] = []
+    monkeypatch.setattr("kvferry.integrations.vllm.idle_steps.time.sleep", slept.append)
+    idle_steps(Port(), depth).begin(idle=idle, reads=False, publishes=False, ready=False, holds=True)
+    assert slept == [ASLEEP] * waits
+
+
 def test_no_result_of_a_step_that_still_runs_waits() -> None:
     """With two steps under way, the first idle one may be begun before a computing one has ended."""
     port = Port()
@@ -124,8 +140,9 @@ def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
     scheduler: Any = ConnectorScheduler.__new__(ConnectorScheduler)
     left = [ends]
     scheduler._port = SimpleNamespace(finished=lambda: Finished(left.pop() if left else ()))
-    scheduler._loads = {end.request_id: _Load("reference", 1e9, reading=True) for end in ends}
-    scheduler._leaders, scheduler._ends, scheduler._stats = {}, [], KvferryStats()
+    scheduler._loads, scheduler._ends, scheduler._stats = Loads(), [], KvferryStats()
+    for end in ends:
+        scheduler._loads.add(end.request_id, Load("reference", 1e9, reading=True))
     made: Any = KvferryConnector.__new__(KvferryConnector)
     made._scheduler = scheduler
     return made, scheduler
@@ -151,7 +168,8 @@ def test_a_failed_read_is_reported_by_the_workers_which_name_its_blocks() -> Non
     made.update_connector_output(output)
     assert output.finished_recving == {"good"}
     assert [end.request_id for end in scheduler._ends] == ["bad"]
-    assert set(scheduler._loads) == {"bad"}
+    assert len(scheduler._loads) == 1
+    assert scheduler._loads["bad"].reading
 
 
 def test_the_metadata_of_a_step_in_which_workers_only_wait_has_no_content() -> None:

@@ -1,4 +1,4 @@
-"""Inside vLLM's MultiConnector, beside another connector: the only way into Dynamo, and how people add offloading.
+"""Inside vLLM's MultiConnector, beside another connector, as people add offloading.
 
 The other one is vLLM's ExampleConnector, which keeps blocks in files: its OffloadingConnector runs on devices only
 (`v1/kv_offload/cpu/spec.py`, 0.32.0).

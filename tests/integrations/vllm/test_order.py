@@ -17,23 +17,18 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval, router_reference
-from kvferry.engine import RankEnd, Tails, WorkerOutput
+from kvferry.engine import RankEnd, WorkerOutput
 from kvferry.geometry.formats import vllm_attention
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
-from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import REFERENCE, TRACEPARENT
-from kvferry.integrations.vllm.scheduler import LEAST_TIME, ConnectorScheduler
-from kvferry.integrations.vllm.settings import ConnectorSettings
-from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
 from kvferry.testing import Fabric
+from tests.integrations.vllm.played_setup import BLOCKS, GROUP, RANKS, TOKENS, setup_of, to_read
 from tests.support.waiting import until
-
-RANKS, BLOCKS, TOKENS = 2, 8, 4
-GROUP = Group("0", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
 
 
 class Stream:
@@ -64,22 +59,6 @@ class Recorded:
 
     def query(self) -> bool:
         return self.done
-
-
-def setup_of(fabric: Fabric, spec: EngineSpec, *, serves: bool, caches_prefixes: bool = False) -> Setup:
-    """What the connector would make of vLLM's configuration."""
-    return Setup(
-        spec=spec,
-        settings=ConnectorSettings(fabric.address, read_timeout=20.0),
-        caches_prefixes=caches_prefixes,
-        tables=(BlockTable(0, GROUP, TOKENS),),
-        recomputed=1,
-        rewritten=0,
-        tails=Tails.KEEP,
-        serves=serves,
-        reads=False,
-        depth=1,
-    )
 
 
 class Prefill:
@@ -350,10 +329,9 @@ def test_a_part_of_a_prompt_is_published_when_every_rank_has_computed_it(
 
     def all_released() -> bool:
         prefill.leave(prefill.step())
-        return not prefill.scheduler.has_work()
+        return bool(pool.get_num_free_blocks() == BLOCKS - 1)
 
     until(all_released)
-    assert pool.get_num_free_blocks() == BLOCKS - 1
     prefill.close()
 
 
@@ -431,33 +409,31 @@ def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
     worker.close()
 
 
-def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample that followed another one has what is left of the time since its arrival, not all of it again."""
-    at = [100.0]
-    setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
-    scheduler = ConnectorScheduler(setup, now=lambda: at[0])
-    asked: list[float] = []
-    monkeypatch.setattr(scheduler._port, "acquire", lambda *_, timeout, **__: asked.append(timeout))
-    params = {"do_remote_prefill": True, REFERENCE: router_reference(fabric.address, "prefill")}
-    samples: list[Any] = [
-        SimpleNamespace(request_id=f"{index}_r", kv_transfer_params=params, num_computed_tokens=0, num_tokens=9)
-        for index in range(3)
-    ]
-    for sample in samples:
-        scheduler.on_new_request(sample)
-    for leader, follower, passed in ((samples[0], samples[1], 15.0), (samples[1], samples[2], 30.0)):
-        at[0] += passed
-        leader.status = RequestStatus.FINISHED_ABORTED
-        scheduler.finished(leader, ([],))
-        scheduler.matched_tokens(follower, 0)
-    assert asked == [setup.settings.read_timeout, setup.settings.read_timeout - 15.0, LEAST_TIME]
-    scheduler.close()
-
-
-def to_read(reference: str, tokens: int) -> Any:
-    """A request of so many tokens that reads a publication."""
-    params = {"do_remote_prefill": True, REFERENCE: reference}
-    return SimpleNamespace(request_id="reader", kv_transfer_params=params, num_computed_tokens=0, num_tokens=tokens)
+def test_an_engine_that_only_publishes_reads_nothing_and_says_so(
+    fabric: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It computes the prompt, and what was published for it is released: vLLM gives out blocks of a producer to which
+    steps that are under way still write."""
+    prefill = Prefill(fabric, None)
+    request = prefill.request("r")
+    prefill.leave(prefill.step("r", 5, 77))
+    reference = prefill.finish(request, 5)
+    producer = ConnectorScheduler(setup_of(fabric, EngineSpec("producer", (GROUP,)), serves=True, reads=False))
+    for request_id in ("reader", "another"):
+        asked = to_read(reference, 2 * TOKENS)
+        asked.request_id = request_id
+        producer.on_new_request(asked)
+        assert producer.matched_tokens(asked, 0) == (0, False)
+        producer.allocated(request_id, ([1, 2],), 0)
+    until(lambda: "r" in prefill.scheduler.step({}).sent)
+    stats = producer.take_stats()
+    assert stats is not None
+    assert stats.data == {"not_granted": 2}
+    said = [record.getMessage() for record in caplog.records if "asked to read" in record.getMessage()]
+    assert len(said) == 1
+    assert "role both" in said[0]
+    producer.close()
+    prefill.close()
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["asked-later", "asked-at-once"])
@@ -495,7 +471,8 @@ def test_what_an_engine_has_published_itself_it_takes_from_its_prefix_cache(fabr
 
     def freed() -> bool:
         """It is declined: nothing is pinned for a reader that will not come."""
-        return "r" in scheduler.step({}).sent or (routed and not scheduler.has_work())
+        scheduler.step({})
+        return all(pool.blocks[block].ref_cnt == 1 for block in blocks)
 
     until(freed)
     assert scheduler.take_received() == set()
@@ -503,18 +480,37 @@ def test_what_an_engine_has_published_itself_it_takes_from_its_prefix_cache(fabr
     prefill.close()
 
 
-def test_what_decode_has_already_neither_waits_for_prefill_nor_fails_with_it(fabric: Fabric) -> None:
-    """vLLM's prefix cache has all but the last token, which decode computes in any case."""
-    setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
-    scheduler = ConnectorScheduler(setup)
-    for reference in (router_reference(fabric.address, "prefill"), "kvf1.damaged"):
-        reader = to_read(reference, 2 * TOKENS + 1)
-        scheduler.on_new_request(reader)
-        assert scheduler.matched_tokens(reader, 2 * TOKENS) == (0, False)
-        scheduler.allocated("reader", ([1, 2, 3],), 0)
-    assert scheduler.step({}).received == set()
-    assert scheduler._port.stats().waiting == 0
-    scheduler.close()
+@pytest.mark.parametrize("request_comes", [True, False], ids=["request", "pause"])
+def test_a_prefill_engine_rests_while_nobody_reads_and_frees_what_was_released_when_vllm_needs_it(
+    fabric: Fabric, *, request_comes: bool
+) -> None:
+    """It runs no steps for its unread publications. vLLM has their blocks before it looks for some, and before it
+    resets its prefix cache for a pause: it asks for work first."""
+    prefill = Prefill(fabric, None)
+    scheduler = prefill.scheduler
+    pool = BlockPool(BLOCKS, False, TOKENS)
+    blocks = [block.block_id for block in pool.get_new_blocks(1)]
+    scheduler.bind(pool, lambda _: (blocks,))
+    request = prefill.request("r")
+    prefill.leave(prefill.step("r", blocks[0], 77))
+    kept, params = scheduler.finished(request, (blocks,))
+    assert not kept
+    assert params is not None
+    pool.free_blocks(pool.blocks[block] for block in blocks)
+    assert pool.get_num_free_blocks() == BLOCKS - 2
+    assert scheduler.has_work()
+    until(lambda: not scheduler.has_work())
+    assert bool((read(fabric, params[REFERENCE]) == 77).all())
+
+    def freed() -> bool:
+        if request_comes:
+            prefill.request("next")
+        else:
+            scheduler.has_work()
+        return bool(pool.get_num_free_blocks() == BLOCKS - 1)
+
+    until(freed)
+    prefill.close()
 
 
 @pytest.mark.parametrize("header", [False, True])

@@ -5,188 +5,29 @@ vLLM's block pool is real; its scheduler and kvferry's port are played.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kvferry import Blocks, Group, GroupKind, router_reference
-from kvferry._control.publications import Publication, Release, ReleaseOutcome
-from kvferry.engine import SchedulerPort
+from kvferry import Blocks, Group, GroupKind
+from kvferry._control.publications import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import REFERENCE
 from kvferry.integrations.vllm.routed import STUCK
-from kvferry.integrations.vllm.sending import Sending
-from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.values import StepsDone
-
-TOKENS, BLOCKS = 4, 32
-FULL = BlockTable(0, Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0, pool="device"), TOKENS)
-WINDOW = BlockTable(
-    1, Group("window", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0, pool="device"), TOKENS, window_tokens=8
-)
-
-
-class Port:
-    """A scheduler's port: what it was asked to do, and the releases that a home has for it."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.refuses: Exception | None = None
-        self.number = 0
-
-    def publish(
-        self, request_id: str, blocks: Mapping[str, Blocks], *, last: bool = True, reference: str = "", **_: Any
-    ) -> Publication:
-        if self.refuses is not None:
-            raise self.refuses
-        self.number += 1
-        self.calls.append(("publish", tokens_of(blocks), "last" if last else "more", reference))
-        return Publication(self.number, request_id, f"canonical-{self.number}")
-
-    def publish_more(self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, **_: Any) -> None:
-        if self.refuses is not None:
-            raise self.refuses
-        self.calls.append(("more", tokens_of(blocks), "last" if last else "more", publication.number))
-
-    def abort(self, publication: Publication) -> None:
-        self.calls.append(("abort", publication.number))
-
-    def decline(self, reference: str) -> None:
-        self.calls.append(("decline", reference))
-
-    def take(self) -> list[tuple[Any, ...]]:
-        found, self.calls = self.calls, []
-        return found
-
-
-def tokens_of(blocks: Mapping[str, Blocks]) -> dict[str, tuple[int, int | None]]:
-    return {name: (listed.first_token, listed.end_token) for name, listed in blocks.items()}
-
-
-class Prefill:
-    """A scheduler of vLLM with one or two groups, over a real pool."""
-
-    def __init__(
-        self,
-        *tables: BlockTable,
-        ranks: int = 1,
-        caching: bool = False,
-        bound: bool = True,
-        rewritten: int = 0,
-        serves: bool = True,
-    ) -> None:
-        self.tables = tables or (FULL,)
-        self.pool = BlockPool(BLOCKS, caching, TOKENS)
-        self.port = Port()
-        self.now = 0.0
-        setup = SimpleNamespace(
-            spec=SimpleNamespace(num_ranks=ranks, engine_id="prefill"),
-            tables=self.tables,
-            sums=True,
-            withheld=0,
-            rewritten=rewritten,
-            serves=serves,
-            has_states=False,
-            published=self.published,
-        )
-        self.counts: list[str] = []
-        self.sending = Sending(cast(Setup, setup), cast(SchedulerPort, self.port), self.counts.append)
-        self.sending._routed._now = lambda: self.now
-        self.blocks: dict[str, list[list[Any]]] = {}
-        if bound:
-            self.sending.bind(self.pool, self.ids)
-        self.free = self.pool.get_num_free_blocks()
-
-    def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
-        return {table.group.name: table.published(block_ids[table.index], tokens) for table in self.tables}
-
-    def ids(self, request_id: str) -> tuple[list[int], ...]:
-        return tuple([block.block_id for block in listed] for listed in self.blocks[request_id])
-
-    def request(self, request_id: str, prompt: int, reference: str = "", **params: Any) -> Any:
-        found = SimpleNamespace(
-            request_id=request_id,
-            kv_transfer_params={"do_remote_decode": True, REFERENCE: reference or made(), **params},
-            status=RequestStatus.WAITING,
-            num_computed_tokens=0,
-            num_prompt_tokens=prompt,
-            num_tokens=prompt,
-            num_output_tokens=0,
-            max_tokens=1,
-            all_token_ids=list(range(prompt + 1)),
-            mm_features=[],
-            prompt_embeds=None,
-            cache_salt=None,
-            lora_request=None,
-            resumable=False,
-        )
-        self.sending.expect(found)
-        self.blocks[request_id] = [[] for _ in self.tables]
-        return found
-
-    def step(self, *scheduled: tuple[Any, int]) -> int:
-        """Begin a step that computes so many tokens of requests."""
-        for request, count in scheduled:
-            request.status = RequestStatus.RUNNING
-            wanted = -(-(request.num_computed_tokens + count) // TOKENS)
-            for listed in self.blocks[request.request_id]:
-                listed += self.pool.get_new_blocks(max(0, wanted - len(listed)))
-        step = self.sending.begin({request.request_id: count for request, count in scheduled})
-        for request, count in scheduled:
-            request.num_computed_tokens += count
-        return step
-
-    def ended(self, step: int, rank: int = 0, computed: int | None = None) -> None:
-        self.sending.computed({rank: StepsDone(step if computed is None else computed, step)})
-
-    def run(self, request: Any, count: int) -> None:
-        self.ended(self.step((request, count)))
-
-    def preempt(self, request: Any) -> None:
-        self.free_blocks(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-
-    def free_blocks(self, request: Any) -> None:
-        for listed in self.blocks[request.request_id]:
-            self.pool.free_blocks(reversed(listed))
-            listed.clear()
-
-    def finish(self, request: Any, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
-        request.status = status
-        if status is RequestStatus.FINISHED_LENGTH_CAPPED:
-            request.num_tokens += 1
-        kept, params = self.sending.finish(request, self.ids(request.request_id))
-        if not kept:
-            self.free_blocks(request)
-        return params
-
-    def release(self, number: int, request_id: str = "r", outcome: ReleaseOutcome = ReleaseOutcome.READ) -> set[str]:
-        return self.sending.released([Release(number, request_id, outcome)])
-
-    @property
-    def used(self) -> int:
-        return int(self.free - self.pool.get_num_free_blocks())
-
-
-def made() -> str:
-    return router_reference("127.0.0.1:1", "prefill")
+from tests.integrations.vllm.played_prefill import BLOCKS, FULL, TOKENS, WINDOW, Prefill, made
 
 
 @pytest.fixture
 def prefill() -> Iterator[Prefill]:
     engine = Prefill()
     yield engine
-    # Nothing is held for ever, and nothing was freed twice.
-    assert engine.used == 0
-    assert all(block.ref_cnt == 0 for block in engine.pool.blocks[1:])
+    engine.check_freed()
 
 
 def test_each_step_publishes_the_blocks_that_it_has_filled(prefill: Prefill) -> None:
@@ -202,13 +43,16 @@ def test_each_step_publishes_the_blocks_that_it_has_filled(prefill: Prefill) -> 
     # The last block, which is not full, comes with the end.
     assert prefill.port.take() == [("more", {"full": (12, 14)}, "last", 1)]
     assert params[REFERENCE] == "canonical-1"
+    # The engine takes no rest before its workers are told of them.
+    assert prefill.sending.unsummed
     assert [(sum.publication, sum.last) for sum in prefill.sending.take_sums()] == [(1, False), (1, False), (1, True)]
+    assert not prefill.sending.unsummed
     assert prefill.counts == ["published"]
     # vLLM has freed the request, and its blocks are there until they are released.
     assert prefill.used == 4
-    assert prefill.sending.has_work
+    assert prefill.sending.holding
     assert prefill.release(1) == set()
-    assert not prefill.sending.has_work
+    assert not prefill.sending.holding
 
 
 def test_a_short_prompt_is_published_whole(prefill: Prefill) -> None:
@@ -479,6 +323,29 @@ def test_a_publication_that_keeps_its_request_from_running_is_withdrawn(prefill:
     assert prefill.port.take() == []
 
 
+def test_of_several_stuck_requests_one_after_the_other_is_withdrawn(prefill: Prefill) -> None:
+    """The youngest first. A publication that was withdrawn keeps its blocks until its readers are done, and does not
+    keep vLLM from withdrawing the next one meanwhile."""
+    for request in (prefill.request("old", 14), prefill.request("young", 14)):
+        prefill.run(request, 9)
+        prefill.preempt(request)
+    prefill.port.take()
+    prefill.step()
+    prefill.now = STUCK * 1.1
+    prefill.step()
+    assert prefill.port.take() == [("abort", 2)]
+    prefill.step()
+    prefill.now = STUCK * 2.2
+    prefill.step()
+    assert prefill.port.take() == [("abort", 1)]
+    prefill.step()
+    prefill.now = STUCK * 3.3
+    prefill.step()
+    assert prefill.port.take() == []
+    for number in (1, 2):
+        prefill.release(number, outcome=ReleaseOutcome.ABORTED)
+
+
 def test_a_vllm_without_its_pool_publishes_once_at_the_end() -> None:
     """It cannot hold blocks over a preemption. vLLM keeps those of the finished request."""
     prefill = Prefill(bound=False)
@@ -514,10 +381,10 @@ def test_a_request_id_is_used_again_while_its_blocks_are_held(prefill: Prefill) 
     second = prefill.request("r", 6, kvferry_reference=None)
     prefill.run(second, 6)
     prefill.finish(second)
+    assert prefill.used == 6
     assert prefill.release(1) == set()
     assert prefill.used == 2
-    assert prefill.release(2) == {"r"}
-    prefill.free_blocks(second)
+    assert prefill.release(2) == set()
 
 
 def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
@@ -541,8 +408,8 @@ def test_a_hold_frees_its_blocks_once(prefill: Prefill) -> None:
     """Even if it is freed again when somebody else has them."""
     hold = BlockHold(prefill.pool)
     blocks = prefill.pool.get_new_blocks(3)
-    hold.add(block.block_id for block in blocks)
-    hold.drop([blocks[0].block_id])
+    hold.add({"full": Blocks([block.block_id for block in blocks])})
+    hold.drop({"full": Blocks([blocks[0].block_id])})
     assert [block.ref_cnt for block in blocks] == [1, 2, 2]
     hold.free()
     hold.free()

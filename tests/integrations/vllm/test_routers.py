@@ -53,7 +53,7 @@ ROUTERS = [
     Router("llm-d-sidecar-nixlv2", {**ASKED, **NULLS}, {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}),
     Router("production-stack", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
     Router("aibrix", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
-    # Sends no nulls. It knows the connector as MultiConnector, see test_multi_connector.py.
+    # Sends no nulls. Dynamo itself refuses the connector: ai-dynamo 1.6.1 knows others only.
     Router("dynamo", ASKED),
     # The fields of other modes, all of which are unknown here.
     Router("unknown-fields", {**ASKED, **NULLS, "tp_size": 8, "transfer_id": "x", "remote_dp_rank": 3, "notify": [1]}),
@@ -61,13 +61,17 @@ ROUTERS = [
 
 
 class Pair:
-    """Two servers of the same role, so that each can be prefill and decode."""
+    """Two servers that publish and read, so that each can be prefill and decode: by vLLM's role, and by ours."""
 
     def __init__(self, model: Path, folder: Path, address: str) -> None:
         self.model = str(model)
+        extra = {"address": address, "role": "both"}
+        both = {
+            "p": kvferry("kv_consumer", address, engine_id="p", kv_connector_extra_config=extra),
+            "d": kvferry("kv_both", address, engine_id="d"),
+        }
         self.servers = [
-            Server(model, folder / f"{name}.log", free_port(), kvferry("kv_both", address, engine_id=name), *STEPS)
-            for name in ("p", "d")
+            Server(model, folder / f"{name}.log", free_port(), transfer, *STEPS) for name, transfer in both.items()
         ]
 
     def ready(self) -> Pair:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -220,23 +221,42 @@ def test_alike_layers_are_one_kind_and_others_are_not(tmp_path: Path) -> None:
 def test_one_line_says_what_was_checked_and_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tmp_path)
     rank = bound(config, attention(config))
-    with caplog.at_level(logging.INFO, "vllm"), heard_by(caplog.handler, "vllm"):
-        check(rank, declared(rank))
+    with caplog.at_level(logging.INFO, "kvferry"):
+        report = check(rank, declared(rank))
     [line] = [record.getMessage() for record in caplog.records if "self-check" in record.getMessage()]
-    assert line.startswith("self-check: layers 4 of CPU_ATTN by values of value and footprint of key; ")
+    blocks = ", ".join(map(str, report.kinds[0].blocks))
+    assert line.startswith(
+        f"self-check: layers 4 of CPU_ATTN by values of value and footprint of key in blocks {blocks}; "
+    )
 
 
-@contextmanager
-def heard_by(handler: logging.Handler, name: str) -> Iterator[None]:
-    """Some versions of vLLM keep the lines of its logger to themselves, others pass them on."""
-    found = logging.getLogger(name)
-    was, found.propagate = found.propagate, False
-    found.addHandler(handler)
-    try:
-        yield
-    finally:
-        found.removeHandler(handler)
-        found.propagate = was
+@pytest.mark.parametrize("wrong", [1, 2, 5, 14, 15])
+def test_a_kernel_that_is_wrong_in_one_block_is_found_if_the_block_is_looked_at(tmp_path: Path, wrong: int) -> None:
+    """The first, the last, and some that are drawn at each start."""
+    config = config_of(tmp_path)
+    modules = attention(config, count=1, heads=2)
+    rank = bound(config, modules, blocks=16)
+    [layer] = rank.layers
+    update, tokens = modules[layer.name].impl.do_kv_cache_update, layer.spec.block_size
+
+    def rotates_a_block(module: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        found = slots // tokens == wrong
+        update(module, key, torch.where(found[:, None, None], value.roll(1, 0), value), cache, slots)
+
+    modules[layer.name].impl.do_kv_cache_update = rotates_a_block
+    found = []
+    for seed in range(12):
+        try:
+            [kind] = self_check(rank.layers, declared(rank), config, seed).kinds
+        except LayoutMismatch as error:
+            found.append(error.values["block"])
+        else:
+            assert wrong not in kind.blocks
+            assert {1, 15} < set(kind.blocks)
+            assert len(kind.blocks) == 6
+    assert set(found) == {str(wrong)}
+    # In every start, or by chance.
+    assert (len(found) == 12) == (wrong in (1, 15))
 
 
 # Where vLLM writes its cache cannot be asked, strides and sizes are compared with the spec, and the report says so.
@@ -374,6 +394,20 @@ WRONG_CPU: dict[str, Change] = {
 }
 
 
+def test_elements_of_another_type_than_the_tensors_are_refused(tmp_path: Path) -> None:
+    """Engines compare the names: by a wrong one, they would read elements of another type as their own."""
+    config = config_of(tmp_path)
+    rank = bound(config, attention(config, count=2))
+    planes = declared(rank)
+    for dtype in ("bfloat16", "int32", ""):
+        values = refused(rank, [*planes[:-1], replace(planes[-1], dtype=dtype)]).values
+        assert (values["expected"], values["found"]) == ("float32", dtype)
+        assert values["layer"] == rank.layers[-1].name
+    recurrent_rank, states = recurrent(tmp_path)
+    wrong = [replace(plane, dtype="float16") if plane.component == "ssm" else plane for plane in states]
+    assert refused(recurrent_rank, wrong).values["component"] == "ssm"
+
+
 @pytest.mark.parametrize("name", WRONG_CPU)
 def test_wrong_planes_of_the_cpu_kernel_are_refused(tmp_path: Path, name: str) -> None:
     config = config_of(tmp_path)
@@ -472,7 +506,7 @@ def test_two_layers_in_the_same_place_are_refused(tmp_path: Path) -> None:
     rank = bound(config, attention(config, count=2))
     first, second = rank.layers
     both = [first, replace(second, cache=first.cache)]
-    with pytest.raises(LayoutMismatch, match="both hold the byte"):
+    with pytest.raises(LayoutMismatch, match="both hold the same bytes"):
         self_check(both, [plane for layer in both for plane in layer_planes(layer)], config)
 
 
@@ -638,4 +672,6 @@ def test_vllm_starts_with_its_planes_and_says_how_they_were_checked(tmp_path: Pa
             engine.ready()
         lines = [line for line in (tmp_path / "log").read_text().splitlines() if "self-check: " in line]
     assert len(lines) == 1
-    assert "self-check: layers 4 of CPU_ATTN by values of value and footprint of key" in lines[0]
+    # As vLLM's own lines.
+    how = "layers 4 of CPU_ATTN by values of value and footprint of key in blocks 1, "
+    assert re.search(rf"INFO \d\d-\d\d \d\d:\d\d:\d\d .*self-check: {how}", lines[0])

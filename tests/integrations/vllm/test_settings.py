@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import AuxOutputConfig, KVTransferConfig, VllmConfig
 
 from kvferry.errors import InvalidField
 from kvferry.integrations.vllm.connector import KvferryConnector
@@ -63,6 +63,8 @@ def test_every_option_of_a_client_can_be_set(tmp_path: Path) -> None:
         ({"tls": {"cert": "/c.pem"}}, "tls.tls_key", "a file"),
         ({"tls": {"ca": 1}}, "tls.ca", "the name of a file"),
         ({"max_waiting": 0}, "max_waiting", "at least 1"),
+        ({"role": "kv_both"}, "role", "prefill, decode or both"),
+        ({"role": 1}, "role", "prefill, decode or both"),
         ({"start_timeout": 0}, "start_timeout", "more than 0"),
         ({"address": "http://host:1"}, "address", ""),
     ],
@@ -93,6 +95,32 @@ def test_the_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     assert ConnectorSettings.of(ADDRESS).address == ADDRESS["address"]
 
 
+@pytest.mark.parametrize(
+    ("kv_role", "role", "expected"),
+    [
+        ("kv_producer", None, "prefill"),
+        ("kv_consumer", None, "decode"),
+        ("kv_both", None, "both"),
+        # Where vLLM has no kv_both any more.
+        ("kv_consumer", "both", "both"),
+        ("kv_consumer", "prefill", "prefill"),
+        ("kv_both", "prefill", "prefill"),
+        ("kv_both", "decode", "decode"),
+        ("kv_producer", "prefill", "prefill"),
+    ],
+)
+def test_the_role_is_that_of_vllm_unless_it_is_set(kv_role: str, role: str | None, expected: str) -> None:
+    assert ConnectorSettings.of({**ADDRESS, "role": role}).role_of(kv_role) == expected
+
+
+@pytest.mark.parametrize("role", ["decode", "both"])
+def test_an_engine_that_vllm_takes_for_a_producer_alone_may_not_read(role: str) -> None:
+    """vLLM keeps freed blocks back for consumers alone: a step under way would overwrite what was read into them."""
+    with pytest.raises(InvalidField, match="kv_producer") as refused:
+        ConnectorSettings.of({**ADDRESS, "role": role}).role_of("kv_producer")
+    assert refused.value.values["field"] == "role"
+
+
 def model(**fields: Any) -> SimpleNamespace:
     """The part of vLLM's ModelConfig that is asked for, which needs no model's files."""
     given = {"runner_type": "generate", "is_encoder_decoder": False, "enable_sleep_mode": False, "model": "m", **fields}
@@ -112,14 +140,27 @@ def test_what_the_connector_cannot_do_is_refused_with_the_reason(
     fields: dict[str, Any], device: str, buffer: str, field: str, said: str
 ) -> None:
     transfer = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_buffer_device=buffer)
-    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model(**fields))
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, model_config=model(**fields), aux_output_config=AuxOutputConfig()
+    )
     with pytest.raises(InvalidField) as refused:
         check_supported(config, device)
     assert refused.value.values["field"] == field
     assert said in refused.value.values["expected"]
     assert not KvferryConnector.supports_sleep_mode(transfer)
     fine = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_buffer_device=device)
-    check_supported(SimpleNamespace(kv_transfer_config=fine, model_config=model()), device)
+    config.kv_transfer_config, config.model_config = fine, model()
+    check_supported(config, device)
+
+
+def test_routed_experts_are_refused_by_name() -> None:
+    """vLLM refuses them for the connectors whose names it knows: decode has not computed the prompt."""
+    transfer = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_connector_extra_config=ADDRESS)
+    config = VllmConfig(kv_transfer_config=transfer)
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(InvalidField, match="not published") as refused:
+        check_supported(config, transfer.kv_buffer_device)
+    assert refused.value.values["field"] == "enable_return_routed_experts"
 
 
 def table(heading: str) -> dict[str, str]:

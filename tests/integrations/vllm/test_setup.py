@@ -23,6 +23,7 @@ from kvferry.integrations.vllm.setup import Setup, _identity
         ("read_timeout", "soon"),
         ("read_timeout", 0),
         ("read_timeout", None),
+        ("role", "reader"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:

@@ -100,7 +100,15 @@ def test_nothing_can_be_changed(watched: Watched) -> None:
 def test_a_web_page_cannot_use_a_browser_of_this_host(watched: Watched) -> None:
     """By having its own name point to loopback: the name in the request is then the page's."""
     assert get(watched.admin, "/metrics", Host="evil.example").code == 421
-    assert get(watched.admin, "/metrics", Host="127.0.0.1.evil.example").code == 421
+    for name in (
+        "127.0.0.1.evil.example",
+        "[::1].evil.example",
+        "[::1]:1.evil.example",
+        "localhost:1.evil",
+        "[::1",
+        ":",
+    ):
+        assert get(watched.admin, "/metrics", Host=name).code == 421, name
     for name in ("localhost:7424", "[::1]:7424", "127.0.0.1"):
         assert get(watched.admin, "/metrics", Host=name).code == 200
 
@@ -140,7 +148,7 @@ def test_a_second_server_starts_without_it_unless_it_was_asked_for() -> None:
         assert done.returncode == 1
         assert "cannot listen on 127.0.0.1:7424" in done.stderr
         assert "admin" in done.stderr
-        code = "import os, sys; del os.environ['KVFERRY_ADMIN']; from kvferry_server.node.main import main; main()"
+        code = "import os, sys; del os.environ['KVFERRYD_ADMIN']; from kvferry_server.node.main import main; main()"
         with Kvferryd("--listen", "127.0.0.1:0", "--unix", "", program=("-c", code)) as second:
             assert second.admin == ""
             assert "127.0.0.1:7424 is in use" in second.log

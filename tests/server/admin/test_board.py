@@ -35,7 +35,12 @@ ALERTS = dict(re.findall(r"- alert: (\w+)\n +expr: (?:>-\n)?(.*?)\n +(?:for|labe
 MONITORING = (ROOT / "docs" / "monitoring.md").read_text()
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 
-NEED_TLS = ("kvferry_certificate_expiry_timestamp_seconds", "kvferry_authority_expiry_timestamp_seconds")
+NEED_TLS = (
+    "kvferry_certificate_expiry_timestamp_seconds",
+    "kvferry_authority_expiry_timestamp_seconds",
+    "kvferry_tls_handshakes_total",
+    "kvferry_tls_handshakes_failed_total",
+)
 """Only a node server with TLS has them; no other expression may be without data in this run."""
 
 FIRING = {

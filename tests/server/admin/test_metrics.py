@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+import kvferry
 from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -55,7 +56,7 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         empty = Scraped(server.admin)
         assert empty("kvferry_ready") == 1
         assert empty("kvferry_leases") == 0
-        assert empty("kvferry_build_info", version="0.1.0") == 1
+        assert empty("kvferry_build_info", version=kvferry.__version__) == 1
         party = Party(channel, "engine")
         party.works()
         wrong = pb.NotifyRequest(sender=party.ref, session_secret=secrets.token_bytes(32))

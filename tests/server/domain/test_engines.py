@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry._wire.authority import incarnation_of
 from kvferry.errors import (
     BadAgentMetadata,
     BadGeometry,
@@ -453,7 +454,7 @@ def test_a_registration_is_accounted_as_about_what_it_takes(grows: str) -> None:
         at = {grows: count}
         long = "x" * 200 if grows == "names" else ""
         more = tuple(
-            dataclasses.replace(planes[0], layer=f"{long}{n}", format=f"{long}{n}", dtype=f"d{n}")
+            dataclasses.replace(planes[0], layer=f"{long}{n}", format=f"{long}{n}", dtype=f"d{n}", shared=True)
             for n in range(at.get("planes", at.get("names", 5)))
         )
         geometry = dataclasses.replace(given.geometry, planes=more)
@@ -502,3 +503,42 @@ def test_regions_are_checked_as_far_as_one_registration_may_cost(monkeypatch: py
     assert regions(3).rank == 0
     with pytest.raises(InvalidField, match="at most 3 for 4 planes"):
         regions(4)
+
+
+def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> None:
+    secret = scene.open()
+    scene.registry.register(registration(), secret)
+    scene.registry.retire(P)
+    assert scene.wait(0) == [EngineGone(P)]
+    scene.open(P2)
+    with pytest.raises(PeerRestarted) as caught:
+        scene.registry.retire(P)
+    assert caught.value.values["current"] == P2.incarnation.hex()
+    # Its Watch ends after its last word.
+    scene.registry.close_engine(P)
+    with pytest.raises(PeerRestarted):
+        scene.open(P)
+    assert scene.wait(TIMES.engine_ttl) == []
+    assert scene.registry.find_live(P.engine_id).ref == P2
+
+
+def test_a_host_that_retires_without_an_end_leaves_room_for_others() -> None:
+    scene = Scene(Limits(retired=8))
+    refs = [start("storm", chr(ord("a") + index)) for index in range(8)]
+
+    def retire(ref: EngineRef, secret: bytes, host: str) -> None:
+        scene.registry.open_engine(ref, secret, host)
+        scene.registry.retire(ref)
+
+    made = [EngineRef(ref.engine_id, incarnation_of(ref.incarnation * 2)) for ref in refs]
+    for ref, new in zip(refs[:4], made, strict=False):
+        retire(new, ref.incarnation * 2, "10.0.0.1")
+    with pytest.raises(LimitReached, match="retired"):
+        retire(made[4], refs[4].incarnation * 2, "10.0.0.1")
+    # What could not be retired ends by its ttl.
+    scene.registry.close_engine(made[4])
+    scene.wait(TIMES.engine_ttl)
+    secret = scene.open()
+    retire(P, secret, "10.0.0.2")
+    scene.wait(TIMES.retire)
+    retire(made[0], refs[0].incarnation * 2, "10.0.0.1")

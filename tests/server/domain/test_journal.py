@@ -37,8 +37,8 @@ def recount(scene: Scene) -> None:
     live = [lease for lease in records.leases() if lease.live]
     assert +journal.live_leases == Counter(lease.state for lease in live)
     assert journal.granted == len(live) + sum(journal.ended.values())
-    assert journal.lasted.count == sum(journal.ended.values())
-    assert journal.hold.count == sum(journal.outcomes.values())
+    assert journal.lasted.distribution().count == sum(journal.ended.values())
+    assert journal.hold.distribution().count == sum(journal.outcomes.values())
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -22,7 +22,7 @@ from tests.support.repository import ROOT
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NodeConfig.model_fields:
-        monkeypatch.delenv(f"KVFERRY_{name.upper()}", raising=False)
+        monkeypatch.delenv(f"KVFERRYD_{name.upper()}", raising=False)
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def file(tmp_path: Path) -> Path:
 def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVFERRY_HOLD", "30")
-    monkeypatch.setenv("KVFERRY_FINAL", "300")
+    monkeypatch.setenv("KVFERRYD_HOLD", "30")
+    monkeypatch.setenv("KVFERRYD_FINAL", "300")
     loaded = load({"final": "200"}, file)
     config = loaded.config
     assert (config.final, config.hold, config.ttl, config.engine_ttl) == (200, 30, 4, Times().engine_ttl)
     assert {name: loaded.origins[name] for name in ("final", "hold", "ttl", "engine_ttl")} == {
         "final": "--final",
-        "hold": "KVFERRY_HOLD",
+        "hold": "KVFERRYD_HOLD",
         "ttl": str(file),
         "engine_ttl": "default",
     }
@@ -54,7 +54,7 @@ def test_settings_of_others_in_the_environment_are_nothing_to_us(monkeypatch: py
 
 
 def test_a_program_that_configures_a_server_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_TTL", "7")
+    monkeypatch.setenv("KVFERRYD_TTL", "7")
     assert configure(unix="").ttl == Times().ttl
 
 
@@ -70,7 +70,7 @@ def test_every_setting_has_a_flag_with_help_and_its_name_in_the_environment() ->
     text = parser.format_help()
     for name, field in NodeConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
-        assert f"KVFERRY_{name.upper()}" in text
+        assert f"KVFERRYD_{name.upper()}" in text
         assert field.description
 
 
@@ -95,10 +95,10 @@ def test_an_error_names_the_setting_its_value_and_where_it_came_from(flags: dict
 
 
 def test_an_error_names_the_variable_or_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_RETIRE", "never")
-    with pytest.raises(BadConfig, match=r"retire is 'never' \(from KVFERRY_RETIRE\)"):
+    monkeypatch.setenv("KVFERRYD_RETIRE", "never")
+    with pytest.raises(BadConfig, match=r"retire is 'never' \(from KVFERRYD_RETIRE\)"):
         load({}, file)
-    monkeypatch.delenv("KVFERRY_RETIRE")
+    monkeypatch.delenv("KVFERRYD_RETIRE")
     file.write_text("hodl = 3\n")
     with pytest.raises(BadConfig) as caught:
         load({}, file)
@@ -115,10 +115,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | None
 
 
 def test_the_file_can_be_named_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_CONFIG", "/etc/kvferry.toml")
+    monkeypatch.setenv("KVFERRYD_CONFIG", "/etc/kvferry.toml")
     assert config_file(None) == Path("/etc/kvferry.toml")
     assert config_file("other.toml") == Path("other.toml")
-    monkeypatch.delenv("KVFERRY_CONFIG")
+    monkeypatch.delenv("KVFERRYD_CONFIG")
     assert config_file(None) is None
 
 
@@ -136,11 +136,11 @@ def test_check_config_prints_it_and_starts_nothing(file: Path) -> None:
         command("--check-config", "--config", str(file), "--no-insecure"),
         capture_output=True,
         text=True,
-        env=environment(KVFERRY_HOLD="41"),
+        env=environment(KVFERRYD_HOLD="41"),
         check=True,
     )
     assert "hold = 41.0" in done.stdout
-    assert "# KVFERRY_HOLD" in done.stdout
+    assert "# KVFERRYD_HOLD" in done.stdout
     assert done.stderr == ""
 
 
@@ -160,8 +160,8 @@ def test_a_server_without_its_extra_says_how_to_get_it(tmp_path: Path) -> None:
 
 
 def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant() -> None:
-    settings = {f"KVFERRY_{name.upper()}" for name in NodeConfig.model_fields}
-    known = dict.fromkeys((*settings, "KVFERRY_CONFIG", *OF_CLIENTS, "kvferry_listen", "PATH"), "x")
+    settings = {f"KVFERRYD_{name.upper()}" for name in NodeConfig.model_fields}
+    known = dict.fromkeys((*settings, "KVFERRYD_CONFIG", *OF_CLIENTS, "kvferryd_listen", "PATH"), "x")
     services = {
         "KVFERRY_SERVICE_HOST": "10.96.0.9",
         "KVFERRY_SERVICE_PORT_GRPC": "7423",
@@ -169,14 +169,15 @@ def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant() -> 
         "KVFERRY_NODE_PORT_7423_TCP_ADDR": "10.96.0.9",
     }
     assert unknown_variables({**known, **services}) == []
-    assert unknown_variables({**known, "KVFERRY_LISTN": "x", "KVFERRY_SOMETHING": "x", "KVFERRY_ADMIN_PORT": "1"}) == [
-        "nothing reads the variable KVFERRY_ADMIN_PORT; did you mean KVFERRY_ADMIN?",
-        "nothing reads the variable KVFERRY_LISTN; did you mean KVFERRY_LISTEN?",
+    wrong = {"KVFERRYD_LISTN": "x", "KVFERRY_SOMETHING": "x", "KVFERRYD_ADMIN_PORT": "1"}
+    assert unknown_variables({**known, **wrong}) == [
+        "nothing reads the variable KVFERRYD_ADMIN_PORT; did you mean KVFERRYD_ADMIN?",
+        "nothing reads the variable KVFERRYD_LISTN; did you mean KVFERRYD_LISTEN?",
         "nothing reads the variable KVFERRY_SOMETHING",
     ]
-    misspelt = {"KVFERRY_ADVERTIZE": "10.0.0.1"}
+    misspelt = {"KVFERRYD_ADVERTIZE": "10.0.0.1"}
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", env=misspelt) as server:
-        assert "WARNING kvferryd: nothing reads the variable KVFERRY_ADVERTIZE; did you mean KVFERRY_ADVERTISE?" in (
+        assert "WARNING kvferryd: nothing reads the variable KVFERRYD_ADVERTIZE; did you mean KVFERRYD_ADVERTISE?" in (
             server.log
         )
 
@@ -186,4 +187,51 @@ def test_the_variables_that_clients_read_are_known() -> None:
     text = "".join(path.read_text() for path in (ROOT / "client").rglob("*.py"))
     read = set(re.findall(r"\bKVFERRY_[A-Z_]*[A-Z]\b", text))
     assert set(OF_CLIENTS) <= read
-    assert unknown_variables(dict.fromkeys(read, "x")) == []
+    settings = dict.fromkeys(("KVFERRYD_TLS_CA", "KVFERRYD_TLS_CERT", "KVFERRYD_TLS_KEY", "KVFERRYD_DIRECTORY"), "x")
+    assert unknown_variables({**dict.fromkeys(read, "x"), **settings}) == []
+
+
+def checked(**variables: str) -> subprocess.CompletedProcess[str]:
+    """`kvferryd --check-config` with these variables."""
+    settings = environment(**variables)
+    return subprocess.run(command("--check-config"), env=settings, capture_output=True, text=True, check=False)
+
+
+def test_a_clients_certificate_in_the_environment_is_not_the_servers() -> None:
+    """Nor is it ignored without a word, since it may have been meant: kvferryd had the same names."""
+    done = checked(KVFERRY_TLS_CERT="/c.pem", KVFERRY_TLS_KEY="/c.key")
+    assert done.returncode == 0
+    assert "KVFERRY_TLS_CERT is read by clients only; kvferryd reads KVFERRYD_TLS_CERT" in done.stderr
+    assert "/c.pem" not in done.stdout
+
+
+def test_a_setting_by_its_former_name_is_refused() -> None:
+    """Otherwise a policy that was set would not be in force."""
+    done = checked(KVFERRY_POLICY="/policy.toml", KVFERRY_CONFIG="/a.toml")
+    assert done.returncode == 2
+    assert "KVFERRY_POLICY is not read any more: its name is KVFERRYD_POLICY now" in done.stderr
+    assert "KVFERRYD_CONFIG" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"hold": 5, "final": 1}, "hold"),
+        ({"ttl": 20, "max_ttl": 20, "final": 10}, "ttl"),
+        ({"engine_ttl": 60, "retire": 30}, "engine_ttl"),
+        ({"ttl": 50}, "ttl"),
+    ],
+)
+def test_durations_that_contradict_each_other_are_refused(settings: dict[str, float], wrong: str) -> None:
+    with pytest.raises(BadConfig, match=f"^{wrong} is ") as caught:
+        configure(**settings)
+    assert caught.value.values["setting"] == wrong
+
+
+def test_a_default_that_is_longer_than_what_was_set_is_no_contradiction() -> None:
+    assert configure(final=60).times.hold == Times().hold
+
+
+def test_levels_and_formats_may_be_written_in_any_case() -> None:
+    config = configure(log_level="INFO", log_format="Json")
+    assert (config.log_level, config.log_format) == ("info", "json")

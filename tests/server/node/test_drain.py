@@ -20,12 +20,12 @@ from kvferry._wire.channel import connect, connect_async
 from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InternalError, ServerDraining, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.publications import PublicationStage
 from kvferry_server.home.home import Home
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.support.node_servers import Kvferryd
+from tests.support.stubs import KVTransferStub
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub

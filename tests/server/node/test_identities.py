@@ -13,7 +13,6 @@ from kvferry._wire.channel import connect
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry.errors import KvferryError, WrongIdentity
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.certificates import Authority, tls_flags
 from tests.support.node_in_process import (
     TIMEOUT,
@@ -26,6 +25,7 @@ from tests.support.node_in_process import (
 )
 from tests.support.node_servers import Kvferryd
 from tests.support.parties import SECRETS, D, P
+from tests.support.stubs import KVTransferStub
 
 Stubs = dict[str, Any]
 

@@ -160,13 +160,13 @@ def test_a_missing_directory_is_made_for_this_user_only(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_work_are_named(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NodeConfig.model_fields:
-        monkeypatch.delenv(f"KVFERRY_{name.upper()}", raising=False)
+        monkeypatch.delenv(f"KVFERRYD_{name.upper()}", raising=False)
     unix = [] if "--unix" in arguments else ["--unix", ""]
     assert run([*arguments, *unix]) == 2
-    told = capsys.readouterr().err
+    told = capfd.readouterr().err
     assert says in told
     assert "Traceback" not in told
 

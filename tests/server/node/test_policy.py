@@ -20,7 +20,6 @@ from kvferry.errors import BadReference, InvalidField, KvferryError, NotAllowed,
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.policy import Grant, Policy, Rule
 from kvferry_server.node.loading import BadConfig, configure
 from kvferry_server.node.policy_file import read_policy
@@ -33,6 +32,7 @@ from tests.support.node_in_process import raised, running
 from tests.support.node_servers import Kvferryd, serves
 from tests.support.raw_parties import Party
 from tests.support.repository import ROOT
+from tests.support.stubs import KVTransferStub
 from tests.support.waiting import until
 
 TIMEOUT = 20.0

@@ -14,7 +14,6 @@ import pytest
 from kvferry._wire.status import from_rpc_error
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.node_in_process import (
     TIMEOUT,
     proto,
@@ -26,6 +25,7 @@ from tests.support.node_in_process import (
 )
 from tests.support.node_servers import Kvferryd
 from tests.support.parties import SECRETS, D, P, read_id
+from tests.support.stubs import KVTransferStub
 
 FINAL = 2.0
 

@@ -29,7 +29,6 @@ from kvferry.geometry import RankGeometry
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.connections import ConnectionLimiter, connections_each
 from kvferry_server.node.grpc_server import _CAN_MEND
@@ -43,6 +42,7 @@ from tests.support.node_in_process import proto, register_request
 from tests.support.node_servers import Kvferryd, serves
 from tests.support.parties import SECRETS, P, rank_geometry
 from tests.support.raw_parties import Party
+from tests.support.stubs import KVTransferStub
 
 LIST_ENGINES = "/kvferry.v1.Introspection/ListEngines"
 WATCH = "/kvferry.v1.KVTransfer/Watch"

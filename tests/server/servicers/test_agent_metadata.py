@@ -31,7 +31,6 @@ from kvferry.planner import PathRule
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.certificates import Authority, tls_flags
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -51,6 +50,7 @@ from tests.support.node_in_process import (
 )
 from tests.support.node_servers import Kvferryd
 from tests.support.parties import FULL, P2, SECRETS, TIMES, D, P, key, rank_geometry, start
+from tests.support.stubs import KVTransferStub
 
 METADATA = register_request().agent.metadata
 

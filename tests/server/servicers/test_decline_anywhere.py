@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from kvferry._wire.reference import format_reference, parse_reference, router_reference
 from kvferry._wire.status import from_notification_error
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import (
     EngineUnknown,
     HomeRecovering,
@@ -26,14 +27,17 @@ from kvferry.errors import (
     WrongKey,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub, add_KVTransferServicer_to_server
+from kvferry.v1.kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
+from kvferry_server.domain.identity import NOBODY
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from kvferry_server.servicers import relay
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES
+from kvferry_server.servicers.relay import Caller
 from tests.support.node_in_process import TIMEOUT, proto, publish_notification, register_request, snapshot
 from tests.support.node_servers import free_port
 from tests.support.parties import P2, SECRETS, P
+from tests.support.stubs import KVTransferStub
 
 
 async def notify(address: str, *references: str, relayed_by: str = "") -> list[KvferryError | None]:
@@ -147,7 +151,7 @@ async def test_what_a_strange_home_answers_is_not_passed_on(stage: Stage, answer
     class Strange:
         def __getattr__(self, name: str) -> object:
             async def notify(request: pb.NotifyRequest, context: object) -> pb.NotifyResponse:
-                return pb.NotifyResponse(results=answers)
+                return pb.NotifyResponse(results=answers, version=OURS_ENCODED)
 
             return notify
 
@@ -161,8 +165,14 @@ async def test_what_a_strange_home_answers_is_not_passed_on(stage: Stage, answer
     await server.stop(0)
 
 
-async def test_declines_leave_room_for_ranks_that_register(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_DECLINE_HOMES", 2)
+@pytest.fixture
+def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One caller's declines get half of these."""
+    monkeypatch.setattr(relay, "MAX_DECLINE_HOMES", 4)
+
+
+@pytest.mark.usefixtures("few_places")
+async def test_declines_leave_room_for_ranks_that_register(stage: Stage) -> None:
     homes = [f"127.0.0.1:{free_port()}" for _ in range(4)]
     errors = await notify(stage.other, *(changed(stage.references[0], home=home) for home in homes))
     assert sorted(type(error).__name__ for error in errors) == ["LimitReached"] * 2 + ["Unreachable"] * 2
@@ -182,7 +192,9 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
         homes = [silent() for _ in range(MAX_DECLINE_HOMES + 2)]
 
         def decline(home: str, host: str) -> asyncio.Task[Any]:
-            return asyncio.create_task(relays.decline(home, [pb.Decline(reference="kvf1.x")], 60.0, host))
+            return asyncio.create_task(
+                relays.decline(home, [pb.Decline(reference="kvf1.x")], 60.0, Caller(host, NOBODY))
+            )
 
         for _ in range(2):
             hostile = [decline(home, "203.0.113.9") for home in homes[:-1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvferry._wire.geometry_codec import engine_to_proto
 from kvferry._wire.status import from_rpc_error
+from kvferry._wire.version import introduce
 from kvferry.geometry import EngineGeometry
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -55,6 +56,10 @@ STREAMS = {
     "KVTransfer/ReadBlocks": read_request(),
     "KVTransfer/Watch": pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER),
 }
+for asked in (*UNARY.values(), *STREAMS.values()):
+    if "version" in asked.DESCRIPTOR.fields_by_name:
+        # Else all is refused for the lack of it.
+        introduce(cast("Any", asked))
 
 
 def damaged(message: Message, turns: random.Random) -> bytes:

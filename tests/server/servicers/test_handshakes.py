@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, connect
 from kvferry._wire.geometry_codec import rank_to_proto
 from kvferry._wire.handshake import put_together
+from kvferry._wire.version import introduce
 from kvferry.errors import BadGeometry, Incompatible, InvalidField
 from kvferry.geometry import Interval, RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_NOTED_READERS, MAX_RANK_BYTES, RANK_PAGE_BYTES
 from kvferry_server.servicers import decode, encode
@@ -39,6 +39,7 @@ from tests.support.node_in_process import (
 )
 from tests.support.node_servers import NodeServerProcess
 from tests.support.parties import SECRETS, TIMES, D, P, rank_geometry
+from tests.support.stubs import KVTransferStub
 
 EPOCH = b"e" * 16
 
@@ -49,6 +50,8 @@ def in_page(request: pb.RegisterCacheRequest) -> int:
 
 
 def source_of(requests: list[pb.RegisterCacheRequest]) -> EngineDescription:
+    for request in requests:
+        introduce(request)
     return EngineDescription(P, tuple(decode.registration(request) for request in requests))
 
 

@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvferry._clock import from_duration
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry._wire.reference import format_reference
+from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import (
     BadReference,
     EngineIncomplete,
@@ -158,7 +159,7 @@ async def test_the_end_of_the_wait(ready: Node) -> None:
     waiting = asyncio.create_task(ready.poll(lease_id=lease_id, next_step=1, wait=SOON))
     await until_waiting(ready)
     ready.clock.pass_by(0.02)
-    assert await waiting == pb.PollBlocksResponse(home_epoch=ready.home.epoch)
+    assert await waiting == pb.PollBlocksResponse(home_epoch=ready.home.epoch, version=OURS_ENCODED)
 
 
 async def test_a_call_waits_no_longer_than_its_deadline_allows(ready: Node) -> None:

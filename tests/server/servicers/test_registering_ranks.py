@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvferry.errors import (
     RelayLoop,
     WrongSession,
 )
+from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -33,7 +35,7 @@ from tests.support.node_in_process import (
     register_request,
     running,
 )
-from tests.support.parties import P2, SECRETS, TIMES, P, rank_geometry
+from tests.support.parties import FULL, P2, SECRETS, TIMES, P, rank_geometry
 
 
 async def test_a_rank_registers_and_hears_who_is_missing(node: Node) -> None:
@@ -113,7 +115,7 @@ async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
     del request.rank.planes[:]
     for layer in range(200):
         for plane in rank_to_proto(geometry).planes[:2]:
-            plane.layer = f"layers.{layer}"
+            plane.layer, plane.shared = f"layers.{layer}", True
             request.rank.planes.append(plane)
     await node.kv.RegisterCache(request, timeout=TIMEOUT)
     # Layers may share their memory at a source, but not where they are read into.
@@ -121,6 +123,42 @@ async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
         plane.base += index << 27
     answer = await node.handshake(rank=request.rank)
     assert len(answer.geometry.ranks[0].planes) == 400
+
+
+async def test_planes_over_the_same_bytes_are_refused_unless_both_say_that_they_share_them(node: Node) -> None:
+    await node.open_engine()
+    request = register_request()
+    first = rank_to_proto(rank_geometry()).planes[0]
+    del request.rank.planes[:]
+    for layer, says in (("one", True), ("two", False)):
+        first.layer, first.shared = layer, says
+        request.rank.planes.append(first)
+    error = await raised(node.kv.RegisterCache(request, timeout=TIMEOUT))
+    assert isinstance(error, BadGeometry)
+    assert error.values["where"] == f"rank 0, planes one/{first.component} and two/{first.component}"
+    assert "Are both layers the same tensor?" in error.values["problem"]
+    request.rank.planes[1].shared = True
+    assert (await node.kv.RegisterCache(request, timeout=TIMEOUT)).num_missing == 0
+
+
+async def test_an_engine_that_lacked_heads_may_register_with_another_cache(node: Node) -> None:
+    """Nothing of the first one stays: publications are checked, and bytes counted, by the second."""
+    await node.open_engine()
+    wrong = register_request()
+    for plane in wrong.rank.planes:
+        plane.unit_begin, plane.unit_end = 0, 4
+    assert isinstance(await raised(node.kv.RegisterCache(wrong, timeout=TIMEOUT)), BadGeometry)
+    small = dataclasses.replace(FULL, num_blocks=5)
+    planes = tuple(dataclasses.replace(plane, num_blocks=5) for plane in rank_geometry().planes)
+    geometry = dataclasses.replace(rank_geometry(), planes=planes)
+    await node.register(geometry=geometry, groups=(small,))
+    beyond = pb.GroupBlocks(group="full", end_token=16, run_starts=[5], run_counts=[1])
+    assert (await node.publish(1, groups=[beyond])).error.reason == errors_pb2.ERROR_REASON_BAD_BLOCK
+    await node.publish(2)
+    lease_id = (await node.read(2).next()).accepted.lease_id
+    report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1)
+    await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=[report])))
+    assert node.home.journal.read_bytes == 4 * sum(plane.bytes_per_block for plane in planes)
 
 
 async def test_a_handshake_answers_the_whole_engine(node: Node) -> None:

@@ -30,6 +30,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE
 from tests.server.servicers.routers import (
     KEY,
     OTHER_KEY,
@@ -45,6 +46,7 @@ from tests.server.servicers.routers import (
 from tests.support.node_in_process import (
     TIMEOUT,
     Node,
+    Watch,
     error_of,
     publish_notification,
     raised,
@@ -382,3 +384,27 @@ async def test_what_does_not_fit_is_refused(ready: Node) -> None:
     assert isinstance(await raised(ready.handshake(reference=made())), InvalidField)
     assert parse_reference(made()).router_key == "room-7"
     assert (await ready.poll(2)).accepted.reference == ""
+
+
+async def test_a_home_that_waits_for_what_its_engines_had_published_says_so(tmp_path: Path) -> None:
+    """The publication may be one of those that the engine has yet to tell it again."""
+    async with running(tmp_path, new=True) as node:
+        watch = Watch(node, P)
+        assert await watch.kinds(2) == ["opened", "synced"]
+        await node.register()
+        assert isinstance(await raised(node.poll(reference=made())), HomeRecovering)
+        # The engine has told it everything: now it is the publication that is waited for.
+        await node.source(*snapshot())
+        poll = await begin(node, made())
+        await publish(node)
+        assert (await poll).accepted.source.engine_id == P.engine_id
+
+
+async def test_a_publication_whose_time_is_over_is_not_found_under_its_key(ready: Node) -> None:
+    """Also where so many are due that the timers have not come to it."""
+    for number in range(1, MAX_ENDED_AT_ONCE + 2):
+        await publish(ready, number, f"room-{number}")
+    ready.clock.pass_by(TIMES.hold + 1)
+    error = await raised(ready.poll(reference=made(f"room-{MAX_ENDED_AT_ONCE + 1}")))
+    assert isinstance(error, PublicationReleased)
+    assert error.values["outcome"] == "UNREAD"

@@ -24,11 +24,13 @@ const loaded = grpc.loadPackageDefinition(protoLoader.loadSync(file, options));
 const client = new loaded.kvferry.v1.KVTransfer(reference.home, grpc.credentials.createInsecure());
 const deadline = () => ({ deadline: Date.now() + 10_000 });
 
+// The contract that this client was made for; see the protos.
+const version = { contract_revision: 2 };
 const reader = { engine_id: "foreign", incarnation: randomBytes(16) };
 const pages = [];
 await new Promise((resolve, reject) => {
   const call = client.Handshake(
-    { engine_id: reference.engineId, reader, reference: text, ...JSON.parse(handshakeJson) },
+    { engine_id: reference.engineId, reader, version, reference: text, ...JSON.parse(handshakeJson) },
     deadline(),
   );
   call.on("data", (page) => pages.push(page));
@@ -40,7 +42,7 @@ const ranks = pages.flatMap((page) => page.ranks);
 const messages = [];
 await new Promise((resolve, reject) => {
   const call = client.ReadBlocks(
-    { reference: text, reader, read_id: randomBytes(16), parties: 1, wait: { seconds: 5 } },
+    { reference: text, reader, version, read_id: randomBytes(16), parties: 1, wait: { seconds: 5 } },
     deadline(),
   );
   call.on("data", (message) => {
@@ -59,6 +61,7 @@ const done = await new Promise((resolve, reject) =>
   client.Notify(
     {
       sender: reader,
+      version,
       notifications: [
         { read_done: { lease_id: accepted.lease_id, reports: [{ rank: 0, outcome: "RANK_OUTCOME_DONE", bytes: 0 }] } },
       ],

@@ -33,7 +33,7 @@ def build_engine(document: Document) -> EngineGeometry:
         for tp_rank in range(document.tp_size)
     ]
     groups = tuple(part.group for part in document.groups)
-    return EngineGeometry(document.engine_id, groups, tuple(ranks), document.identity)
+    return EngineGeometry(document.engine_id, groups, tuple(ranks), document.identity, partial=document.partial)
 
 
 def rank_bytes(rank: RankGeometry) -> int:

@@ -92,6 +92,7 @@ class Document:
     memory_kind: MemoryKind
     device: int
     groups: tuple[GroupPart, ...]
+    partial: bool
 
 
 def read_document(value: object) -> Document:
@@ -116,6 +117,7 @@ def read_document(value: object) -> Document:
     memory_kind = _MEMORY[fields.choice("memory", _MEMORY, "dram")]
     device = fields.integer("device", 0, 0, 1 << 16)
     groups = _read_groups(fields, defaults, layers, pp_size)
+    partial = fields.flag("partial", False)
     fields.finish()
     planes = tp_size * sum(len(part.layers) * len(part.components) for part in groups)
     if planes > MAX_PLANES:
@@ -123,7 +125,7 @@ def read_document(value: object) -> Document:
     looked_at = tp_size * pp_size * sum(len(part.layers) for part in groups)
     if looked_at > MAX_RANK_LAYERS:
         raise InvalidField("pp_size", pp_size, f"ranks times layers of at most {MAX_RANK_LAYERS}, not {looked_at}")
-    return Document(engine_id, identity, tp_size, pp_size, stages, memory_kind, device, groups)
+    return Document(engine_id, identity, tp_size, pp_size, stages, memory_kind, device, groups, partial)
 
 
 def _even_stages(pp_size: int, layers: int) -> tuple[Interval, ...]:

@@ -67,6 +67,7 @@ class Holding:
         token_granule: states that may not be cut apart; 0: a whole page.
         units_divide: whether single units may be read.
         optional_cover: may stay uncovered by a source.
+        shared: other tensors of the rank that say so too may be the same memory: layers that share a cache.
     """
 
     units: Interval | None = None
@@ -78,6 +79,7 @@ class Holding:
     token_granule: int = 1
     units_divide: bool = True
     optional_cover: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         _interval("units", self.units)
@@ -94,6 +96,7 @@ class Holding:
             text("dtype", self.dtype)
         flag("units_divide", self.units_divide)
         flag("optional_cover", self.optional_cover)
+        flag("shared", self.shared)
 
 
 def _interval(name: str, value: object) -> None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import cast
 
 from kvferry._arguments import instance, integer, integer_map, mapping, several, text, texts
-from kvferry.errors import BadGeometry
+from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors.holding import OPAQUE, PLAIN, Holding, Part
@@ -53,7 +53,10 @@ def named_tensors(tensors: object) -> dict[str, Tensor]:
     """A copy of a mapping from layers to their tensors; raises `InvalidField`, or `BadGeometry` naming the tensor that
     cannot be moved."""
     found: dict[str, Tensor] = {}
-    for layer, tensor in mapping("tensors", tensors, "a mapping from layer names to tensors").items():
+    given = mapping("tensors", tensors, "a mapping from layer names to tensors")
+    if not given:
+        raise InvalidField("tensors", {}, "at least one layer")
+    for layer, tensor in given.items():
         name = text("a layer of tensors", layer)
         try:
             view_of(tensor)
@@ -187,6 +190,7 @@ def opaque_planes(
             token_granule=states,
             units_divide=False,
             optional_cover=holding.optional_cover,
+            shared=holding.shared,
         )
         for index, offset in enumerate(offsets)
     )
@@ -330,6 +334,7 @@ def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holdi
         token_granule=granule or paging.page_states,
         units_divide=holding.units_divide,
         optional_cover=holding.optional_cover,
+        shared=holding.shared,
     )
 
 

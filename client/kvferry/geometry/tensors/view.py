@@ -11,10 +11,12 @@ from kvferry._arguments import coerce_integers, instance, integer, several, text
 from kvferry.errors import BadGeometry
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind
+from kvferry.geometry.tensors.foreign import shared
 
 
 class Tensor(Protocol):
-    """A torch tensor, a numpy array, or a `TensorView`."""
+    """A torch tensor, a numpy array, a `TensorView`, or what shares its memory by ``__array_interface__``, DLPack or
+    as a buffer. Type checkers know the first three."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -120,7 +122,7 @@ class TensorView:
 
 
 def view_of(tensor: object) -> TensorView:
-    """The memory of a torch tensor (CPU or CUDA) or numpy array.
+    """The memory of a torch tensor (CPU or CUDA), a numpy array, or what shares its memory as one of them.
 
     Raises:
         BadGeometry: not a strided tensor, memory that NIXL could not reach, that is read-only or smaller than the
@@ -128,11 +130,19 @@ def view_of(tensor: object) -> TensorView:
     """
     if isinstance(tensor, TensorView):
         return tensor
-    if all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size", "untyped_storage")):
-        return _view_of_torch(tensor)
-    if hasattr(tensor, "__array_interface__"):
-        return _view_of_numpy(tensor)
-    raise BadGeometry("tensor", f"{type(tensor).__name__} is neither a torch tensor nor a numpy array")
+    known = _known(tensor)
+    return _view_of_torch(known) if hasattr(known, "untyped_storage") else _view_of_numpy(known)
+
+
+def _known(tensor: object) -> Any:
+    """The torch tensor or numpy array that this is, or that shares its memory; raises `BadGeometry`."""
+    for names in (
+        ("data_ptr", "stride", "element_size", "untyped_storage"),
+        ("__array_interface__", "dtype", "strides", "itemsize"),
+    ):
+        if not isinstance(tensor, type) and all(hasattr(tensor, name) for name in names):
+            return tensor
+    return shared(tensor)
 
 
 def _view_of_torch(tensor: Any) -> TensorView:
@@ -144,6 +154,12 @@ def _view_of_torch(tensor: Any) -> TensorView:
             "tensor",
             f"device {tensor.device} is not supported: kvferry knows cpu, and cuda, as torch calls both CUDA and ROCm; "
             "describe other memory that NIXL can register with a TensorView or Planes",
+        )
+    if getattr(tensor, "is_quantized", False):
+        raise BadGeometry(
+            "tensor",
+            f"a tensor of {tensor.dtype} has scales and zero points of its own, which would not move; keep integers "
+            "and scales in tensors of their own, each a component",
         )
     if tensor.numel() == 0:
         raise BadGeometry("tensor", f"a tensor of shape {tuple(tensor.shape)} holds nothing")
@@ -218,11 +234,12 @@ def _check_inside(view: TensorView) -> None:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of our own: what its owner makes the tensor point at later does not matter to it."""
+    """The same memory as a tensor of our own: what its owner makes the tensor point at later does not matter to it.
+    Raises `BadGeometry`."""
     if isinstance(tensor, TensorView):
         return tensor
-    given: Any = tensor
-    own: Tensor = given.detach() if hasattr(tensor, "untyped_storage") else given.view()
+    given = _known(tensor)
+    own: Tensor = given.detach() if hasattr(given, "untyped_storage") else given.view()
     return own
 
 

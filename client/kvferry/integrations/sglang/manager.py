@@ -29,8 +29,10 @@ from kvferry.errors import InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
+from kvferry.integrations.sglang.counts import Counts
 from kvferry.integrations.sglang.holding import holds_until_quiet
 from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
+from kvferry.integrations.sglang.prompt_lengths import tells_prompts
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
 
@@ -57,6 +59,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         leader: whether this is rank 0.
         aux: the rows beside the KV cache.
         sources: the prefill instances that decode has asked for.
+        counts: what this rank publishes and reads.
         prefill_info_table: what SGLang's decode looks up before it starts a request; see `_Reachable`.
     """
 
@@ -65,9 +68,13 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self.kv_args = args
         mode: Literal["prefill", "decode"] = disaggregation_mode.value
-        if mode == "decode" and not holds_until_quiet():
-            expected = "one whose decode holds the pages of failed requests until they are quiet, as 0.5.23 does"
-            raise InvalidField("version of SGLang", version("sglang"), expected)
+        if mode == "decode":
+            for is_so, does in (
+                (holds_until_quiet(), "holds the pages of failed requests until they are quiet"),
+                (tells_prompts(), "tells the backend the length of each prompt"),
+            ):
+                if not is_so:
+                    raise InvalidField("version of SGLang", version("sglang"), f"one whose decode {does}, as 0.5.23's")
         parallel = get_parallel()
         pool, draft = args.kvferry_pools
         check_supported(args, parallel, get_disagg(), get_memory(), draft)
@@ -104,6 +111,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._breathed = 0.0
         self.sources = Sources()
+        self.counts = Counts.of(int(parallel.tp_rank))
         self.prefill_info_table = _Reachable()
         if mode == "prefill":
             # Nothing is sent before the prompt is computed (`sender`), and SGLang would record an event of CUDA for it.
@@ -162,12 +170,15 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     def publish(self, reference: str, room: int, blocks: dict[str, Blocks], payload: bytes) -> Publication:
         """Publish a request's blocks under the reference that decode makes too. Raises `KvferryError`."""
-        return self.port.publish(room_name(room), blocks, payload=payload, reference=reference)
+        publication = self.port.publish(room_name(room), blocks, payload=payload, reference=reference)
+        self.counts.published()
+        return publication
 
     def take_release(self, publication: Publication) -> Release | None:
         """Return the release of a publication once it has come; only once."""
         for release in self.port.released():
             self._released[release.publication] = release
+            self.counts.released(release)
         found = self._released.pop(publication.number, None)
         if found is None:
             self._breathe()

@@ -47,7 +47,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._since = time.monotonic()
         self._asked = False
         self._row = -1
-        self._first = self._pages = 0
+        self._first = 0
         self._prompt_tokens: int | None = None
         self._read: Read | None = None
         self._good = self._repeated = False
@@ -64,7 +64,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return False
 
     def expect_prompt(self, tokens: int) -> None:
-        """Take how many tokens the prompt has: see `registration`."""
+        """Take how many tokens the prompt has: see `prompt_lengths`."""
         self._prompt_tokens = tokens
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -88,8 +88,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             decode_prefix_len: tokens that decode has in its prefix cache: whole pages.
         """
         self._row = -1 if aux_index is None else aux_index
-        self._first, self._pages = decode_prefix_len or 0, len(kv_indices)
+        self._first = decode_prefix_len or 0
         if self._failure:
+            return
+        if self._prompt_tokens is None:
+            self.fail("this version of SGLang does not say how many tokens the prompt has")
             return
         try:
             blocks = self._blocks(kv_indices, state_indices or ())
@@ -114,15 +117,17 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             return self.fail(f"{type(error).__name__}: {error}")
         return self._take(self._read)
 
-    def fail(self, reason: str) -> Any:
-        """Fail the request."""
-        self._failure = self._failure or reason
+    def fail(self, reason: str, outcome: str = "failed") -> Any:
+        """Fail the request; `outcome` is counted."""
+        if not self._failure:
+            self._failure = reason
+            self.kv_mgr.counts.read_failed(outcome)
         return KVPoll.Failed
 
     def abort(self) -> None:
         """Abort the request, if it was not read already."""
         if not self._good:
-            self.fail("aborted")
+            self.fail("aborted", "cancelled")
             self._give_up(aborted=True)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -177,17 +182,13 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
         except BadPayload as error:
             return self.fail(f"{type(error).__name__}: {error}")
-        if tokens is not None and not self._is_of(tokens):
-            return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has another")
+        if tokens is None and self.kv_mgr.pools.window:
+            return self.fail("prefill has not said how many tokens its prompt has, which a window's pages do not show")
+        if tokens is not None and tokens != self._prompt_tokens:
+            return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has {self._prompt_tokens}")
         self._good = True
+        self.kv_mgr.counts.read(read.result(0).bytes)
         return KVPoll.Success
-
-    def _is_of(self, tokens: int) -> bool:
-        """Whether the prompt has so many tokens, as far as SGLang has told."""
-        if self._prompt_tokens is not None:
-            return tokens == self._prompt_tokens
-        page = int(self.kv_mgr.kv_args.page_size)
-        return -(-tokens // page) == self._first // page + self._pages
 
     def _tokens(self) -> tuple[int, int] | None:
         """Return the tokens to read while prefill still computes; None: all, when it is done. SGLang's prefill

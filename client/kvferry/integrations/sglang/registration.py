@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.integrations.sglang.holding import BACKEND, hold_until_quiet
+from kvferry.integrations.sglang.prompt_lengths import MAKES_RECEIVERS, tell_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ def register() -> None:
     HookRegistry.register(f"{_UTILS}.setup_state_kv_args", _keep_pools, HookType.BEFORE)
     queue = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
     HookRegistry.register(queue, hold_until_quiet, HookType.AFTER)
-    created = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
-    HookRegistry.register(created, _tell_prompt, HookType.AFTER)
+    HookRegistry.register(MAKES_RECEIVERS, tell_prompt, HookType.AFTER)
     resolve = "sglang.srt.mem_cache.kv_cache_builder.resolve_decode_retraction_backup"
     HookRegistry.register(resolve, _retract_without_a_device, HookType.BEFORE)
 
@@ -75,13 +75,6 @@ def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_typ
 def _keep_pools(kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None, *_: Any, **__: Any) -> None:
     """Keep the pools with the arguments of the manager, which otherwise has their addresses only."""
     kv_args.kvferry_pools = (token_to_kv_pool, draft_token_to_kv_pool)
-
-
-def _tell_prompt(decode_request: Any, _: Any, request: Any, *__: Any, **___: Any) -> None:
-    """Tell a receiver how many tokens its request has: SGLang itself tells it how many pages."""
-    expect = getattr(decode_request.kv_receiver, "expect_prompt", None)
-    if expect is not None:
-        expect(len(request.origin_input_ids))
 
 
 def _retract_without_a_device(**_: Any) -> None:

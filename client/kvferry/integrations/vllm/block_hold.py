@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Mapping, Set
 from typing import Any
+
+from kvferry.geometry.blocks import Blocks
 
 
 class BlockHold:
@@ -28,15 +30,15 @@ class BlockHold:
         """Whether one of these blocks is held."""
         return not ids.isdisjoint(self._ids)
 
-    def add(self, ids: Iterable[int]) -> None:
-        """Hold blocks that a request has now."""
-        given = list(ids)
+    def add(self, blocks: Mapping[str, Blocks]) -> None:
+        """Hold blocks that a request has now, by group."""
+        given = ids_of(blocks)
         self._pool.touch([self._pool.blocks[block] for block in given])
         self._ids += given
 
-    def drop(self, ids: Iterable[int]) -> None:
+    def drop(self, blocks: Mapping[str, Blocks]) -> None:
         """Free some of them."""
-        given = set(ids)
+        given = set(ids_of(blocks))
         self._free([block for block in self._ids if block in given])
         self._ids = [block for block in self._ids if block not in given]
 
@@ -48,3 +50,40 @@ class BlockHold:
     def _free(self, ids: list[int]) -> None:
         # As vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(ids)])
+
+
+class Holds:
+    """The holds of publications, until they are released. Empty for ever without vLLM's pool."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._held: dict[int, BlockHold] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self._pool = pool
+
+    def begin(self) -> BlockHold | None:
+        """Return a hold of nothing; None: vLLM's pool is not known."""
+        return None if self._pool is None else BlockHold(self._pool)
+
+    def keep(self, publication: int, hold: BlockHold | None) -> bool:
+        """Keep a hold until its publication is released; return whether there is one, so that vLLM may free the
+        request."""
+        if hold is not None:
+            self._held[publication] = hold
+        return hold is not None
+
+    def released(self, publication: int) -> None:
+        """Free what is held of a publication."""
+        hold = self._held.pop(publication, None)
+        if hold is not None:
+            hold.free()
+
+
+def ids_of(blocks: Mapping[str, Blocks]) -> list[int]:
+    """Return the ids of blocks of all groups."""
+    return [block for listed in blocks.values() for block in listed.ids.tolist()]

@@ -42,18 +42,19 @@ class ComputedPublishing:
     Args:
         port: the engine's port.
         ranks: number of ranks.
+        sums: takes what is published: integrity mode sums it.
         checksums: whether the source will sum the blocks, see `EngineSession.publish`.
     """
 
-    def __init__(self, port: SchedulerPort, ranks: int, *, checksums: bool = False) -> None:
+    def __init__(self, port: SchedulerPort, ranks: int, sums: list[Summed], *, checksums: bool = False) -> None:
         self._port = port
+        self._sums = sums
         self._checksums = checksums
         self._computed = dict.fromkeys(range(ranks), 0)
         self._step = 0
         self._scheduled: dict[str, int] = {}
         """The last step in which each request was scheduled."""
         self._held: deque[_HeldBack] = deque()
-        self._computed_blocks: list[Summed] = []
 
     @property
     def waiting(self) -> bool:
@@ -104,7 +105,7 @@ class ComputedPublishing:
             reference=reference,
         )
         if now:
-            self._computed_blocks.append(Summed(publication.number, blocks))
+            self._sums.append(Summed(publication.number, blocks))
         else:
             self._held.append(_HeldBack(step, publication, blocks, payload))
         return publication
@@ -115,7 +116,7 @@ class ComputedPublishing:
         step = self._scheduled.pop(publication.request_id, self._step)
         if step <= min(self._computed.values()):
             self._port.publish_more(publication, blocks, last=True, payload=payload)
-            self._computed_blocks.append(Summed(publication.number, blocks))
+            self._sums.append(Summed(publication.number, blocks))
         else:
             self._held.append(_HeldBack(step, publication, blocks, payload))
 
@@ -129,13 +130,8 @@ class ComputedPublishing:
             held = self._held.popleft()
             try:
                 self._port.publish_more(held.publication, held.blocks, last=True, payload=held.payload)
-                self._computed_blocks.append(Summed(held.publication.number, held.blocks))
+                self._sums.append(Summed(held.publication.number, held.blocks))
             except KvferryError as error:
                 # Released in the meantime, or its blocks were refused: nobody can read it, and `released` has it.
                 logger.warning("request %r could not be published: %s", held.publication.request_id, error)
                 self._port.abort(held.publication)
-
-    def take_computed(self) -> list[Summed]:
-        """Return the blocks that were computed and published since the last call: they can be summed."""
-        found, self._computed_blocks = self._computed_blocks, []
-        return found

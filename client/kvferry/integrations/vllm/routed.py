@@ -15,7 +15,7 @@ from kvferry._control.publications import Publication
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.vllm.block_hold import BlockHold
+from kvferry.integrations.vllm.block_hold import BlockHold, Holds, ids_of
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.publishing import Summed
 
@@ -88,9 +88,11 @@ class RoutedPublishing:
 
     Args:
         port: the engine's port.
+        holds: what is held of all publications.
         tables: vLLM's block tables.
         ranks: number of ranks.
         count: counts something by its name, see `KvferryStats`.
+        sums: takes the parts that are published: integrity mode sums them.
         rewritten: see `Setup`.
         checksums: whether the source will sum the blocks.
         now: the clock, in seconds.
@@ -99,56 +101,59 @@ class RoutedPublishing:
     def __init__(
         self,
         port: SchedulerPort,
+        holds: Holds,
         tables: Sequence[BlockTable],
         ranks: int,
         count: Callable[[str], None],
+        sums: list[Summed],
         *,
         rewritten: int = 0,
         checksums: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = port
+        self._holds = holds
         self._tables = tables
         self._count = count
+        self._sums = sums
         self._rewritten = rewritten
         self._checksums = checksums
         self._now = now
         self._ended = dict.fromkeys(range(ranks), 0)
-        self._pool: Any = None
         self._block_ids: BlockIds | None = None
         self._requests: dict[str, Routed] = {}
         """Those that are published under their reference, each by its request_id, until they finish."""
         self._followers: dict[str, Routed] = {}
         """Other samples of the same prompt (n > 1), which have the same reference."""
-        self._held: dict[int, BlockHold] = {}
-        """The blocks of each publication, by its number, until it is released."""
+        self._first: dict[str, str] = {}
+        """The request of each reference among `_requests`."""
+        self._parted: dict[str, Routed] = {}
+        """Those that have parts."""
+        self._by_publication: dict[int, Routed] = {}
+        """Those of which something is published."""
         self._used: dict[str, None] = {}
         """References under which something was published."""
         self._idle_since: float | None = None
-        self._sums: list[Summed] = []
 
-    def bind(self, pool: Any, block_ids: BlockIds) -> None:
-        """Take vLLM's block pool. Without it, requests are published when they have finished."""
-        self._pool, self._block_ids = pool, block_ids
+    def bind(self, block_ids: BlockIds) -> None:
+        """Take what returns the blocks of a request. Without it, requests are published when they have finished."""
+        self._block_ids = block_ids
 
     @property
     def waiting(self) -> bool:
         """Whether parts wait for the end of a step."""
-        return any(routed.parts for routed in self._requests.values())
-
-    @property
-    def holding(self) -> bool:
-        """Whether blocks are held."""
-        return bool(self._held)
+        return bool(self._parted)
 
     def expect(self, request: Any, reference: str, traceparent: str) -> None:
         """Note that a request that has arrived is to be published under a router's reference."""
         routed = Routed(request, reference, traceparent)
         # The prompt of a session grows, and its last tokens are computed again.
-        routed.closed = self._pool is None or bool(getattr(request, "resumable", False))
+        routed.closed = self._block_ids is None or bool(getattr(request, "resumable", False))
         # A sample may come when the first one has ended.
-        follows = reference in self._used or any(other.reference == reference for other in self._requests.values())
-        (self._followers if follows else self._requests)[routed.request_id] = routed
+        if reference in self._used or reference in self._first:
+            self._followers[routed.request_id] = routed
+        else:
+            self._add(routed)
 
     def begin(self, step: int, scheduled: Mapping[str, int]) -> None:
         """Begin a step.
@@ -169,7 +174,7 @@ class RoutedPublishing:
         for rank, step in steps.items():
             self._ended[rank] = max(self._ended[rank], step)
         everywhere = min(self._ended.values())
-        for routed in self._requests.values():
+        for routed in tuple(self._parted.values()):
             while routed.parts and routed.parts[0].step <= everywhere:
                 self._publish(routed, routed.parts[0].blocks)
 
@@ -182,7 +187,7 @@ class RoutedPublishing:
         """
         bad = set(blocks)
         for routed in self._requests.values():
-            if any(not bad.isdisjoint(listed.ids.tolist()) for part in routed.parts for listed in part.blocks.values()):
+            if any(not bad.isdisjoint(ids_of(part.blocks)) for part in routed.parts):
                 self._forget_parts(routed)
                 routed.closed = True
             if routed.held is not None and routed.held.any_of(bad) and not routed.withdrawn:
@@ -199,6 +204,9 @@ class RoutedPublishing:
         """Return a request that has finished, and forget it; None: no router has made a reference for it."""
         routed = self._requests.pop(request_id, None)
         if routed is not None:
+            del self._first[routed.reference]
+            if routed.publication is not None:
+                self._by_publication.pop(routed.publication.number, None)
             self._forget_parts(routed)
         return routed
 
@@ -208,23 +216,15 @@ class RoutedPublishing:
             table.group.name: table.rest(blocks[table.group.name], routed.published.get(table.group.name, 0))
             for table in self._tables
         }
-        if self._pool is not None:
-            self._hold(routed, found)
+        self._hold(routed, found)
         return found
 
     def keep(self, routed: Routed, publication: Publication) -> bool:
-        """Keep what is held of a request until its publication is released.
-
-        Returns:
-            Whether anything is held, so that vLLM may free the request.
-        """
+        """Keep what is held of a request until its publication is released, see `Holds.keep`."""
         self._used[routed.reference] = None
         if len(self._used) > MOST_USED:
             del self._used[next(iter(self._used))]
-        if routed.held is None:
-            return False
-        self._held[publication.number] = routed.held
-        return True
+        return self._holds.keep(publication.number, routed.held)
 
     def give_up(self, routed: Routed, *, decline: bool = True) -> None:
         """Handle that a request ends, and nothing or nothing more of it will be published.
@@ -243,7 +243,7 @@ class RoutedPublishing:
             return
         for request_id, follower in self._followers.items():
             if follower.reference == routed.reference:
-                self._requests[request_id] = self._followers.pop(request_id)
+                self._add(self._followers.pop(request_id))
                 return
         try:
             # Decode waits for it.
@@ -252,23 +252,19 @@ class RoutedPublishing:
             logger.info("could not decline the reference of request %r: %s", routed.request_id, error)
 
     def released(self, publication: int) -> None:
-        """Free the blocks of a publication."""
-        held = self._held.pop(publication, None)
-        if held is not None:
-            held.free()
-        for routed in self._requests.values():
-            if routed.publication is not None and routed.publication.number == publication:
-                # Its reader has given up, or died.
-                routed.parts.clear()
-                routed.held = None
-                routed.closed = routed.withdrawn = True
-
-    def take_sums(self) -> list[Summed]:
-        """Return the parts that were published since the last call: they can be summed."""
-        found, self._sums = self._sums, []
-        return found
+        """Forget what is held of a publication, which is free again."""
+        routed = self._by_publication.pop(publication, None)
+        if routed is not None:
+            # Its reader has given up, or died.
+            routed.held = None
+            self._forget_parts(routed)
+            routed.closed = routed.withdrawn = True
 
     # Internal.
+
+    def _add(self, routed: Routed) -> None:
+        self._requests[routed.request_id] = routed
+        self._first[routed.reference] = routed.request_id
 
     def _plan(self, routed: Routed, step: int, tokens: int) -> None:
         """Plan to publish what a step completes of a prompt; nothing, if vLLM's blocks are not known."""
@@ -290,6 +286,7 @@ class RoutedPublishing:
             # From now on, because vLLM may free them before the step has ended.
             self._hold(routed, blocks)
             routed.parts.append(_Part(step, blocks))
+            self._parted[routed.request_id] = routed
 
     def _is_longer(self, routed: Routed, tokens: int) -> bool:
         """Whether a block of some group is full that was not before."""
@@ -301,9 +298,9 @@ class RoutedPublishing:
 
     def _hold(self, routed: Routed, blocks: Mapping[str, Blocks]) -> None:
         if routed.held is None:
-            routed.held = BlockHold(self._pool)
-        for listed in blocks.values():
-            routed.held.add(listed.ids.tolist())
+            routed.held = self._holds.begin()
+        if routed.held is not None:
+            routed.held.add(blocks)
 
     def _publish(self, routed: Routed, blocks: Mapping[str, Blocks]) -> None:
         try:
@@ -317,6 +314,7 @@ class RoutedPublishing:
                     reference=routed.reference,
                 )
                 self.keep(routed, routed.publication)
+                self._by_publication[routed.publication.number] = routed
                 self._count("published")
             else:
                 self._port.publish_more(routed.publication, blocks, last=False)
@@ -330,16 +328,18 @@ class RoutedPublishing:
                 self._withdraw(routed)
             return
         routed.parts.popleft()
+        if not routed.parts:
+            del self._parted[routed.request_id]
         self._sums.append(Summed(routed.publication.number, blocks, last=False))
         routed.published |= {name: listed.end_token or 0 for name, listed in blocks.items()}
 
     def _forget_parts(self, routed: Routed) -> None:
         """Free the blocks of the parts that are not published yet."""
         if routed.held is not None:
-            routed.held.drop(
-                block for part in routed.parts for listed in part.blocks.values() for block in listed.ids.tolist()
-            )
+            for part in routed.parts:
+                routed.held.drop(part.blocks)
         routed.parts.clear()
+        self._parted.pop(routed.request_id, None)
         routed.planned = dict(routed.published)
 
     def _withdraw(self, routed: Routed) -> None:
@@ -355,9 +355,8 @@ class RoutedPublishing:
         """Withdraw a publication of a preempted request if nothing has been computed for long."""
         preempted = [
             routed
-            for routed in self._requests.values()
-            if idle
-            and routed.publication is not None
+            for routed in (self._requests.values() if idle else ())
+            if routed.publication is not None
             and not routed.withdrawn
             and routed.request.status is RequestStatus.PREEMPTED
         ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -13,13 +13,15 @@ from vllm.v1.request import RequestStatus
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.failures import log_failure
-from kvferry.integrations.vllm.idle_steps import IdleSteps
+from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
+from kvferry.integrations.vllm.loads import Load, Loads
 from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
 from kvferry.integrations.vllm.routed import BlockIds
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.sources import NewSources
 from kvferry.integrations.vllm.stats import KvferryStats
+from kvferry.integrations.vllm.turns import Turns
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
 logger = logging.getLogger(__name__)
@@ -31,37 +33,6 @@ LEAST_TIME = 1.0
 MOST_HAD = 1024
 """References that are remembered of requests whose blocks vLLM has. A sample that comes after it was forgotten asks for
 a publication that was released."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """A request that decode wants to read, from its arrival until its read has ended or was given up.
-
-    Attributes:
-        reference: reference of the publication to read.
-        until: when its time to read ends, on the scheduler's clock.
-        traceparent: of the trace that it belongs to; empty: none.
-        follows: another request of the same reference is read, and this one waits to find its blocks in vLLM's prefix
-            cache; no lease is acquired for it.
-        found: it follows, and the blocks are there.
-        computed: number of tokens that it has already, according to vLLM's last call.
-        reading: it has blocks, and the workers are reading into them.
-        aborted: vLLM has aborted it.
-        failed: its read has failed, and vLLM is being told.
-        refused: the error with which the read was refused; vLLM is told of it like of a failed read, which it can only
-            be after it has allocated blocks.
-    """
-
-    reference: str = field(repr=False)
-    until: float
-    traceparent: str = ""
-    follows: bool = False
-    found: bool = False
-    computed: int = 0
-    reading: bool = False
-    aborted: bool = False
-    failed: bool = False
-    refused: KvferryError | None = None
 
 
 class ConnectorScheduler:
@@ -83,15 +54,18 @@ class ConnectorScheduler:
             self._client,
             setup.spec,
             hold_until_quiet=True,
-            max_waiting=settings.max_waiting,
+            # `Turns` bounds them, for each source.
+            max_waiting=sys.maxsize,
             timeout=settings.start_timeout,
         )
         self._stats = KvferryStats()
         self._sending = Sending(setup, self._port, lambda name: self._stats.count(name))
         self._idle = IdleSteps(self._port, setup.depth)
-        self._loads: dict[str, _Load] = {}
-        self._leaders: dict[str, str] = {}
-        """The request that is read, or that vLLM will find in its prefix cache soon, by its reference."""
+        self._rest = Rest(drains=setup.drains, now=now)
+        self._sent: set[str] = set()
+        """Requests whose blocks vLLM keeps and may free."""
+        self._loads = Loads()
+        self._turns = Turns(settings.max_waiting)
         self._had: dict[str, None] = {}
         """References of which vLLM has the blocks in its prefix cache, or had them."""
         self._registered: set[int] = set()
@@ -99,6 +73,7 @@ class ConnectorScheduler:
         self._incarnation = self._port.token.incarnation
         self._sources = NewSources(self._incarnation)
         self._ends: list[ReadEnd] = []
+        self._warned = False
 
     def bind(self, pool: Any, block_ids: BlockIds) -> None:
         """Take vLLM's block pool, and what returns the blocks of a request, by group."""
@@ -109,15 +84,22 @@ class ConnectorScheduler:
     def on_new_request(self, request: Any) -> None:
         """Start to acquire the publication of a request that has arrived, or shorten its prompt if decode will compute
         the end of it."""
+        # vLLM may have rested, and looks for blocks for this request first.
+        self._take_released()
+        self._rest.did_something()
         self._sending.expect(request)
         reference = read_reference(request)
         if not reference or reference in self._had:
             # It was read for another sample, which has ended already: vLLM has its blocks, or computes them.
             return
+        if not self._setup.reads:
+            self._leave_unread(reference)
+            return
         request_id = request.request_id
         until = self._now() + self._setup.settings.read_timeout
-        load = self._loads[request_id] = _Load(reference, until, traceparent_of(request))
-        if self._setup.caches_prefixes and reference in self._leaders:
+        load = Load(reference, until, traceparent_of(request))
+        self._loads.add(request_id, load)
+        if self._setup.caches_prefixes and self._loads.is_led(reference):
             # Another sample of the same prompt (n > 1): all of them have the reference of one publication, which is
             # released after its first read.
             load.follows = True
@@ -134,15 +116,29 @@ class ConnectorScheduler:
         if computed >= request.num_tokens - self._setup.recomputed:
             # Whatever the publication has, or whether there is one: nothing of it is needed.
             return self._found_here(request_id, load)
+        # vLLM asks for each request that waits in each of its steps, so the rest is done for those of which there is
+        # news.
+        self._take_news()
+        if load.waits:
+            return None, False
+        matched = self._matched(request, load, computed)
+        load.waits = matched is None
+        return matched or (None, False)
+
+    def _matched(self, request: Any, load: Load, computed: int) -> tuple[int, bool] | None:
+        """Return the answer of `matched_tokens`; None: nothing is known until there is news."""
+        request_id = request.request_id
         if load.follows:
-            if load.reference in self._leaders:
-                return None, False
+            if self._loads.is_led(load.reference):
+                return None
             if load.found:
                 # vLLM has counted the blocks among the computed ones; what is left is less than a block.
-                del self._loads[request_id]
+                self._loads.pop(request_id)
                 return 0, False
             load.follows = False
             self._lead(request_id, load)
+        if self._turns.waits(request_id):
+            return None
         load.computed = computed
         offered = request.num_tokens
         if load.refused is None:
@@ -150,18 +146,19 @@ class ConnectorScheduler:
                 offer = self._port.granted(request_id)
             except KvferryError as error:
                 self._refuse(request_id, error)
-                return self.matched_tokens(request, computed)
+                return self._matched(request, load, computed)
             if offer is None:
-                return None, False
+                return None
+            self._turns.end(request_id)
             if offer.incarnation == self._incarnation:
                 # This engine prefilled it (kv_both). vLLM has it in its prefix cache once it is complete, and computes
                 # what it does not find there.
                 if self._setup.caches_prefixes and not offer.complete:
-                    return None, False
+                    return None
                 return self._found_here(request_id, load)
             readable = self._setup.readable(offer.blocks(), computed, request.num_tokens, complete=offer.complete)
             if readable is None:
-                return None, False
+                return None
             offered = readable
         if offered <= computed:
             return self._found_here(request_id, load)
@@ -202,12 +199,13 @@ class ConnectorScheduler:
             Whether vLLM must keep its blocks, and the ``kv_transfer_params`` for the router.
         """
         request_id = request.request_id
+        self._rest.did_something()
         self._led(request_id)
         load = self._loads.get(request_id)
         if load is not None and load.failed:
             if request.status is RequestStatus.FINISHED_ERROR:
                 # vLLM fails requests whose read has failed. The router may let another engine read the publication.
-                del self._loads[request_id]
+                self._loads.pop(request_id)
         elif load is not None and load.reading:
             # vLLM itself keeps the blocks until the read has ended.
             load.aborted = True
@@ -225,8 +223,13 @@ class ConnectorScheduler:
             scheduled: how many tokens of each request are computed in this step.
         """
         idle = not scheduled
+        if self._take_released() or not idle:
+            self._rest.did_something()
+        self._take_news()
+        self._ask_next()
         reads, publishes, ready = bool(self._loads), self._sending.waiting, bool(self._starts or self._ends)
-        waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready)
+        holds = self._sending.holding and self._rest.denied
+        waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready, holds=holds)
         metadata = StepMetadata(
             self._sending.begin(scheduled),
             warms=self._sources.take(),
@@ -234,14 +237,14 @@ class ConnectorScheduler:
             # After the grants that were attached until now.
             grant_steps=self._port.grant_steps(),
             cancels=self._port.cancels(),
-            sent=self._sending.released(self._port.released()),
+            sent=self._sent,
             waits=waits,
             asks=self._sending.asks,
         )
         sums = self._sending.take_sums()
         if self._setup.sums:
             metadata.sums = sums
-        self._starts = []
+        self._starts, self._sent = [], set()
         if not self._all_registered():
             metadata.token = str(self._port.token)
         ends, self._ends = [*self._ends, *self._finished()], []
@@ -297,8 +300,13 @@ class ConnectorScheduler:
 
     def has_work(self) -> bool:
         """Return whether vLLM has to run steps even without a request: workers are being registered, or have to say
-        what their devices have computed, or readers that they are done."""
-        return not self._all_registered() or self._sending.has_work
+        what their devices have computed, or readers are likely to be done soon, see `Rest`."""
+        if not self._all_registered() or self._sending.waiting or self._sending.unsummed:
+            return True
+        if self._sending.holding:
+            # While vLLM rests, nothing else looks for them, and it asks before it pauses.
+            self._take_released()
+        return not self._rest.may_rest(holding=self._sending.holding)
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: nothing was counted."""
@@ -314,12 +322,48 @@ class ConnectorScheduler:
 
     # Internal.
 
+    def _take_released(self) -> bool:
+        """Free what was released, or note what vLLM may free; return whether there was anything."""
+        releases = self._port.released()
+        self._sent |= self._sending.released(releases)
+        return bool(releases)
+
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks
 
-    def _lead(self, request_id: str, load: _Load) -> None:
-        """Acquire the publication of a request, which others of the same reference then follow."""
-        self._leaders[load.reference] = request_id
+    def _leave_unread(self, reference: str) -> None:
+        """Handle that an engine is asked to read that does not: it computes the prompt. vLLM may give out blocks of a
+        producer to which a step still writes, and its reading agents were not made before graphs were captured."""
+        self._stats.count("not_granted")
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "engine %s is asked to read requests, and its role is prefill, by kv_role or role: it computes them. "
+                "Give kv_role kv_consumer and role both to engines that others read from and that read, too",
+                self._setup.spec.engine_id,
+            )
+        self._decline_reference(reference)
+
+    def _lead(self, request_id: str, load: Load) -> None:
+        """Acquire the publication of a request, which others of the same reference then follow, when it is its turn."""
+        self._loads.lead(request_id, load)
+        self._turns.add(request_id, load.reference)
+        self._ask_next()
+
+    def _take_news(self) -> None:
+        for request_id in self._port.news():
+            self._turns.end(request_id)
+            if (load := self._loads.get(request_id)) is not None:
+                load.waits = False
+
+    def _ask_next(self) -> None:
+        """Ask for the requests whose turn it is."""
+        for request_id in self._turns.take():
+            load = self._loads[request_id]
+            load.waits = False
+            self._ask(request_id, load)
+
+    def _ask(self, request_id: str, load: Load) -> None:
         try:
             self._port.acquire(
                 request_id,
@@ -341,12 +385,9 @@ class ConnectorScheduler:
             request_id: the request.
             found: its blocks were read and are in the prefix cache; if not, the first follower reads them.
         """
-        for reference in [reference for reference, leader in self._leaders.items() if leader == request_id]:
-            del self._leaders[reference]
-            if found:
-                self._has(reference)
-            for load in self._loads.values():
-                load.found |= found and load.follows and load.reference == reference
+        reference = self._loads.end_lead(request_id, found=found)
+        if reference and found:
+            self._has(reference)
 
     def _has(self, reference: str) -> None:
         """Remember that vLLM has the blocks of a publication in its prefix cache."""
@@ -355,7 +396,7 @@ class ConnectorScheduler:
             if len(self._had) > MOST_HAD:
                 del self._had[next(iter(self._had))]
 
-    def _found_here(self, request_id: str, load: _Load) -> tuple[int, bool]:
+    def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
         """Give up a request of which vLLM has all that could be read; return what `matched_tokens` does then."""
         if load.refused is None and not load.follows:
             self._has(load.reference)
@@ -368,20 +409,24 @@ class ConnectorScheduler:
         if load.follows:
             return
         self._led(request_id)
+        self._turns.end(request_id)
         self._port.cancel(request_id)
         self._give_back(load)
 
-    def _give_back(self, load: _Load) -> None:
+    def _give_back(self, load: Load) -> None:
         """Tell the source's home that nobody will read a publication, unless another request here still may."""
-        if any(other.reference == load.reference for other in self._loads.values()):
-            return
+        if not self._loads.any_of(load.reference):
+            self._decline_reference(load.reference)
+
+    def _decline_reference(self, reference: str) -> None:
         try:
-            self._port.decline(load.reference)
+            self._port.decline(reference)
         except KvferryError as error:
             logger.info("could not decline a publication: %s", error)
 
     def _refuse(self, request_id: str, error: KvferryError) -> None:
         """Handle a request that will not be granted: vLLM is told as soon as it has allocated blocks."""
+        self._turns.end(request_id)
         self._loads[request_id].refused = error
 
     def _read_ended(self, end: ReadEnd, metadata: StepMetadata) -> None:
@@ -406,4 +451,4 @@ class ConnectorScheduler:
         """Forget a request that was read."""
         self._stats.read_ended(end, granted=True)
         # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
-        del self._loads[end.request_id]
+        self._loads.pop(end.request_id)

@@ -13,6 +13,7 @@ from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
+from kvferry.integrations.vllm.block_hold import Holds
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
 from kvferry.integrations.vllm.prompts import shorten
 from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
@@ -29,8 +30,8 @@ _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 class Sending:
     """Publishes the requests of prefill.
 
-    A request is published when it has finished, or in parts under the reference that its router made. In the first case
-    vLLM keeps its blocks until they are released; in the second they are held here, from the first part on.
+    A request is published when it has finished, or in parts under the reference that its router made. Its blocks are
+    held here until they are released. If vLLM has not given its pool, vLLM keeps them, and steps until then.
 
     Args:
         setup: the engine.
@@ -43,9 +44,11 @@ class Sending:
         self._port = port
         self._count = count
         ranks = setup.spec.num_ranks
-        self._publishing = ComputedPublishing(port, ranks, checksums=setup.sums)
+        self._sums: list[Summed] = []
+        self._publishing = ComputedPublishing(port, ranks, self._sums, checksums=setup.sums)
+        self._holds = Holds()
         self._routed = RoutedPublishing(
-            port, setup.tables, ranks, count, rewritten=setup.rewritten, checksums=setup.sums
+            port, self._holds, setup.tables, ranks, count, self._sums, rewritten=setup.rewritten, checksums=setup.sums
         )
         self._kept: dict[int, str] = {}
         """Requests whose blocks vLLM keeps until they are released, by the numbers of their publications: a client may
@@ -59,18 +62,24 @@ class Sending:
         return self._publishing.waiting
 
     @property
+    def unsummed(self) -> bool:
+        """Whether published blocks are to be summed in the next step."""
+        return self._setup.sums and bool(self._sums)
+
+    @property
     def asks(self) -> bool:
         """Whether the end of a step is waited for."""
         return self._routed.waiting
 
     @property
-    def has_work(self) -> bool:
-        """Whether vLLM has to run steps even without a request."""
-        return self._publishing.waiting or self._routed.holding
+    def holding(self) -> bool:
+        """Whether blocks are held here."""
+        return bool(self._holds)
 
     def bind(self, pool: Any, block_ids: BlockIds) -> None:
         """Take vLLM's block pool, and what returns the blocks of a request."""
-        self._routed.bind(pool, block_ids)
+        self._holds.bind(pool)
+        self._routed.bind(block_ids)
 
     def expect(self, request: Any) -> None:
         """Look at a request that has arrived, and shorten its prompt if decode will compute the end of it."""
@@ -121,10 +130,10 @@ class Sending:
             return self._not_published(request_id, routed), None
         made = Published(request_id, publication.number, publication.reference, publication.traceparent)
         self._published.add(request, tokens, made)
-        if routed is not None and self._routed.keep(routed, publication):
-            return False, published_params(made)
-        self._kept[publication.number] = request_id
-        return True, published_params(made)
+        held = self._hold(publication, blocks) if routed is None else self._routed.keep(routed, publication)
+        if not held:
+            self._kept[publication.number] = request_id
+        return not held, published_params(made)
 
     def lost(self, blocks: Iterable[int]) -> None:
         """Handle blocks that vLLM was told could not be loaded."""
@@ -140,6 +149,7 @@ class Sending:
         sent = set()
         for release in releases:
             self._published.released(release.publication)
+            self._holds.released(release.publication)
             self._routed.released(release.publication)
             wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
             if not wanted:
@@ -153,7 +163,9 @@ class Sending:
 
     def take_sums(self) -> list[Summed]:
         """Return the blocks that were published since the last call: integrity mode sums them."""
-        return [*self._routed.take_sums(), *self._publishing.take_computed()]
+        found = self._sums.copy()
+        self._sums.clear()
+        return found
 
     # Internal.
 
@@ -162,8 +174,8 @@ class Sending:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "engine %s is asked to publish requests, and its kv_role is kv_consumer: they are not published. Give "
-                "kv_both to engines that others read from, such as decode in a conversation",
+                "engine %s is asked to publish requests, and its role is decode, by kv_role or role: they are not "
+                "published. Give role both to engines that others read from, too, such as decode in a conversation",
                 self._setup.spec.engine_id,
             )
         if reference:
@@ -191,6 +203,13 @@ class Sending:
             )
         self._count("published")
         return publication
+
+    def _hold(self, publication: Publication, blocks: Mapping[str, Blocks]) -> bool:
+        """Hold the blocks of a finished request, see `Holds.keep`."""
+        hold = self._holds.begin()
+        if hold is not None:
+            hold.add(blocks)
+        return self._holds.keep(publication.number, hold)
 
     def _first_token(self, request: Any, tokens: int) -> bytes:
         """Return the payload of a request of which so many tokens are published: the first token of its answer.

@@ -18,8 +18,8 @@ from kvferry._control.judgement import confirmed
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
-from kvferry.engine.scheduler import MAX_WAITING
 from kvferry.errors import InvalidField
+from kvferry.integrations.vllm.versions import returns_routed_experts
 from kvferry.planner.summed_blocks import IntegrityOptions
 
 ADDRESS_VARIABLE = "KVFERRY_ADDRESS"
@@ -30,7 +30,7 @@ OF_NIXL_CONNECTOR = {
     "num_threads": "nixl: {reading_agents: ...}",
     "kv_lease_duration": "a time of the node server's: kvferryd --ttl",
     "engine_ttl": "nothing: idle peers are dropped by themselves",
-    "bidirectional_kv_xfer": "nothing: with kv_role kv_both it is always on",
+    "bidirectional_kv_xfer": "role: both",
     "decoder_kv_blocks_ttl": "a time of the node server's: kvferryd --hold",
     "kv_recompute_threshold": "nothing: what is published is read",
     "enforce_handshake_compat": "nothing: caches that differ are always refused, naming the fields",
@@ -38,6 +38,9 @@ OF_NIXL_CONNECTOR = {
     "push_registration_timeout": "read_timeout",
 }
 """Keys of vLLM's NixlConnector (0.32.0), and what kvferry has in their place."""
+
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+"""What an engine is by vLLM's ``kv_role``, unless the operator says it."""
 
 Options = TypeVar("Options")
 
@@ -50,12 +53,15 @@ class ConnectorSettings:
 
     Attributes:
         address: address of this node's server, ``unix:/path`` or ``host:port``; otherwise from ``KVFERRY_ADDRESS``.
+        role: whether others read from the engine ("prefill"), it reads from others ("decode"), or "both"; None: as
+            vLLM's ``kv_role`` says.
         allowed_homes: shell patterns of the ``host:port`` of homes that may be connected to without TLS.
         directory: URL of the directory of homes and engines; empty: none.
         home_in_references: whether references carry the address of the home.
         read_timeout: seconds until a read fails, the wait for its publication included.
         start_timeout: seconds for which the engine waits for its node server when it starts.
-        max_waiting: how many requests may wait for their publications at once; further ones are not read.
+        max_waiting: for how many requests' publications the home of each prefill engine is asked at once; further ones
+            wait for their turn.
         tls: files for TLS; None: no TLS.
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
@@ -68,12 +74,13 @@ class ConnectorSettings:
     """
 
     address: str
+    role: str | None = None
     allowed_homes: tuple[str, ...] = ()
     directory: str = ""
     home_in_references: bool = True
     read_timeout: float = READ_TIMEOUT
     start_timeout: float = OPEN_TIMEOUT
-    max_waiting: int = MAX_WAITING
+    max_waiting: int = 256
     tls: TlsConfig | None = None
     nixl: NixlOptions = field(default_factory=NixlOptions)
     staging: StagingOptions = field(default_factory=StagingOptions)
@@ -88,6 +95,8 @@ class ConnectorSettings:
                 "address", "", f"the node server's address, in kv_connector_extra_config or {ADDRESS_VARIABLE}"
             )
         parse_address(arguments.text("address", self.address))
+        if self.role is not None and self.role not in ROLES.values():
+            raise InvalidField("role", arguments.described(self.role), "prefill, decode or both")
         for name, value in (
             ("allowed_homes", arguments.texts("allowed_homes", self.allowed_homes)),
             ("directory", arguments.text("directory", self.directory)),
@@ -112,6 +121,22 @@ class ConnectorSettings:
         if not given.get("address"):
             given["address"] = os.environ.get(ADDRESS_VARIABLE, "")
         return _made(cls, "", given)
+
+    def role_of(self, kv_role: str) -> str:
+        """Return the engine's role: "prefill", "decode" or "both".
+
+        Raises:
+            InvalidField: the engine would read, and vLLM does not take it for a consumer. vLLM then gives out blocks
+                again to which a step that is under way still writes: it would overwrite what was read.
+        """
+        if self.role in ("decode", "both") and kv_role == "kv_producer":
+            raise InvalidField(
+                "role",
+                self.role,
+                "prefill, because kv_role is kv_producer: only of consumers does vLLM keep blocks back until steps that"
+                " write to them have ended",
+            )
+        return self.role or ROLES[kv_role]
 
     def client(self) -> Client:
         """Make the client of a process; raises `InvalidField` if it shall trace and cannot."""
@@ -150,6 +175,12 @@ def check_supported(vllm_config: Any, device_type: str) -> None:
             "kv_buffer_device",
             buffer,
             f"{device_type!r}, or nothing: the cache is read where it is, and no copy is made in a buffer elsewhere",
+        )
+    if returns_routed_experts(vllm_config):
+        raise InvalidField(
+            "enable_return_routed_experts",
+            True,
+            "False: decode does not compute the prompt, so it cannot say which experts did, and they are not published",
         )
     model = vllm_config.model_config
     if model is None:

@@ -34,6 +34,7 @@ class Setup:
         tails: what becomes of the tokens behind the last one read. vLLM clears the blocks that it gives out, where
             kernels need it, except those that a connector fills.
         serves, reads: whether other engines read from it, and whether it reads from others.
+        drains: whether vLLM waits for its work when it is told to end (``--shutdown-timeout``).
         depth: how many steps vLLM has under way at once; None: it runs them together with other data-parallel ranks.
     """
 
@@ -46,6 +47,7 @@ class Setup:
     tails: Tails
     serves: bool
     reads: bool
+    drains: bool
     depth: int | None
 
     @classmethod
@@ -56,6 +58,7 @@ class Setup:
             raise InvalidField("platform", current_platform.device_name, "cpu, cuda or rocm")
         check_supported(vllm_config, current_platform.device_type)
         settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
+        role = settings.role_of(transfer.kv_role)
         tables = block_tables(vllm_config, kv_cache_config)
         groups = tuple(table.group for table in tables)
         spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
@@ -68,8 +71,9 @@ class Setup:
             recomputed=max(1, lookahead_tokens(vllm_config) - 1),
             rewritten=max(0, lookahead_tokens(vllm_config) - 1),
             tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
-            serves=transfer.is_kv_producer,
-            reads=transfer.is_kv_consumer,
+            serves=role != "decode",
+            reads=role != "prefill",
+            drains=bool(getattr(vllm_config, "shutdown_timeout", 0)),
             depth=vllm_config.max_concurrent_batches if parallel.data_parallel_size == 1 else None,
         )
 

@@ -40,12 +40,15 @@ class Siblings:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
+        self._parents: dict[int, str] = {}
+        """The parent of each publication that was added, by its number."""
 
     def add(self, request: Any, tokens: int, published: Published) -> None:
         """Remember the publication of the first `tokens` tokens of a request, if it is a sample."""
         parent = _CHILD.fullmatch(request.request_id)
         if parent is not None and (contents := _contents(request, tokens)) is not None:
             self._known[parent[1]] = _Known(contents, published)
+            self._parents[published.number] = parent[1]
 
     def find(self, request: Any, tokens: int) -> Published | None:
         """Return the publication of a sibling with the same tokens; None: there is none."""
@@ -58,7 +61,10 @@ class Siblings:
 
     def released(self, number: int) -> None:
         """Forget a publication."""
-        for parent in [parent for parent, known in self._known.items() if known.published.number == number]:
+        parent = self._parents.pop(number, "")
+        known = self._known.get(parent)
+        # A request_id may be used again while the publication of the first one is held.
+        if known is not None and known.published.number == number:
             del self._known[parent]
 
 

@@ -28,3 +28,9 @@ def lookahead_tokens(vllm_config: Any) -> int:
 def is_divided_by_tokens(spec: Any) -> bool:
     """Return whether decode context parallelism divides the tokens of a layer. In vLLM 0.30 it divides all."""
     return bool(getattr(spec, "dcp_sharded", True))
+
+
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Return whether answers say which experts computed each token. Older versions of vLLM have this at the model."""
+    where = getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config
+    return bool(getattr(where, "enable_return_routed_experts", False))

@@ -14,6 +14,10 @@ from kvferry.integrations.vllm.layouts.layer import Layer
 _SCALED = ("fp8", "fp8 slots", "nvfp4")
 
 
+SCALED = " * "
+"""What stands between the name of a type and its static scale."""
+
+
 def content_of(spec: Any) -> str:
     """Return what a spec of vLLM says of the elements: ``plain``, ``fp8``, ``nvfp4``, ``int8_per_token_head`` …
 
@@ -69,4 +73,4 @@ def _scale(layer: Layer, plane: Plane) -> str:
     values = [1.0] if scale is None else [float(value) for value in scale.flatten().tolist()]
     if len(values) > 1:
         raise InvalidField(f"scales of {layer.name}", len(values), "one for K and one for V")
-    return "" if values[0] == 1.0 else f" * {values[0]!r}"
+    return "" if values[0] == 1.0 else f"{SCALED}{values[0]!r}"

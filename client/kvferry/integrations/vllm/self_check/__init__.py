@@ -11,6 +11,7 @@ Run on CPU only so far, with vLLM's CPU kernels, and with its Triton kernels und
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ from kvferry.integrations.vllm.self_check.structure import check_structure, patt
 from kvferry.integrations.vllm.self_check.tokens import check_tokens
 from kvferry.integrations.vllm.self_check.write_paths import NoPath, StatePath, TokenPath, write_path
 
-logger = logging.getLogger(f"vllm.{__name__}")
-"""Below vLLM's own, which alone has a handler in vLLM's processes: this line is for whoever reads the engine's log."""
+logger = logging.getLogger(__name__)
+
+MORE_BLOCKS = 4
+"""Blocks that are drawn at each start, beside one of the first and the last: a kernel may write others elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Checked:
         footprint: components of which it was checked that vLLM's writes change their bytes, and no others.
         unwritten: why nothing was written, so that strides, sizes and bounds alone were compared with the spec; else
             empty.
+        blocks: ids of the blocks that were written to.
     """
 
     backend: str
@@ -49,12 +53,16 @@ class Checked:
     values: tuple[str, ...] = ()
     footprint: tuple[str, ...] = ()
     unwritten: str = ""
+    blocks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         how = [
             f"{what} of {', '.join(of)}" for what, of in (("values", self.values), ("footprint", self.footprint)) if of
         ]
-        return f"{len(self.layers)} of {self.backend} by {' and '.join(how) or f'strides only ({self.unwritten})'}"
+        if not how:
+            return f"{len(self.layers)} of {self.backend} by strides only ({self.unwritten})"
+        blocks = ", ".join(map(str, self.blocks))
+        return f"{len(self.layers)} of {self.backend} by {' and '.join(how)} in blocks {blocks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class Report:
         return f"self-check: layers {'; '.join(map(str, self.kinds))}; {self.seconds:.3f} s"
 
 
-def self_check(layers: Sequence[Layer], planes: Sequence[Plane], vllm_config: Any) -> Report:
+def self_check(layers: Sequence[Layer], planes: Sequence[Plane], vllm_config: Any, seed: int | None = None) -> Report:
     """Check the planes of a rank against what vLLM writes, and log the result in one line.
 
     Nothing else may use the caches meanwhile. It waits for the device.
@@ -82,6 +90,7 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], vllm_config: An
         layers: the layers of the rank.
         planes: their planes.
         vllm_config: vLLM's configuration, which has its layers.
+        seed: of the blocks that are drawn; None: others at each start.
 
     Raises:
         LayoutMismatch: the planes of a layer are wrong; nothing may be read by them.
@@ -97,6 +106,7 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], vllm_config: An
         kind = _kind(layer, by_layer[layer.name], modules.get(layer.name))
         kinds.setdefault(kind, []).append(index)
     found = []
+    draw = random.Random(seed)
     # vLLM makes its caches in this mode, outside of which they may not be changed.
     with torch.inference_mode():
         for members in kinds.values():
@@ -105,7 +115,8 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], vllm_config: An
             results: list[Checked] = []
             for index in written:
                 layer = layers[index]
-                results.append(_check(layer, by_layer[layer.name], vllm_config, names, alike=bool(results)))
+                blocks = _spare(layer, draw)
+                results.append(_check(layer, by_layer[layer.name], vllm_config, names, blocks, alike=bool(results)))
             found.append(next((each for each in results if each.unwritten), results[0]))
     report = Report(tuple(found), time.perf_counter() - begin)
     unwritten = any(kind.unwritten for kind in report.kinds)
@@ -125,10 +136,17 @@ def _kind(layer: Layer, planes: Sequence[Plane], module: Any) -> tuple[Any, ...]
     return type(module), implementation, settings, bound, pattern(layer, planes)
 
 
-def _check(layer: Layer, planes: Sequence[Plane], vllm_config: Any, names: tuple[str, ...], *, alike: bool) -> Checked:
+def _check(
+    layer: Layer,
+    planes: Sequence[Plane],
+    vllm_config: Any,
+    names: tuple[str, ...],
+    blocks: Sequence[int],
+    *,
+    alike: bool,
+) -> Checked:
     module = vllm_config.compilation_config.static_forward_context.get(layer.name)
     path = write_path(module, vllm_config.model_config.dtype)
-    blocks = _spare(layer)
     reason = path.reason if isinstance(path, NoPath) else _unfit(layer, planes, path)
     values: list[str] = []
     if not reason:
@@ -146,15 +164,18 @@ def _check(layer: Layer, planes: Sequence[Plane], vllm_config: Any, names: tuple
     if reason:
         return Checked(path.name, names, unwritten=reason)
     rest = tuple(plane.component for plane in planes if plane.component not in values)
-    return Checked(path.name, names, tuple(values), rest)
+    return Checked(path.name, names, tuple(values), rest, blocks=tuple(sorted(blocks)))
 
 
-def _spare(layer: Layer) -> list[int]:
-    """Return two blocks far apart, so that a wrong distance of blocks shows. No block is in use yet; the null block is
-    left out if there are others."""
+def _spare(layer: Layer, draw: random.Random) -> list[int]:
+    """Return two blocks far apart, so that a wrong distance of blocks shows, and then some others. No block is in use
+    yet; the null block is left out if there are others."""
     ids = [block for block in (1, 0, layer.group.num_blocks - 1) if block < layer.group.num_blocks]
     usable = [block for block in ids if block != layer.group.null_block] or ids
-    return sorted({usable[0], usable[-1]})
+    ends = sorted({usable[0], usable[-1]})
+    between = range(ends[0] + 1, ends[-1])
+    drawn = draw.sample(between, min(MORE_BLOCKS, len(between)))
+    return [*ends, *(block for block in drawn if block != layer.group.null_block)]
 
 
 def _unfit(layer: Layer, planes: Sequence[Plane], path: TokenPath | StatePath) -> str:

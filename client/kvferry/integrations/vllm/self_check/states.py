@@ -14,6 +14,7 @@ from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import PLAIN
 from kvferry.integrations.vllm.layouts import Layer
 from kvferry.integrations.vllm.self_check.probe import POISONS, Probe, shown
+from kvferry.integrations.vllm.self_check.structure import check_elements
 from kvferry.integrations.vllm.self_check.write_paths import StatePath
 
 
@@ -53,9 +54,11 @@ def _check_part(probe: Probe, number: int, part: torch.Tensor) -> set[str]:
         if first <= plane.base + probe.block * plane.block_stride < first + size
     ]
     allowed, by_value = probe.nothing(), set()
+    dtype = str(part.dtype).removeprefix("torch.")
     for index in own:
         allowed[index].fill_(True)
         plane = probe.planes[index]
+        check_elements(probe.layer, dtype, [plane])
         if plane.format == PLAIN and _by_unit(plane, part):
             by_value.add(plane.component)
 

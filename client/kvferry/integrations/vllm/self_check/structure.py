@@ -13,8 +13,12 @@ from kvferry.geometry.overlap import check_apart
 from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import TensorView, view_of
 from kvferry.integrations.vllm.layouts import Layer
+from kvferry.integrations.vllm.layouts.content import SCALED
 
 Addresses = npt.NDArray[np.int64]
+
+_BYTES = ("uint8", "int8")
+"""Types of tensors in which elements of any type may stand, also of several types beside each other."""
 
 
 class _Runs(NamedTuple):
@@ -45,6 +49,7 @@ def check_structure(layers: Sequence[Layer], planes: Sequence[Plane]) -> None:
         own = [plane for plane in planes if plane.layer == layer.name]
         view = view_of(layer.cache)
         _check_bounds(layer, view, own)
+        check_elements(layer.name, view.dtype, own)
         kind = pattern(layer, own)
         if kind not in seen:
             seen.add(kind)
@@ -107,6 +112,30 @@ def check_page(layer: Layer, planes: Sequence[Plane]) -> None:
             expected=size,
             found=declared.bytes(),
         )
+
+
+def check_elements(layer: str, dtype: str, planes: Sequence[Plane]) -> None:
+    """Check the names of the planes' elements: both engines of a read compare them, and nothing else says the type.
+
+    Args:
+        layer: name of the layer.
+        dtype: type of the elements of the tensor that holds the planes.
+        planes: the planes.
+
+    Raises:
+        LayoutMismatch: a plane is of another type.
+    """
+    if dtype in _BYTES:
+        return
+    for plane in planes:
+        if plane.dtype.partition(SCALED)[0] != dtype:
+            raise LayoutMismatch(
+                layer,
+                f"elements of {plane.component} are declared to be {plane.dtype}, those of its tensor are {dtype}",
+                component=plane.component,
+                expected=dtype,
+                found=plane.dtype,
+            )
 
 
 def _check_bounds(layer: Layer, view: TensorView, planes: Sequence[Plane]) -> None:

@@ -1,0 +1,101 @@
+"""Time slices: how long calls work on the event loop before everything else on it has its turn, and whose turn is next.
+
+A thousand heavy notifications take tenths of a second, and a host may send many such calls at once. In each pass of the
+event loop, calls work for one time slice together. Calls that find it used up wait, and get one slice each: hosts in
+turns, so that the calls of one host, however many and large, delay another host's by one slice. Short calls (renewals,
+mostly) have a rotation of their own, which alternates with that of the others: neither waits for all of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from kvferry_server.home.rotation import Rotation
+
+TIME_SLICE = 0.002
+"""Seconds that calls work in one pass of the event loop. A short call takes about five passes from its arrival to its
+answer, and waits for a slice of others in each."""
+
+
+class TimeSlices:
+    """The time slices of one event loop, which belong to its home.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # When the slice of this pass of the loop ends; infinity: none has begun.
+        self._until = math.inf
+        # A call that waited was given the next slice, and has not begun it.
+        self._given = False
+        self._short, self._long = Rotation(self._next), Rotation(self._next)
+        self._short_first = True
+
+    @property
+    def over(self) -> bool:
+        """Whether the slice of this pass is used up."""
+        return self._clock() > self._until
+
+    async def begin(self, host: str, *, short: bool) -> None:
+        """Begin to work: at once if the slice of this pass has time left, otherwise when it is this host's turn.
+
+        Args:
+            host: the host that the call came from; empty: this one.
+            short: the call is short.
+        """
+        if self._given or self._short or self._long or self.over:
+            await self.wait(host, short=short)
+        elif math.isinf(self._until):
+            self._start()
+
+    async def wait(self, host: str, *, short: bool) -> None:
+        """Let other calls work, and begin the next slice that is this host's; arguments as of `begin`. To be called
+        when a slice is over."""
+        await (self._short if short else self._long).wait(host)
+        self._given = False
+        self._start()
+
+    def _start(self) -> None:
+        self._until = self._clock() + TIME_SLICE
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        """Give a slice to a call that waits; if none does, the next call begins one."""
+        first, second = (self._short, self._long) if self._short_first else (self._long, self._short)
+        self._given = first.wake() or second.wake()
+        self._short_first = not self._short_first
+        if not self._given:
+            self._until, self._short_first = math.inf, True
+
+
+class TimeSlice:
+    """The time slices of one call.
+
+    Args:
+        slices: those of the event loop.
+        host: the host that the call came from; empty: this one.
+        short: the call is short.
+        recheck: called after other calls have worked, because what was checked before may no longer hold; an error that
+            it raises ends the call.
+    """
+
+    def __init__(self, slices: TimeSlices, host: str, *, short: bool, recheck: Callable[[], object]) -> None:
+        self._slices = slices
+        self._host, self._short = host, short
+        self._recheck = recheck
+
+    async def begin(self) -> None:
+        """Wait for the first slice; then check."""
+        await self._slices.begin(self._host, short=self._short)
+        self._recheck()
+
+    async def pause_if_over(self) -> None:
+        """If the slice is over, let other calls work, and check again in the next one."""
+        if self._slices.over:
+            await self._slices.wait(self._host, short=self._short)
+            self._recheck()

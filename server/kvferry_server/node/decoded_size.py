@@ -1,0 +1,204 @@
+"""How much memory a request takes once it is decoded, found on its bytes before anything is decoded.
+
+An empty message in a list takes two bytes on the wire and hundreds in memory, so the size of a request says little. The
+walk here follows the message's description: strings and bytes are skipped whole, and only messages are looked into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from kvferry_server.node.limits import DECODED_FACTOR, DECODED_SPARE, MAX_FIELDS
+
+MESSAGE_BYTES = 24
+"""Of a message without its fields."""
+
+ENTRY_BYTES = 64
+"""Of an entry of a map, without what its strings hold."""
+
+STRING_BYTES = 16
+"""Of a string or bytes without what it holds."""
+
+ALIGNED_BYTES = 8
+"""What the shortest content of a string takes, and any number or reference to a message."""
+
+UNKNOWN_BYTES = 24
+"""Of a field that the message's description does not have."""
+
+WALK_STEPS = 1024
+"""Fields that are looked at in one go: half a millisecond."""
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_WIDTHS = {_FIXED64: 8, _FIXED32: 4}
+_GROUPS = (3, 4)
+_STRINGS = frozenset({FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES})
+_FIXED = frozenset(
+    getattr(FieldDescriptor, f"TYPE_{name}")
+    for name in ("FIXED32", "FIXED64", "SFIXED32", "SFIXED64", "FLOAT", "DOUBLE")
+)
+_CONTINUED = bytes(range(128, 256))
+"""All bytes of variable-length numbers but their last."""
+
+
+class Shape:
+    """What the walk knows of one type of message.
+
+    Attributes:
+        flat: it has no lists, and no messages but flat ones. What a flat message holds takes less than seven bytes for
+            each on the wire (unknown fields take most), so the walk does not look into it.
+        size: bytes that a decoded one takes, with the reference to it, and without what it holds unless it is flat.
+        factor: the most bytes that what it holds takes in memory, for each on the wire.
+        inner: shapes of the messages in its fields that are not flat, by the fields' tags.
+        skipped: bytes of each other field, by the fields' tags.
+        packed: bytes of each number in a list of variable-length numbers, by the fields' tags.
+    """
+
+    def __init__(self, kind: Descriptor) -> None:
+        self.inner: dict[int, Shape] = {}
+        self.skipped: dict[int, int] = {}
+        self.packed: dict[int, int] = {}
+        self.flat = True
+        self.size = ENTRY_BYTES if kind.GetOptions().map_entry else MESSAGE_BYTES + ALIGNED_BYTES
+        self.factor = UNKNOWN_BYTES / 2
+        for field in kind.fields:
+            self._add(field)
+        # The members of a oneof share their place.
+        self.size += (STRING_BYTES + ALIGNED_BYTES) * len(kind.oneofs)
+        if self.flat:
+            self.size += sum(
+                shape_of(field.message_type).size for field in kind.fields if field.message_type is not None
+            )
+
+    def _add(self, field: FieldDescriptor) -> None:
+        tag, repeated = field.number << 3, _is_repeated(field)
+        self.flat = self.flat and not repeated
+        if field.containing_oneof is None:
+            self.size += STRING_BYTES if field.type in _STRINGS else ALIGNED_BYTES
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            inner = shape_of(field.message_type)
+            # Those of a oneof replace one another, each time by a new one.
+            self.flat = self.flat and inner.flat and field.containing_oneof is None
+            self.factor = max(self.factor, inner.factor, inner.size / 2)
+            if inner.flat:
+                self.skipped[tag | _LENGTH] = inner.size
+            else:
+                self.inner[tag | _LENGTH] = inner
+        elif field.type in _STRINGS:
+            self.skipped[tag | _LENGTH] = STRING_BYTES + ALIGNED_BYTES if repeated else ALIGNED_BYTES
+        else:
+            for wire in (_VARINT, _FIXED64, _FIXED32):
+                self.skipped[tag | wire] = ALIGNED_BYTES if repeated else 0
+            if repeated:
+                # Numbers of fixed length take in memory what they take on the wire.
+                self.packed[tag | _LENGTH] = 0 if field.type in _FIXED else ALIGNED_BYTES
+
+
+@cache
+def shape_of(kind: Descriptor) -> Shape:
+    """Return the shape of a type of message, which must not contain itself."""
+    return Shape(kind)
+
+
+def _is_repeated(field: FieldDescriptor) -> bool:
+    # protobuf 4 has the label alone, and protobuf 7 warns of it.
+    found: bool | None = getattr(field, "is_repeated", None)
+    # What describes the types has none of the label any more.
+    return field.label == FieldDescriptor.LABEL_REPEATED if found is None else found  # type: ignore[attr-defined]
+
+
+class Decoded:
+    """The walk over one message.
+
+    Args:
+        raw: the message's bytes.
+        shape: the shape of its type.
+        most: bytes that a message of this type may take, however long it is.
+
+    Attributes:
+        size: bytes that the decoded message takes, as far as the walk has come. Never less than those that protobuf
+            allocates for messages and elements of lists, up to the first damage.
+        fields: how many fields the walk has looked at, in units of `WALK_STEPS`.
+        most: what `size` may be.
+    """
+
+    def __init__(self, raw: bytes, shape: Shape, most: int = sys.maxsize) -> None:
+        self._raw = raw
+        self._shape = shape
+        self.size = len(raw) + shape.size
+        self.fields = 0
+        self.most = min(most, DECODED_FACTOR * len(raw) + DECODED_SPARE)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the message takes no more than it may, in memory and of the walk, as far as the walk has come."""
+        return self.size <= self.most and self.fields <= MAX_FIELDS
+
+    def walk(self) -> Iterator[None]:
+        """Walk over the message, and pause after every `WALK_STEPS` fields. Ends as soon as `fits` is false, and at the
+        first damage, where decoding ends as well."""
+        raw, shape, place, end = self._raw, self._shape, 0, len(self._raw)
+        outer: list[tuple[Shape, int]] = []
+        left = WALK_STEPS
+        try:
+            while self.size <= self.most:
+                while place == end:
+                    if not outer:
+                        return
+                    shape, end = outer.pop()
+                left -= 1
+                if not left:
+                    left = WALK_STEPS
+                    self.fields += WALK_STEPS
+                    if not self.fits:
+                        return
+                    yield
+                tag, place = _number(raw, place)
+                wire = tag & 7
+                if wire != _LENGTH:
+                    self.size += shape.skipped.get(tag, UNKNOWN_BYTES)
+                    if wire in _GROUPS:
+                        # The contract has none, and to skip one takes a walk of its own.
+                        self.size += self.most
+                        return
+                    place = _number(raw, place)[1] if wire == _VARINT else place + _WIDTHS[wire]
+                    if place > end:
+                        return
+                    continue
+                length, place = _number(raw, place)
+                if place + length > end:
+                    return
+                inner = shape.inner.get(tag)
+                if inner is not None:
+                    self.size += inner.size
+                    outer.append((shape, end))
+                    shape, end = inner, place + length
+                    continue
+                each = shape.packed.get(tag)
+                if each is not None:
+                    self.size += each * len(raw[place : place + length].translate(None, _CONTINUED))
+                else:
+                    self.size += shape.skipped.get(tag, UNKNOWN_BYTES)
+                place += length
+        except (IndexError, KeyError):
+            return
+
+
+def _number(raw: bytes, place: int) -> tuple[int, int]:
+    """Return the variable-length number at a place, and the place behind it."""
+    byte = raw[place]
+    place += 1
+    if byte < 128:
+        return byte, place
+    number, shift = byte & 127, 7
+    while shift < 70:
+        byte = raw[place]
+        place += 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number, place
+        shift += 7
+    raise IndexError

@@ -1,0 +1,128 @@
+"""The process's memory: how much it may have, and how it gives back to the system what it does not need any more.
+
+glibc keeps what was freed for later, in as many arenas as threads have needed at once, so that after a burst of large
+requests the process would look as if it still worked on them. Elsewhere (musl, macOS) nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, WORKING_MEMORY
+from kvferry_server.node.times import TRIM_POLL
+
+ARENAS = 2
+"""glibc's arenas of kvferryd: for the event loop, and for all other threads."""
+
+TRIM_BYTES = 16 << 20
+"""Bytes that have to be freed, or may have been, until they are given back."""
+
+_M_ARENA_MAX = -8
+
+
+def memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process may have: the least of what its memory cgroups allow, those above them, and
+    the host.
+
+    Args:
+        proc: where procfs is mounted.
+        cgroups: where cgroups are mounted.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return limits[0]
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            limits += _limits_up(cgroups, path, "memory.max")
+        elif "memory" in kinds.split(","):
+            limits += _limits_up(cgroups / "memory", path, "memory.limit_in_bytes")
+    return min(limits)
+
+
+def home_memory(limit: int) -> int:
+    """Return the budget of a home whose process may have `limit` bytes: half of that, as long as the rest is enough for
+    what the process works on, and at most `MAX_HOME_MEMORY`."""
+    return max(MIN_HOME_MEMORY, min(MAX_HOME_MEMORY, limit // 2, limit - WORKING_MEMORY))
+
+
+def use_few_arenas() -> None:
+    """Let this process have `ARENAS` arenas, however many threads it has. For processes that are a node server and
+    nothing else."""
+    mallopt = getattr(_libc(), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, ARENAS)
+
+
+def trim() -> None:
+    """Give back to the system what this process has freed."""
+    malloc_trim = getattr(_libc(), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(ctypes.c_size_t(0))
+
+
+class Trimmer:
+    """Gives memory back after a node server has freed much of it. One that has nothing to free looks at two numbers
+    every few seconds.
+
+    Args:
+        worked_on: returns the bytes of all requests so far, which were freed when they were answered.
+        held: returns the bytes that the home holds.
+    """
+
+    def __init__(self, worked_on: Callable[[], int], held: Callable[[], int]) -> None:
+        self._worked_on = worked_on
+        self._held = held
+        self._trimmed_at = 0
+        self._most_held = 0
+        self._seen = 0
+        self._again = False
+
+    async def run(self) -> None:
+        """Look from time to time, until cancelled."""
+        while True:
+            await asyncio.sleep(TRIM_POLL)
+            if self.due():
+                # It takes milliseconds where there is much to give back.
+                await asyncio.to_thread(trim)
+
+    def due(self) -> bool:
+        """Whether `TRIM_BYTES` may have been freed since this last was true; and once more when all is quiet after
+        that, because what was in use then is not given back."""
+        worked_on, held = self._worked_on(), self._held()
+        self._most_held = max(self._most_held, held)
+        quiet, self._seen = worked_on == self._seen, worked_on
+        freed = worked_on - self._trimmed_at + self._most_held - held >= TRIM_BYTES
+        if not freed and not (self._again and quiet):
+            return False
+        self._again = freed
+        self._trimmed_at, self._most_held = worked_on, held
+        return True
+
+
+def _limits_up(root: Path, path: str, name: str) -> list[int]:
+    """Return the limits of a cgroup and of those above it. In a container, the root that is mounted is its own."""
+    found = []
+    group = root / path.lstrip("/")
+    for folder in (group, *group.parents):
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            text = ""
+        if text.isdigit():
+            found.append(int(text))
+        if folder == root:
+            break
+    return found
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -1,0 +1,193 @@
+"""Publications that are given up: what is left of them at the engine, and what a restarted home is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Cache, EngineSpec, Group
+from kvferry._clock import now
+from kvferry._control import publications
+from kvferry._control.connection import Control
+from kvferry._control.home_session import HomeSession
+from kvferry._control.publication_sender import PublicationSender
+from kvferry._control.publications import Publication, ReleaseOutcome, Step
+from kvferry.engine import SchedulerPort, WorkerPort
+from kvferry.errors import InvalidField, KvferryError, NotPublished, Unavailable, Unreachable
+from kvferry.testing import Fabric
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.waiting import until
+
+AXES = ("kv", "block", "head", "token", "content")
+SPEC = EngineSpec("prefill", (Group("full", block_tokens=16, num_blocks=32),))
+SOON = 30.0
+
+
+class RefusingSession:
+    """A session whose home takes none of what it is sent."""
+
+    spec = SPEC
+    patience = SOON
+
+    def __init__(self) -> None:
+        self.ended_steps: list[int] = []
+        self.sent: list[pb.Notification] = []
+
+    def attempt(self, told: Sequence[pb.Notification], timeout: float) -> tuple[list[KvferryError], None]:
+        self.sent += told
+        return [InvalidField("blocks", 0, "others") for _ in told], None
+
+    def ended(self, step: Step, error: KvferryError | None) -> bool:
+        assert error is not None
+        self.ended_steps.append(step.message.step)
+        return True
+
+
+def test_steps_behind_a_refused_one_are_given_up_last_to_first() -> None:
+    """What is left of a publication always has its first step."""
+    session, refused = RefusingSession(), threading.Event()
+    sender = PublicationSender(cast(HomeSession, session), lambda _: refused.set())
+    publication = Publication(1, "request", "reference")
+    with sender.lock:
+        for index in range(4):
+            sender.put(publication, Step(pb.Publish(publication=1, step=index, last=index == 3)))
+    assert refused.wait(SOON)
+    sender.close(SOON)
+    assert session.ended_steps == [3, 2, 1, 0]
+
+
+class AwaySession(RefusingSession):
+    """A session whose home is away for longer than anybody waits, until a step is given up.
+
+    Args:
+        accepted: the home may have accepted the step before.
+    """
+
+    patience = 0.0
+
+    def __init__(self, *, accepted: bool) -> None:
+        super().__init__()
+        self._accepted = accepted
+        self.errors: list[KvferryError | None] = []
+
+    def attempt(self, told: Sequence[pb.Notification], timeout: float) -> tuple[list[Any], Any]:
+        self.sent += told
+        failure = None if self.errors else Unreachable("no way", retry_after=0.01, address="home")
+        return [failure for _ in told], failure
+
+    def ended(self, step: Step, error: KvferryError | None) -> bool:
+        self.errors.append(error)
+        return not self._accepted
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_step_that_its_home_does_not_take_in_time_is_given_up(*, accepted: bool) -> None:
+    """Readers are told that it was, if the home may have offered it to them."""
+    session, refused = AwaySession(accepted=accepted), threading.Event()
+    sender = PublicationSender(cast(HomeSession, session), lambda _: refused.set())
+    publication = Publication(1, "request", "reference")
+    with sender.lock:
+        sender.put(publication, Step(pb.Publish(publication=1, last=True)))
+    until(lambda: bool(session.errors))
+    assert [type(error) for error in session.errors] == [NotPublished]
+    sender.close(SOON)
+    assert refused.is_set() == (not accepted)
+    aborts = [told.abort for told in session.sent if told.HasField("abort")]
+    assert aborts == ([pb.Abort(publication=1, not_published=True)] if accepted else [])
+
+
+def register(fabric: Fabric) -> Cache:
+    memory = np.zeros((2, 32, 1, 16, 4), np.float32)
+    return fabric.client().register_cache(SPEC, tensors={"layer": memory}, axes=AXES)
+
+
+def by_session(fabric: Fabric) -> tuple[Publication, Callable[[], Any], Callable[[], Any]]:
+    session = register(fabric).session
+    publication = session.publish("request", {"full": Blocks([1])})
+
+    def abort() -> None:
+        with pytest.raises(Unavailable):
+            session.abort(publication, timeout=0.1)
+
+    return publication, abort, lambda: session.released(timeout=0.0)
+
+
+def by_port(fabric: Fabric) -> tuple[Publication, Callable[[], Any], Callable[[], Any]]:
+    client = fabric.client()
+    port, worker = SchedulerPort(client, SPEC), WorkerPort(client, SPEC)
+    worker.register({"layer": np.zeros((2, 32, 1, 16, 4), np.float32)}, axes=AXES)
+    publication = port.publish("request", {"full": Blocks([1])})
+    until(lambda: not port._publishing._sender._messages)
+    return publication, lambda: port.abort(publication), port.released
+
+
+@pytest.mark.parametrize("engine", [by_session, by_port])
+def test_an_abort_that_never_reached_its_home_is_told_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, engine: Callable[[Fabric], Any]
+) -> None:
+    notify, failed = Control.notify, threading.Event()
+
+    def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[pb.NotificationResult]:
+        if any(told.HasField("abort") for told in request.notifications[:1]):
+            # The abort alone, not a refill.
+            failed.set()
+            raise Unreachable("no way", retry_after=0.01, address="home")
+        return notify(control, request, timeout)
+
+    monkeypatch.setattr(Control, "notify", call)
+    # A restarted home releases nothing before the leases that it does not know have ended.
+    with Fabric(ttl=0.5, max_ttl=0.5) as fabric:
+        publication, abort, released = engine(fabric)
+        abort()
+        assert failed.wait(SOON)
+        fabric.stop_home()
+        fabric.start_home()
+        found: list[Any] = []
+
+        def told() -> bool:
+            found.extend(released())
+            return bool(found)
+
+        until(told)
+        assert [(one.publication, one.outcome) for one in found] == [(publication.number, ReleaseOutcome.ABORTED)]
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_steps_of_a_call_that_its_home_ends_with_an_error_stay_pinned_if_some_may_have_been_taken(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """The home may have acted on the first of several notifications; of a single one, it has refused the call. A step
+    that stays pinned is withdrawn, also at the next home."""
+    with Fabric() as fabric:
+        session = register(fabric).session._session
+        offered = [session.offer(f"request-{index}", {"full": Blocks([index])}) for index in range(1, together + 1)]
+
+        def refuse(_: Control, __: pb.NotifyRequest, ___: float = 5.0) -> list[pb.NotificationResult]:
+            raise InvalidField("notifications", 0, "others")
+
+        with monkeypatch.context() as away:
+            away.setattr(Control, "notify", refuse)
+            found, failure = session.attempt([pb.Notification(publish=step.message) for _, step in offered], SOON)
+        assert isinstance(failure, InvalidField)
+        taken_back = [session.ended(step, error) for (_, step), error in zip(offered, found, strict=True)]
+        assert taken_back == [together == 1] * together
+        told = [notification.abort for notification in session._offers.snapshot().notifications]
+        aborts = [abort.publication for abort in told if abort.not_published]
+        assert aborts == ([] if together == 1 else [publication.number for publication, _ in offered])
+
+
+def test_blocks_stay_pinned_without_a_home_for_as_long_as_a_lease_may_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that waited for the publication has a lease of max_ttl, even if the final deadline is sooner."""
+    monkeypatch.setattr(publications, "LOCAL_RELEASE_MARGIN", 0.0)
+    with Fabric(ttl=1.0, max_ttl=3.0, final=0.5, hold=60.0) as fabric:
+        session = register(fabric).session
+        began = now()
+        session.publish("request", {"full": Blocks([1])}, last=False)
+        fabric.stop_home()
+        (release,) = session.released(timeout=SOON)
+        assert release.local
+        assert now() - began >= 3.0

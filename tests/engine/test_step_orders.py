@@ -1,0 +1,47 @@
+"""Steps that come before their turn, or before their read was started."""
+
+from __future__ import annotations
+
+from kvferry.engine.step_order import MAX_EARLY, StepOrders
+from kvferry.engine.values import GrantStep
+
+
+def step(read_id: str, index: int) -> GrantStep:
+    return GrantStep(read_id, index, (), last=False)
+
+
+def test_steps_are_taken_in_their_order_and_once() -> None:
+    orders = StepOrders()
+    for index in (3, 1, 1):
+        orders.put(step("r", index), {"r"})
+    assert [one.index for one in orders.take("r")] == [1]
+    orders.put(step("r", 1), {"r"})
+    orders.put(step("r", 2), {"r"})
+    assert [one.index for one in orders.take("r")] == [2, 3]
+    assert orders.take("r") == []
+
+
+def test_reads_that_never_start_do_not_push_out_one_that_has() -> None:
+    orders = StepOrders()
+    orders.put(step("started", 2), {"started"})
+    for number in range(MAX_EARLY + 10):
+        orders.put(step(f"early {number}", 1), {"started"})
+    orders.put(step("started", 1), {"started"})
+    assert [one.index for one in orders.take("started")] == [1, 2]
+    # Of the others, the latest are kept.
+    assert orders.take("early 0") == []
+    assert [one.index for one in orders.take(f"early {MAX_EARLY + 9}")] == [1]
+
+
+def test_as_many_early_reads_as_may_wait_are_kept() -> None:
+    orders = StepOrders()
+    for number in range(MAX_EARLY):
+        orders.put(step(f"early {number}", 1), ())
+    assert [one.index for one in orders.take("early 0")] == [1]
+
+
+def test_what_is_forgotten_begins_anew() -> None:
+    orders = StepOrders()
+    orders.put(step("r", 1), {"r"})
+    orders.forget("r")
+    assert orders.take("r") == []

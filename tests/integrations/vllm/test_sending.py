@@ -1,0 +1,99 @@
+"""The end of a request in prefill: which of its tokens are published, and what becomes of its blocks if none can be.
+
+vLLM's block pool is real; its scheduler and kvferry's port are played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from kvferry._control.publications import ReleaseOutcome
+from kvferry.errors import RouterKeyUsed, WrongState
+from kvferry.integrations.vllm.params import REFERENCE
+from tests.integrations.vllm.played_prefill import Prefill
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    engine = Prefill()
+    yield engine
+    engine.check_freed()
+
+
+@pytest.mark.parametrize("computed", [True, False], ids=["computed", "still-computed"])
+def test_a_rest_that_is_refused_withdraws_what_was_published(prefill: Prefill, *, computed: bool) -> None:
+    """Its readers are told, and its blocks are free when they are done: not only when the hold ends."""
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    last = prefill.step((request, 5))
+    if computed:
+        prefill.ended(last)
+    prefill.port.take()
+    prefill.port.refuses = WrongState("publication 1 was released")
+    params = prefill.finish(request)
+    assert (params is None) == computed
+    prefill.ended(last)
+    assert prefill.port.take() == [("abort", 1)]
+    prefill.release(1, outcome=ReleaseOutcome.ABORTED)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["any-error", "key-is-used"])
+def test_blocks_of_a_request_that_is_refused_at_its_end_are_free(prefill: Prefill, *, known: bool) -> None:
+    """A prompt of one step is held and published when it has finished."""
+    request = prefill.request("r", 6)
+    prefill.run(request, 6)
+    prefill.port.take()
+    second = prefill.request("s", 3)
+    prefill.port.refuses = RouterKeyUsed("publication 7 has the key") if known else WrongState("the session has ended")
+    prefill.run(second, 3)
+    assert prefill.finish(second) is None
+    assert prefill.used == 2
+    declined = [] if known else [("decline", second.kv_transfer_params[REFERENCE])]
+    assert prefill.port.take() == declined
+    prefill.finish(request, RequestStatus.FINISHED_ABORTED)
+    prefill.release(1, outcome=ReleaseOutcome.ABORTED)
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_token_that_was_computed_after_the_last_one_is_not_published(prefill: Prefill, *, routed: bool) -> None:
+    """Asynchronous scheduling has run a step too many: the last token was sampled, and what its slot holds is not its
+    KV cache."""
+    unrouted: dict[str, Any] = {} if routed else {"kvferry_reference": None}
+    request = prefill.request("r", 7, **unrouted)
+    prefill.run(request, 7)
+    prefill.run(request, 1)
+    prefill.port.take()
+    assert prefill.finish(request)
+    [call] = prefill.port.take()
+    assert call[1] == {"full": (4 if routed else 0, 7)}
+    prefill.release(1)
+
+
+@pytest.mark.parametrize("more", [-1, 1], ids=["token-too-few", "token-too-many"])
+def test_a_state_of_another_token_than_the_last_but_one_is_not_published(more: int) -> None:
+    prefill = Prefill(states=True)
+    for count, published in ((7, True), (7 + more, False)):
+        request = prefill.request("r", 7)
+        prefill.run(request, count)
+        assert (prefill.finish(request) is not None) == published
+        number = prefill.port.number
+        prefill.port.take()
+        prefill.release(number)
+    assert prefill.used == 0
+
+
+@pytest.mark.parametrize(("drafts", "answer"), [(True, 1), (False, 2), (True, 2)])
+def test_a_state_is_not_published_once_drafts_may_have_moved_it(answer: int, *, drafts: bool) -> None:
+    """Drafts leave states in blocks of their own from the second token of an answer on, although all numbers fit."""
+    prefill = Prefill(states=True, drafts=drafts)
+    request = prefill.request("r", 7)
+    for count in (7, 1)[:answer]:
+        prefill.run(request, count)
+    request.num_tokens, request.num_output_tokens = 7 + answer - 1, answer
+    assert (prefill.finish(request) is not None) == (not drafts or answer == 1)
+    prefill.release(prefill.port.number, outcome=ReleaseOutcome.ABORTED)
+    prefill.check_freed()

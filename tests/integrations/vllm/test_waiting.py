@@ -1,0 +1,193 @@
+"""Requests that wait in decode for their publications: when vLLM is told of them, and when their homes are asked.
+
+vLLM asks for each in each of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.request import RequestStatus
+
+from kvferry import Blocks, Client, EngineSession, EngineSpec, router_reference
+from kvferry.integrations.vllm.params import REFERENCE
+from kvferry.integrations.vllm.scheduler import LEAST_TIME, ConnectorScheduler
+from kvferry.testing import Fabric
+from tests.integrations.vllm.played_setup import BLOCKS, GROUP, TOKENS, setup_of, to_read
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric() as made:
+        yield made
+
+
+@pytest.fixture
+def decode(fabric: Fabric) -> Iterator[Callable[..., ConnectorScheduler]]:
+    made: list[ConnectorScheduler] = []
+
+    def make(**options: Any) -> ConnectorScheduler:
+        setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True, **options)
+        made.append(ConnectorScheduler(setup))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+
+
+def prefill(client: Client) -> EngineSession:
+    """An engine that publishes."""
+    memory = {"l": torch.zeros((BLOCKS, TOKENS, 16), dtype=torch.uint8)}
+    return client.register_cache(EngineSpec("prefill", (GROUP,)), tensors=memory).session
+
+
+def asked(scheduler: ConnectorScheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests of which the port is asked from now on."""
+    found: list[str] = []
+    granted = scheduler._port.granted
+
+    def note(request_id: str) -> Any:
+        found.append(request_id)
+        return granted(request_id)
+
+    monkeypatch.setattr(scheduler._port, "granted", note)
+    return found
+
+
+def test_a_request_that_waits_costs_nothing_until_there_is_news_of_it(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = decode()
+    looked = asked(scheduler, monkeypatch)
+    with fabric.client() as client:
+        source = prefill(client)
+        references = [router_reference(fabric.address, "prefill") for _ in range(2)]
+        readers = [to_read(reference, 2 * TOKENS, f"r{index}") for index, reference in enumerate(references)]
+        for reader in readers:
+            scheduler.on_new_request(reader)
+        for _ in range(5):
+            assert [scheduler.matched_tokens(reader, 0) for reader in readers] == [(None, False)] * 2
+            scheduler.step({})
+        assert looked == ["r0", "r1"]
+        source.publish("theirs", {"0": Blocks([1, 2], 0, 2 * TOKENS)}, reference=references[1])
+        until(lambda: scheduler.matched_tokens(readers[1], 0) == (2 * TOKENS - 1, True))
+        assert scheduler.matched_tokens(readers[0], 0) == (None, False)
+        assert looked == ["r0", "r1", "r1"]
+        # It has no blocks yet: vLLM may ask again, with more that it has itself.
+        assert scheduler.matched_tokens(readers[1], TOKENS) == (TOKENS - 1, True)
+
+
+def test_a_request_that_waits_is_computed_as_soon_as_vllm_has_its_blocks(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    """Another request has brought them into the prefix cache meanwhile."""
+    scheduler = decode()
+    reader = to_read(router_reference(fabric.address, "prefill"), 2 * TOKENS + 1)
+    scheduler.on_new_request(reader)
+    assert scheduler.matched_tokens(reader, 0) == (None, False)
+    assert scheduler.matched_tokens(reader, 0) == (None, False)
+    assert scheduler.matched_tokens(reader, 2 * TOKENS) == (0, False)
+    assert scheduler._port.stats().waiting == 0
+
+
+def test_more_requests_than_may_wait_have_their_turn_in_the_order_of_arrival(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    """None of them fails, and each is asked for when another no longer waits."""
+    scheduler = decode(max_waiting=2)
+    with fabric.client() as client:
+        source = prefill(client)
+        references = [router_reference(fabric.address, "prefill") for _ in range(5)]
+        readers = [to_read(reference, TOKENS + 1, f"r{index}") for index, reference in enumerate(references)]
+        for reader in readers:
+            scheduler.on_new_request(reader)
+        # Even where prefill has published it already.
+        for index in (4, 3, 1):
+            source.publish(f"theirs-{index}", {"0": Blocks([index + 1], 0, TOKENS)}, reference=references[index])
+
+        def answers() -> list[int | None]:
+            scheduler.step({})
+            return [scheduler.matched_tokens(reader, 0)[0] for reader in readers]
+
+        def waiting() -> int:
+            scheduler.step({})
+            return scheduler._port.stats().waiting
+
+        # The grant of the second one makes room for the third, in the step after it.
+        until(lambda: answers() == [None, TOKENS, None, None, None])
+        until(lambda: waiting() == 2)
+        abort(scheduler, readers[3])
+        abort(scheduler, readers[0])
+        until(lambda: answers()[-1] == TOKENS)
+        assert scheduler._port.stats().waiting == 1
+
+
+def test_a_source_that_is_not_heard_holds_up_its_own_requests_only(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    scheduler = decode(max_waiting=2)
+    with fabric.client() as client:
+        source = prefill(client)
+        for index in range(6):
+            scheduler.on_new_request(to_read(router_reference(fabric.address, "dead"), TOKENS + 1, f"dead-{index}"))
+        references = [router_reference(fabric.address, "prefill") for _ in range(3)]
+        readers = [to_read(reference, TOKENS + 1, f"r{index}") for index, reference in enumerate(references)]
+        for index, reader in enumerate(readers):
+            scheduler.on_new_request(reader)
+            source.publish(f"theirs-{index}", {"0": Blocks([index + 1], 0, TOKENS)}, reference=references[index])
+
+        def answers() -> list[int | None]:
+            scheduler.step({})
+            return [scheduler.matched_tokens(reader, 0)[0] for reader in readers]
+
+        until(lambda: answers() == [TOKENS] * 3)
+        assert scheduler._port.stats().waiting == 2
+
+
+def abort(scheduler: ConnectorScheduler, request: Any) -> None:
+    request.status = RequestStatus.FINISHED_ABORTED
+    scheduler.finished(request, ([],))
+
+
+def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that followed another one has what is left of the time since its arrival, not all of it again."""
+    at = [100.0]
+    setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
+    scheduler = ConnectorScheduler(setup, now=lambda: at[0])
+    asked: list[float] = []
+    monkeypatch.setattr(scheduler._port, "acquire", lambda *_, timeout, **__: asked.append(timeout))
+    params = {"do_remote_prefill": True, REFERENCE: router_reference(fabric.address, "prefill")}
+    samples: list[Any] = [
+        SimpleNamespace(request_id=f"{index}_r", kv_transfer_params=params, num_computed_tokens=0, num_tokens=9)
+        for index in range(3)
+    ]
+    for sample in samples:
+        scheduler.on_new_request(sample)
+    assert [scheduler.matched_tokens(sample, 0) for sample in samples[1:]] == [(None, False)] * 2
+    for leader, follower, passed in ((samples[0], samples[1], 15.0), (samples[1], samples[2], 30.0)):
+        at[0] += passed
+        leader.status = RequestStatus.FINISHED_ABORTED
+        scheduler.finished(leader, ([],))
+        scheduler.matched_tokens(follower, 0)
+    assert asked == [setup.settings.read_timeout, setup.settings.read_timeout - 15.0, LEAST_TIME]
+    scheduler.close()
+
+
+def test_what_decode_has_already_neither_waits_for_prefill_nor_fails_with_it(fabric: Fabric) -> None:
+    """vLLM's prefix cache has all but the last token, which decode computes in any case."""
+    setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
+    scheduler = ConnectorScheduler(setup)
+    for reference in (router_reference(fabric.address, "prefill"), "kvf1.damaged"):
+        reader = to_read(reference, 2 * TOKENS + 1)
+        scheduler.on_new_request(reader)
+        assert scheduler.matched_tokens(reader, 2 * TOKENS) == (0, False)
+        scheduler.allocated("reader", ([1, 2, 3],), 0)
+    assert scheduler.step({}).received == set()
+    assert scheduler._port.stats().waiting == 0
+    scheduler.close()

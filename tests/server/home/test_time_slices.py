@@ -1,0 +1,113 @@
+"""Calls share the event loop: a host that sends much delays another host by one time slice.
+
+What is asserted is the order of the work. The clock of these tests counts notifications, and each is as much work as a
+slice, however fast the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kvferry._wire.reference import format_reference
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.identity import NOBODY
+from kvferry_server.domain.times import Times
+from kvferry_server.home.home import Home
+from kvferry_server.home.time_slices import TIME_SLICE, TimeSlices
+from kvferry_server.servicers.notify import notify
+from kvferry_server.servicers.relay import Caller, Relays
+
+GREEDY, OTHER = "10.0.0.1", "10.0.0.2"
+CALLS, EACH = 64, 1024
+RENEWAL = pb.Notification(renew=pb.Renew(lease_id=b"l" * 16))
+READER = pb.EngineRef(engine_id="reader", incarnation=b"i" * 16)
+
+
+class Shared:
+    """A home, and its calls in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.home = Home(BootClock(), Times(), "10.0.0.9:1")
+        self.home.time_slices = TimeSlices(lambda: 2 * TIME_SLICE * self.worked())
+        self._relays = Relays("10.0.0.9:1", None, anywhere=False)
+
+    def send(self, host: str, *notifications: pb.Notification) -> asyncio.Task[pb.NotifyResponse]:
+        request = pb.NotifyRequest(sender=READER, notifications=notifications)
+        return asyncio.create_task(notify(self.home, self._relays, request, 60.0, Caller(host, NOBODY)))
+
+    def worked(self) -> int:
+        """Notifications that were acted on."""
+        return sum(self.home.journal.notifications.values())
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+def invented(number: int) -> pb.Notification:
+    """A decline that anybody can make up."""
+    reference = pb.Reference(home="10.0.0.9:1", engine_id="e", router_key=f"r{number}", key=b"k" * 16)
+    return pb.Notification(decline=pb.Decline(reference=format_reference(reference)))
+
+
+async def passes(shared: Shared, worked: int) -> None:
+    """Let others work until so many notifications were acted on."""
+    while shared.worked() < worked:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def worked_meanwhile(shared: Shared, flood: Sequence[pb.Notification], host: str = GREEDY) -> int:
+    """How many of the flood's notifications are acted on from the moment a renewal of `OTHER` comes until it is
+    answered."""
+    calls = [shared.send(host, *flood) for _ in range(CALLS)]
+    await passes(shared, 2 * CALLS)
+    before = shared.worked()
+    [answer] = (await shared.send(OTHER, RENEWAL)).results
+    assert answer.WhichOneof("kind") == "error"
+    assert not any(call.done() for call in calls)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    # The renewal itself is not of the flood.
+    return shared.worked() - before - 1
+
+
+async def test_a_flood_of_one_host_delays_a_renewal_of_another_by_one_slice(shared: Shared) -> None:
+    assert await worked_meanwhile(shared, [invented(number) for number in range(EACH)]) <= 1
+
+
+async def test_a_flood_of_renewals_delays_a_renewal_of_another_host_by_one_slice(shared: Shared) -> None:
+    # In the rotation of the short calls, in which the flood is, too.
+    assert await worked_meanwhile(shared, [RENEWAL] * EACH) <= 1
+
+
+async def test_a_renewal_comes_before_the_large_batches_of_its_own_host(shared: Shared) -> None:
+    assert await worked_meanwhile(shared, [invented(number) for number in range(EACH)], OTHER) <= 1
+
+
+async def test_a_flood_of_renewals_leaves_every_second_slice_to_large_batches(shared: Shared) -> None:
+    flood = [shared.send(GREEDY, *[RENEWAL] * EACH) for _ in range(CALLS)]
+    large = shared.send(OTHER, *(invented(number) for number in range(50)))
+    await asyncio.wait([large])
+    renewals = shared.home.journal.notifications["renew"]
+    assert 40 <= renewals <= CALLS + 60
+    for call in flood:
+        call.cancel()
+    await asyncio.wait(flood)
+
+
+async def test_a_call_that_leaves_when_it_was_given_a_slice_hands_it_on(shared: Shared) -> None:
+    first = shared.send(GREEDY, RENEWAL, RENEWAL)
+    leaving, stays = shared.send(GREEDY, RENEWAL), shared.send(OTHER, RENEWAL)
+    await passes(shared, 1)
+    # Its turn is next, and was given in this pass of the loop at the earliest.
+    leaving.cancel()
+    await asyncio.wait([first])
+    await asyncio.wait([leaving, stays])
+    assert len(stays.result().results) == 1
+    assert len((await shared.send(GREEDY, RENEWAL)).results) == 1

@@ -1,0 +1,261 @@
+"""What a caller gives to kvferry may raise anything: callbacks, futures, watches, hooks, handlers of loggers. It ends
+no thread of kvferry's, so that whatever comes later is done."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvferry
+from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, Listed, _tracing, open_directory
+from kvferry._control.publication_sender import PublicationSender
+from kvferry._control.renewals import Renewals
+from kvferry._control.teller import Teller
+from kvferry._control.watcher import Watcher
+from kvferry._directory.directory import Directory as DirectoryBase
+from kvferry._reads.checksum_publisher import Checksummer
+from kvferry._threads import guarded, start_loop
+from kvferry._work_queue import WorkQueue
+from kvferry.engine import SchedulerPort, WorkerPort
+from kvferry.testing import Fabric
+from tests.support.waiting import until
+from tests.testing.fabric_engines import SOON
+
+AXES = ("kv", "block", "head", "token", "content")
+CLIENT = Path(kvferry.__file__).parent
+RAISED = [ValueError, asyncio.CancelledError, SystemExit]
+Raised = type[BaseException]
+
+LOOPS: dict[str, type[Any]] = {
+    "_work_queue.py": WorkQueue,
+    "_control/publication_sender.py": PublicationSender,
+    "_control/renewals.py": Renewals,
+    "_control/teller.py": Teller,
+    "_control/watcher.py": Watcher,
+    "_directory/directory.py": DirectoryBase,
+    "_reads/checksum_publisher.py": Checksummer,
+}
+"""Everything that has a thread which goes on, by its file."""
+
+ONCE = {
+    "_control/connection.py": "tests whether the system has threads",
+    "_reads/rank_reads.py": "a handshake, and a comparison of checksums; each reports its own end",
+    "_reads/runtime.py": "a handshake ahead of time, with a future",
+    "_reads/leased_reads.py": "work after its queue has ended",
+    "_reads/callbacks.py": "a callback after its queue has ended",
+    "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request",
+    "integrations/vllm/worker.py": "announces memory once",
+    "testing/_fabric.py": "an event loop, which catches its tasks' errors",
+}
+"""Where a thread is started for one piece of work."""
+
+OWN = {
+    "_threads.py": "the place where threads are started",
+    "_embed.py": "the event loop of an embedded node server",
+    "_transport/reading_thread.py": "catches everything itself: its agent must not end while it reads",
+    "_control/retrying.py": "a timer for one warning",
+    "_control/acknowledger.py": "a timer for one call",
+    "_cli/fleet.py": "a program's own pool",
+    "_cli/top_looks.py": "a program's own pool",
+    "integrations/sglang/bootstrap.py": "a pool whose futures keep errors, and a timer",
+    "testing/_fabric.py": "a pool whose futures keep errors",
+}
+"""Where a thread is made in another way."""
+
+
+def calls_of(*names: str) -> set[str]:
+    """The files of the client that call one of these."""
+    found = set[str]()
+    for file in CLIENT.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if called in names:
+                    found.add(str(file.relative_to(CLIENT)))
+    return found
+
+
+def test_every_thread_is_known_here() -> None:
+    """A thread that is new stands in one of the tables above, and what goes on is tested below."""
+    assert calls_of("start_loop") == set(LOOPS)
+    assert calls_of("start_thread") - {"_threads.py"} == set(ONCE)
+    assert calls_of("Thread", "Timer", "ThreadPoolExecutor", "start_new_thread") == set(OWN)
+
+
+@pytest.fixture
+def raising_handler() -> Iterator[None]:
+    """A handler of the application's that raises what is no `Exception` for each error that is logged."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise SystemExit(1)
+
+    handler = Handler(logging.ERROR)
+    logging.getLogger("kvferry").addHandler(handler)
+    yield
+    logging.getLogger("kvferry").removeHandler(handler)
+
+
+class Pair:
+    """Two engines on a fabric whose every thread works: publications, checksums, renewals, reads, callbacks."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        integrity = IntegrityOptions("full", patience=SOON)
+        source, reader = fabric.client(integrity=integrity), fabric.client(integrity=integrity)
+        spec = EngineSpec("p", (Group("full", block_tokens=16, num_blocks=64),))
+        self.source = SchedulerPort(source, spec)
+        self.memory, self.mine = np.zeros((2, 64, 1, 16, 4), np.float32), np.zeros((2, 64, 1, 16, 4), np.float32)
+        self.worker = WorkerPort(source, spec)
+        self.sums = self.worker.register({"layer": self.memory}, axes=AXES)
+        other = EngineSpec("d", (Group("full", block_tokens=16, num_blocks=64),))
+        self.cache = reader.register_cache(other, tensors={"layer": self.mine}, axes=AXES)
+        self.reader, self.held, self.block = reader, fabric, 0
+
+    def serve(self) -> None:
+        """Publish, sum, read, compare and release a block."""
+        self.block += 1
+        self.memory[:, self.block] = self.block
+        blocks = {"full": Blocks([self.block])}
+        publication = self.source.publish(f"request {self.block}", blocks, checksums=True)
+        assert self.sums.checksum(publication.number, blocks).result(SOON) > 0
+        called = threading.Event()
+        read = self.cache.read(publication.reference, blocks, timeout=SOON)
+        read.add_done_callback(lambda _: called.set())
+        result = read.result(SOON)
+        assert result.verification is not None
+        assert (result.verification.unverified, result.confirmed) == (0, True)
+        assert np.all(self.mine[:, self.block] == self.block)
+        assert called.wait(SOON)
+        until(lambda: any(release.publication == publication.number for release in self.source.released()))
+
+
+@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS.values() if loop not in (Teller, DirectoryBase, Renewals)])
+def test_a_thread_of_an_engine_goes_on_after_whatever_its_turn_raises(
+    loop: type[Any], raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
+) -> None:
+    turn, failed = loop._turn, set[int]()
+
+    def turns(self: Any) -> bool:
+        if id(self) not in failed:
+            failed.add(id(self))
+            raise raised("a turn")
+        more: bool = turn(self)
+        return more
+
+    monkeypatch.setattr(loop, "_turn", turns)
+    with Fabric() as fabric:
+        pair = Pair(fabric)
+        pair.serve()
+        pair.serve()
+    assert failed
+
+
+@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("loop", [Renewals, Teller], ids=lambda loop: loop.__name__)
+def test_a_loop_goes_on_after_whatever_its_turn_raises(loop: type[Any], raised: Raised, raising_handler: None) -> None:
+    """Those of renewals and of repeated notifications call nothing of a caller but handlers of loggers."""
+    turns, again = [0], threading.Event()
+
+    def turn() -> bool:
+        turns[0] += 1
+        if turns[0] < 3:
+            raise raised("a turn")
+        again.set()
+        return False
+
+    thread = start_loop(turn, f"test-{loop.__name__}")
+    assert again.wait(SOON)
+    thread.join(SOON)
+    assert (thread.is_alive(), turns[0]) == (False, 3)
+
+
+@pytest.mark.parametrize("raised", RAISED)
+def test_later_callbacks_come_whatever_a_callback_raises(raised: Raised, raising_handler: None) -> None:
+    def fail(_: object) -> None:
+        raise raised("a callback")
+
+    with Fabric() as fabric:
+        pair = Pair(fabric)
+        publication = pair.source.publish("many", {"full": Blocks([60])}, expected_reads=3)
+        for block in (61, 62):
+            read = pair.cache.read(publication.reference, {"full": Blocks([block])}, timeout=SOON)
+            read.add_done_callback(fail)
+            read.result(SOON)
+        called = threading.Event()
+        read = pair.cache.read(publication.reference, {"full": Blocks([63])}, timeout=SOON)
+        read.add_done_callback(lambda _: called.set())
+        assert called.wait(SOON)
+
+
+@pytest.mark.parametrize("raised", RAISED)
+def test_later_sums_come_whatever_a_future_of_checksums_raises(raised: Raised, raising_handler: None) -> None:
+    def fail(_: object) -> None:
+        raise raised("a future")
+
+    with Fabric() as fabric:
+        pair = Pair(fabric)
+        blocks = {"full": Blocks([60])}
+        publication = pair.source.publish("first", blocks, checksums=True)
+        # Not done before it has its callback.
+        fabric.stop_home()
+        future = pair.sums.checksum(publication.number, blocks, timeout=SOON)
+        future.add_done_callback(fail)
+        fabric.start_home()
+        future.result(SOON)
+        pair.serve()
+
+
+@pytest.mark.parametrize("raised", RAISED)
+def test_later_news_of_a_directory_come_whatever_a_watch_raises(
+    raised: Raised, tmp_path: Path, raising_handler: None
+) -> None:
+    file = tmp_path / "directory.toml"
+    directory: Directory = open_directory(f"file:{file}")
+    told: list[Listed] = []
+
+    def fail(_: Listed) -> None:
+        raise raised("a watch")
+
+    with directory:
+        directory.watch(fail)
+        directory.watch(told.append)
+        for count in (1, 2, 3):
+            fresh = file.with_suffix(".new")
+            fresh.write_text("homes = [" + ", ".join(f'"10.0.0.{index}:7611"' for index in range(count)) + "]\n")
+            fresh.replace(file)
+            until(lambda: bool(told) and len(told[-1].homes) == count)  # noqa: B023
+
+
+@pytest.mark.parametrize("raised", [ValueError, asyncio.CancelledError])
+def test_reads_go_on_whatever_a_hook_for_traces_raises(raised: Raised, raising_handler: None) -> None:
+    def start(*_: object) -> _tracing.Span:
+        raise raised("a hook")
+
+    _tracing.use(start)
+    try:
+        with Fabric() as fabric:
+            pair = Pair(fabric)
+            pair.serve()
+            pair.serve()
+    finally:
+        _tracing.use(None)
+
+
+def test_the_main_thread_keeps_its_interrupts() -> None:
+    for raised in (KeyboardInterrupt, SystemExit):
+
+        def interrupt(raised: Raised = raised) -> None:
+            raise raised
+
+        with pytest.raises(raised):
+            guarded(interrupt, "a test")
+    assert guarded(lambda: None, "a test") is True
