@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvferry._embed import ServerSettings as ServerSettings
     from kvferry._embed import serve as serve
     from kvferry._engine_spec import EngineSpec as EngineSpec
+    from kvferry._prompt import Prompt as Prompt
+    from kvferry._prompt import PromptInput as PromptInput
     from kvferry._reads.read import Read as Read
     from kvferry._reads.read import ReadProgress as ReadProgress
     from kvferry._reads.read import ReadResult as ReadResult
@@ -101,6 +103,8 @@ _HOME_OF = {
     "NixlOptions": "_transport.nixl_options",
     "PathRule": "planner",
     "Plane": "geometry",
+    "Prompt": "_prompt",
+    "PromptInput": "_prompt",
     "Publication": "_control.publications",
     "RankGeometry": "geometry",
     "Read": "_reads.read",

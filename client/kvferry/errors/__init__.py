@@ -50,7 +50,9 @@
     │   ├── TransferExpired
     │   ├── TransferCancelled
     │   ├── TransferStuck
-    │   └── DataLoss                   integrity mode: the bytes do not match the source's checksums
+    │   ├── DataLoss                   integrity mode: the bytes do not match the source's checksums
+    │   ├── PromptMismatch             the publication is of another prompt
+    │   └── PromptUnmarked             nothing says whose prompt it is, and the client requires that
     ├── NixlError                      a call to NIXL failed
     ├── NixlMissing                    NIXL is not installed
     ├── WrongThread                    a reading agent was used by a thread that does not own it
@@ -118,6 +120,8 @@ from kvferry.errors._transfers import (
     DataLoss,
     NixlError,
     NixlMissing,
+    PromptMismatch,
+    PromptUnmarked,
     TransferCancelled,
     TransferError,
     TransferExpired,
@@ -163,6 +167,8 @@ __all__ = [
     "NotPublished",
     "PartiesMismatch",
     "PeerRestarted",
+    "PromptMismatch",
+    "PromptUnmarked",
     "PublicationAborted",
     "PublicationReleased",
     "PublicationStale",

@@ -64,6 +64,23 @@ class DataLoss(TransferError):
     code = "DATA_LOSS"
 
 
+class PromptMismatch(TransferError):
+    """The publication is of another prompt than the reader's: a router has confused two requests. Its bytes do not
+    count, and it was not declined. Values: request_id, tokens, reader; source_request_id, engine_id, publication,
+    marked, the ends of the source's marks."""
+
+    reason = "PROMPT_MISMATCH"
+    code = "FAILED_PRECONDITION"
+
+
+class PromptUnmarked(TransferError):
+    """No mark of the source covers the tokens to read, and the reader's `prompt_check` is "require". Values: as those of
+    `PromptMismatch`."""
+
+    reason = "PROMPT_UNMARKED"
+    code = "FAILED_PRECONDITION"
+
+
 class NixlMissing(KvferryError):
     """NIXL is not installed, or cannot be loaded.
 

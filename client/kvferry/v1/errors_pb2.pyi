@@ -228,6 +228,20 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     the read is quiet before its blocks are reused. `problem`, and the lines of UCX and NIXL on the reader's stderr, say
     what failed: the peer may have died, memory cannot be registered, or UCX has no transport between both hosts.
     """
+    ERROR_REASON_PROMPT_MISMATCH: _ErrorReason.ValueType  # 39
+    """FAILED_PRECONDITION: the KV cache is that of another prompt than the reader's. Raised by readers, before its bytes count,
+    and given in RankReport.reason. Metadata: request_id and tokens, the reader's request and the length of its prompt;
+    reader, its engine; source_request_id, engine_id and publication of the source; marked, the ends of the source's marks.
+    Next step: compute the request in decode. The router, or who chose the reference, has confused two requests: look in its
+    log for both request ids. The publication is not declined, since its own reader may still come. If the prompts are the
+    same, look whether both engines run the same tokenizer, chat template and truncation, and name LoRA adapters alike.
+    """
+    ERROR_REASON_PROMPT_UNMARKED: _ErrorReason.ValueType  # 40
+    """FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check is
+    "require". Raised by readers. Metadata: as PROMPT_MISMATCH. Next step: compute the request in decode. If it comes with
+    every read, the source is of a release that does not mark its prompts, or its engine does not give them: upgrade it, or
+    set the reader's prompt_check to "compare".
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable reason of an error. The comment gives the status code, the meaning, the metadata
@@ -433,5 +447,19 @@ ERROR_REASON_NIXL_FAILED: ErrorReason.ValueType  # 38
 and given in RankReport.reason. Metadata: call, peer, problem. Next step: compute the request in decode, and wait until
 the read is quiet before its blocks are reused. `problem`, and the lines of UCX and NIXL on the reader's stderr, say
 what failed: the peer may have died, memory cannot be registered, or UCX has no transport between both hosts.
+"""
+ERROR_REASON_PROMPT_MISMATCH: ErrorReason.ValueType  # 39
+"""FAILED_PRECONDITION: the KV cache is that of another prompt than the reader's. Raised by readers, before its bytes count,
+and given in RankReport.reason. Metadata: request_id and tokens, the reader's request and the length of its prompt;
+reader, its engine; source_request_id, engine_id and publication of the source; marked, the ends of the source's marks.
+Next step: compute the request in decode. The router, or who chose the reference, has confused two requests: look in its
+log for both request ids. The publication is not declined, since its own reader may still come. If the prompts are the
+same, look whether both engines run the same tokenizer, chat template and truncation, and name LoRA adapters alike.
+"""
+ERROR_REASON_PROMPT_UNMARKED: ErrorReason.ValueType  # 40
+"""FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check is
+"require". Raised by readers. Metadata: as PROMPT_MISMATCH. Next step: compute the request in decode. If it comes with
+every read, the source is of a release that does not mark its prompts, or its engine does not give them: upgrade it, or
+set the reader's prompt_check to "compare".
 """
 global___ErrorReason = ErrorReason

@@ -374,6 +374,7 @@ class Reference(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     ROUTER_KEY_FIELD_NUMBER: builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
     home: builtins.str
     """home is the host:port or unix:path of the source's home, as others reach it. Empty: the reader's directory says it."""
     engine_id: builtins.str
@@ -396,6 +397,12 @@ class Reference(google.protobuf.message.Message):
     """data_parallel_rank of the source for a router_key. The engine meant has the name engine_id followed by "_dp" and this
     number; or, if the number is 0, engine_id alone: whichever of the two publishes under the router_key.
     """
+    @property
+    def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptMark]:
+        """marks of the publication's first step, if there are at most 4 of them. A reader may refuse by them before it asks the
+        home; it never accepts by them. None in a reference that a router made.
+        """
+
     def __init__(
         self,
         *,
@@ -407,10 +414,60 @@ class Reference(google.protobuf.message.Message):
         key: builtins.bytes = ...,
         router_key: builtins.str = ...,
         data_parallel_rank: builtins.int = ...,
+        marks: collections.abc.Iterable[global___PromptMark] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data_parallel_rank", b"data_parallel_rank", "engine_id", b"engine_id", "home", b"home", "incarnation", b"incarnation", "key", b"key", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_parallel_rank", b"data_parallel_rank", "engine_id", b"engine_id", "home", b"home", "incarnation", b"incarnation", "key", b"key", "marks", b"marks", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key"]) -> None: ...
 
 global___Reference = Reference
+
+@typing.final
+class PromptMark(google.protobuf.message.Message):
+    """PromptMark says whose tokens the KV of a publication is: a reader takes KV only where the marks are those of its own prompt
+    (PROMPT_MISMATCH). A mark covers the tokens from 0 up to its end, together with what else their KV depends on.
+
+    The digest of a prompt up to `end` is SHA-256 of these bytes, in which all numbers are little-endian:
+
+        "kvferry prompt 1" and a zero byte
+        the length of the LoRA adapter's name in bytes (4 bytes), and the name in UTF-8; length 0: no adapter
+        the token ids from 0 to end, each 4 bytes
+        for each image or other input whose first token lies before end, by rising first token:
+            a byte 1, its first token and its number of tokens (8 bytes each),
+            the length of its identifier in bytes (4 bytes), and the identifier in UTF-8
+
+    An identifier is a hash of the input's content, or a name that source and destination are both given. A prompt whose input
+    has none can be marked up to that input's first token only. Cache salts are not part of it.
+
+    The mark's digest is the first 16 bytes of HMAC-SHA-256(key of the publication's own reference, "kvferry mark 1" || end as
+    8 bytes, little-endian || the digest of the prompt up to end). A reader by a router's reference learns that key from
+    Accepted.reference.
+
+    Test vectors, with the key 000102030405060708090a0b0c0d0e0f:
+
+        tokens 1 2 3, end 3                                      4cffb2ed904940ac96f8e3c2a6156061
+        tokens 1 2 3, end 2                                      7e39eb507218df981455a9df86ee2a3e
+        tokens 0 65536 4294967295, end 3, adapter "sql-é"        142caa2f9a8c0f051174e46c847e19b9
+        tokens 5 9 9 9 7, end 5, with an input of first token 1, 3 tokens, "image-1"
+                                                                 2984dcadeedd99d0a687dc4750372680
+        the same, end 1                                          8b8c43708063b7bbb76c840430def549
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    END_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    end: builtins.int
+    """end is the number of tokens covered, at least 1."""
+    digest: builtins.bytes
+    """digest of 16 bytes."""
+    def __init__(
+        self,
+        *,
+        end: builtins.int = ...,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "end", b"end"]) -> None: ...
+
+global___PromptMark = PromptMark
 
 @typing.final
 class EngineReference(google.protobuf.message.Message):
@@ -1111,6 +1168,7 @@ class Blocks(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     UNFINISHED_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """step of the publication, from 0, without gaps."""
     @property
@@ -1121,15 +1179,20 @@ class Blocks(google.protobuf.message.Message):
     def unfinished(self) -> global___Unfinished:
         """unfinished blocks, which a reader may read layer by layer. It may ignore them."""
 
+    @property
+    def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptMark]:
+        """marks of the prompt, as this step of the source stated them."""
+
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupBlocks] | None = ...,
         unfinished: global___Unfinished | None = ...,
+        marks: collections.abc.Iterable[global___PromptMark] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["unfinished", b"unfinished"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "marks", b"marks", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
 
 global___Blocks = Blocks
 
@@ -1313,6 +1376,7 @@ class Publish(google.protobuf.message.Message):
     ROUTER_KEY_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     UNFINISHED_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number, from 1, rising per incarnation, one per request."""
     request_id: builtins.str
@@ -1344,6 +1408,13 @@ class Publish(google.protobuf.message.Message):
         together with groups.
         """
 
+    @property
+    def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptMark]:
+        """marks of the prompt that the KV is computed from: at its end, and at the end of what is published where that differs.
+        Each end once per publication, at most 64 in all its steps; stated with the first step, as far as the source knows
+        them. A publication without marks is of a prompt that its source does not know, such as one of embeddings.
+        """
+
     def __init__(
         self,
         *,
@@ -1358,9 +1429,10 @@ class Publish(google.protobuf.message.Message):
         router_key: builtins.str = ...,
         key: builtins.bytes = ...,
         unfinished: global___Unfinished | None = ...,
+        marks: collections.abc.Iterable[global___PromptMark] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["unfinished", b"unfinished"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "marks", b"marks", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
 
 global___Publish = Publish
 
