@@ -10,6 +10,7 @@ from kvferry import _arguments as arguments
 from kvferry._clock import now
 from kvferry._control.block_use import BlockUse
 from kvferry._forks import OneProcess
+from kvferry._prompt import Prompt, check_within
 from kvferry._reads.cache_reads import Wanted
 from kvferry._reads.read import Read, ReadTask
 from kvferry._reads.runtime import RankRuntime
@@ -78,6 +79,7 @@ class Cache(OneProcess):
         timeout: float = READ_TIMEOUT,
         allow_overlap: bool = False,
         traceparent: str = "",
+        prompt: Prompt = Prompt.unknown,
     ) -> Read:
         """Start to read a publication into this rank's blocks. Returns at once.
 
@@ -99,6 +101,7 @@ class Cache(OneProcess):
             allow_overlap: accept blocks that another read of this cache writes to, or that this process has published.
                 For engines that know that the bytes do not overlap.
             traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/tracing.md.
+            prompt: the prompt of this request. A publication of another one is refused (`PromptMismatch`).
 
         Returns:
             The read, which can be awaited, polled and cancelled. Its `result` raises all errors not listed here.
@@ -122,6 +125,7 @@ class Cache(OneProcess):
         wanted = Wanted(blocks_by_group("blocks", blocks), arguments.token_range(tokens), layers)
         if arguments.flag("progressive", progressive) and wanted.tokens is None:
             raise InvalidField("tokens", None, "the tokens to read, since the read may begin before all are published")
+        check_within(prompt, wanted.tokens)
         identifier = secrets.token_hex(8) if read_id is None else arguments.text("read_id", read_id)
         if not 1 <= len(identifier.encode()) <= 256:
             raise InvalidField("read_id", identifier, "1 to 256 bytes")
@@ -133,6 +137,7 @@ class Cache(OneProcess):
             timeout=arguments.seconds("timeout", timeout),
             traceparent=arguments.text("traceparent", traceparent),
             progressive=progressive,
+            prompt=prompt,
         )
         started: list[ReadTask] = []
         key = self._writes.begin(

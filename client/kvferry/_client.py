@@ -18,6 +18,7 @@ from kvferry._control.judgement import Confirm, confirmed
 from kvferry._control.rank_watch import rank_watcher
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
+from kvferry._control.right_prompt import PromptCheck, checked_prompts
 from kvferry._control.watcher import Watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
@@ -67,6 +68,9 @@ class Client(OneProcess):
             the lease, which costs one round trip. "after": at once, on the reader's own clock. If the home says later
             that the lease had ended, the read is disputed: `Read.disputed`, `Finished.disputed`, and an error in the
             log. See docs/guarantees.md for what "after" gives up.
+        prompt_check: what to do with the marks that say whose prompt a publication is of. "compare": reads of another
+            prompt are refused; those of a source that marks nothing are accepted, and counted. "require": those are
+            refused, too. "off": nothing is compared. See docs/guarantees.md.
 
     Raises:
         InvalidField: an argument has the wrong type, or the address has another form, e.g. ``http://host:port``.
@@ -85,6 +89,7 @@ class Client(OneProcess):
         integrity: IntegrityOptions | None = None,
         max_reads: int = MAX_READS,
         confirm: str = Confirm.BEFORE.value,
+        prompt_check: str = PromptCheck.COMPARE.value,
     ) -> None:
         max_reads = arguments.integer("max_reads", max_reads, 1)
         for name, given, kind in (
@@ -111,6 +116,7 @@ class Client(OneProcess):
             integrity=integrity or IntegrityOptions(),
             max_reads=max_reads,
             confirm=confirmed(confirm),
+            prompt_check=checked_prompts(prompt_check),
         )
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}

@@ -41,13 +41,19 @@ class PromptInput:
     length: int
     identifier: str = ""
 
+    def __post_init__(self) -> None:
+        arguments.coerce_integers(self, ("offset", "length"))
+        for name, value in (("offset", self.offset), ("length", self.length)):
+            arguments.integer(name, value, 0, 2**63 - 1)
+        arguments.text("identifier", self.identifier)
+
 
 class Prompt:
     """What a request's KV is computed from: its tokens, the LoRA adapter, and inputs such as images.
 
     The source publishes with it, the destination reads with it, each from what it has itself. KV of another prompt is
-    then refused (`PromptMismatch`), whatever a router has confused. The first call for a prompt takes about 1 ms per
-    128,000 tokens; pass a list, an array, or a numpy array. Immutable, and can be used in any thread.
+    then refused (`PromptMismatch`), whatever a router has confused. Making one takes about 1 ms per 128,000 tokens, so
+    make it when the request arrives. It does not change, and can be used in any thread.
 
     Args:
         token_ids: all tokens from the request's first one, as integers from 0 to 2**32 - 1.
@@ -60,8 +66,8 @@ class Prompt:
         adapter: see above.
         inputs: see above, by rising offset.
         known: number of tokens up to which everything is known: all, unless an input has no identifier.
-        ends: where the prompt may end for a reader, rising: its length, and before it the lengths of the prompts that
-            `followed_by` continued.
+        ends: where a source marks the prompt, rising: at its end, as far as it is known, and before that where the
+            prompts ended that `followed_by` continued.
 
     Raises:
         InvalidField: an argument has the wrong type, or is out of range.
@@ -72,23 +78,26 @@ class Prompt:
     def __init__(self, token_ids: Sequence[int], *, adapter: str = "", inputs: Iterable[PromptInput] = ()) -> None:
         self._tokens = _words(token_ids)
         self.adapter = arguments.text("adapter", adapter)
-        self.inputs = tuple(sorted((_checked(given) for given in inputs), key=lambda each: each.offset))
+        given = arguments.several("inputs", inputs, PromptInput, "PromptInputs")
+        self.inputs = tuple(sorted(given, key=lambda each: each.offset))
         unnamed = (each.offset for each in self.inputs if not each.identifier)
-        self.known = min((len(self._tokens), *unnamed))
-        self.ends: tuple[int, ...] = (len(self._tokens),) if len(self._tokens) else ()
+        self.known = min((len(self), *unnamed))
+        self.ends: tuple[int, ...] = (self.known,) if self.known else ()
         name = self.adapter.encode()
         begun = hashlib.sha256(_BEGIN + struct.pack("<I", len(name)) + name)
         self._first = self._furthest = (begun, 0)
         """States of the digest, each after this number of tokens: of none, and of the most so far."""
         self._digests: dict[int, bytes] = {}
+        for end in self.ends:
+            self.digest(end)
 
     def __len__(self) -> int:
         """The number of tokens."""
-        return len(self._tokens)
+        return len(self._tokens) // 4
 
     def __bool__(self) -> bool:
         """Whether the prompt is known."""
-        return bool(len(self._tokens))
+        return bool(self._tokens)
 
     def __repr__(self) -> str:
         return f"Prompt({len(self)} tokens)" if self else "Prompt.unknown"
@@ -102,12 +111,16 @@ class Prompt:
         """
         more = _words(token_ids)
         made = Prompt.__new__(Prompt)
-        made._tokens = np.concatenate((self._tokens, more))
+        made._tokens = self._tokens + more
         made.adapter, made.inputs = self.adapter, self.inputs
-        made.known = len(made._tokens) if self.known == len(self) else self.known
-        made.ends = (*self.ends, len(made._tokens)) if len(more) else self.ends
+        made.known = len(made) if self.known == len(self) else self.known
+        made.ends = (*self.ends, made.known) if made.known > self.known else self.ends
         made._first, made._furthest, made._digests = self._first, self._furthest, dict(self._digests)
         return made
+
+    def continues(self, other: Prompt) -> bool:
+        """Whether this prompt begins with all that is known of the other one."""
+        return other.known <= self.known and (not other.known or self.digest(other.known) == other.digest(other.known))
 
     def digest(self, end: int) -> bytes:
         """Return the digest of the prompt up to this token, 32 bytes; see `kvferry.v1.PromptMark`.
@@ -122,7 +135,7 @@ class Prompt:
             furthest = self._furthest
             begun, hashed = furthest if furthest[1] <= end else self._first
             state = begun.copy()
-            state.update(self._tokens[hashed:end])
+            state.update(self._tokens[4 * hashed : 4 * end])
             if end > furthest[1]:
                 self._furthest = state.copy(), end
             for each in self.inputs:
@@ -146,30 +159,32 @@ class Prompt:
         return hmac.digest(key, marked, hashlib.sha256)[:MARK_BYTES]
 
 
-def _words(token_ids: object) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """Copy token ids to little-endian words."""
+def check_within(prompt: object, tokens: tuple[int, int] | None) -> None:
+    """Check that an argument is a prompt, and that the tokens to read are within it.
+
+    Raises:
+        InvalidField: it is not, or they are not.
+    """
+    known = arguments.instance("prompt", prompt, Prompt, "a Prompt")
+    if known and tokens is not None and tokens[1] > len(known):
+        raise InvalidField("tokens", tokens, f"at most the prompt's {len(known)} tokens")
+
+
+def _words(token_ids: object) -> bytes:
+    """Copy token ids to little-endian words of four bytes."""
     if isinstance(token_ids, np.ndarray):
         words = token_ids
         good = words.ndim == 1 and words.dtype.kind in "iu"
         if not good or (len(words) and not (words.min() >= 0 and words.max() < _WORD)):
             raise InvalidField("token_ids", f"an array of {words.dtype}", f"integers from 0 to {_WORD - 1}")
-        return words.astype("<u4")
+        return words.astype("<u4").tobytes()
     if isinstance(token_ids, (str, bytes, bytearray, memoryview)) or not isinstance(token_ids, Iterable):
         raise InvalidField("token_ids", arguments.described(token_ids), "token ids, as integers")
     try:
         # An array converts a list in a third of the time that numpy takes.
-        return np.frombuffer(array("I", token_ids), np.uint32).astype("<u4")
+        return np.frombuffer(array("I", token_ids), np.uint32).astype("<u4").tobytes()
     except (TypeError, ValueError, OverflowError):
         raise InvalidField("token_ids", "something else", f"integers from 0 to {_WORD - 1}") from None
-
-
-def _checked(given: object) -> PromptInput:
-    each = arguments.instance("inputs", given, PromptInput, "PromptInputs")
-    return PromptInput(
-        arguments.integer("offset", each.offset, 0, 2**63 - 1),
-        arguments.integer("length", each.length, 0, 2**63 - 1),
-        arguments.text("identifier", each.identifier),
-    )
 
 
 Prompt.unknown = Prompt(())

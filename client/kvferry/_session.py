@@ -10,6 +10,7 @@ from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
 from kvferry._forks import OneProcess
+from kvferry._prompt import Prompt
 from kvferry._wire.token import EngineToken
 from kvferry.geometry.blocks import Blocks
 
@@ -53,6 +54,7 @@ class EngineSession(OneProcess):
         traceparent: str = "",
         reference: str = "",
         layers: Collection[str] | None = None,
+        prompt: Prompt = Prompt.unknown,
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2).
@@ -71,6 +73,8 @@ class EngineSession(OneProcess):
                 did. See docs/routers.md.
             layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,
                 and `publish_more` names the others.
+            prompt: what the blocks are computed from, so that readers can refuse them for any other prompt. All of it,
+                also if only a part is published.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router.
@@ -97,6 +101,7 @@ class EngineSession(OneProcess):
             traceparent=arguments.text("traceparent", traceparent),
             reference=arguments.text("reference", reference),
             layers=layers,
+            prompt=prompt,
         )
 
     def publish_more(
@@ -108,6 +113,7 @@ class EngineSession(OneProcess):
         payload: bytes = b"",
         layers: Collection[str] | None = None,
         timeout: float = CALL_TIMEOUT,
+        prompt: Prompt = Prompt.unknown,
     ) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
@@ -120,13 +126,14 @@ class EngineSession(OneProcess):
                 TOKENS. While some layers are not complete, further calls name more of them and give no blocks. A call
                 without `layers` says that all are complete, and may give further blocks that are complete, too.
             timeout: seconds to keep trying.
+            prompt: the prompt with what was generated since (`Prompt.followed_by`), if that is published.
 
         Raises:
             WrongState: the publication is complete, or was released.
             KvferryError: see `publish`.
         """
         timeout = arguments.seconds("timeout", timeout)
-        step = self._session.offer_more(publication, blocks, last=last, payload=payload, layers=layers)
+        step = self._session.offer_more(publication, blocks, last=last, payload=payload, layers=layers, prompt=prompt)
         self._session.send(step, timeout)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:

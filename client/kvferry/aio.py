@@ -182,6 +182,7 @@ class AsyncClient(_Async[Client]):
         integrity: IntegrityOptions | None = None,
         max_reads: int = MAX_READS,
         confirm: str = "before",
+        prompt_check: str = "compare",
     ) -> None:
         super().__init__(
             Client(
@@ -195,6 +196,7 @@ class AsyncClient(_Async[Client]):
                 integrity=integrity,
                 max_reads=max_reads,
                 confirm=confirm,
+                prompt_check=prompt_check,
             )
         )
 

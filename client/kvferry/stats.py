@@ -75,6 +75,8 @@ class ReadStats:
         outcomes: ended reads: "done", "failed", "cancelled", "expired"; "not_granted": no home gave a lease.
         failures: reads that failed, expired or were not granted, by the class of their error.
         disputed: reads counted as done, of which the home has said since that their leases had ended.
+        prompts: reads counted as done: "matched": their sources have marked the same prompt; "unmarked": they have not
+            marked what was read; "unknown": nothing was compared.
         stages: reads in progress: "waiting", "granted", "reading", "judging".
         wait: seconds from the request until the home promised the blocks.
         grant: seconds from there until all blocks were known; of a progressive read, until the first were.
@@ -86,6 +88,7 @@ class ReadStats:
     outcomes: Mapping[str, int]
     failures: Mapping[str, int]
     disputed: int
+    prompts: Mapping[str, int]
     stages: Mapping[str, int]
     wait: Distribution
     grant: Distribution

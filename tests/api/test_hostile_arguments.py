@@ -32,6 +32,8 @@ from kvferry import (
     MemoryRegion,
     NixlOptions,
     Plane,
+    Prompt,
+    PromptInput,
     RankGeometry,
     StagingOptions,
     TokenShard,
@@ -63,6 +65,7 @@ HUGE: list[Any] = [2**63, 2**64, 2**70, np.uint64(2**63)]
 NUMBER = [*NOT_AN_INTEGER, *NEGATIVE, *HUGE]
 SECONDS: list[Any] = [None, True, "1", b"1", [1], math.nan, math.inf, -1, -math.inf, 1e300, 2**2000]
 TEXT: list[Any] = [None, 1, b"text", ["text"], object(), "\ud800"]
+PROMPT: list[Any] = [None, 1, "prompt", [1, 2], object()]
 FLAG: list[Any] = [None, 1, 0, "no", [], object()]
 BLOCKS_BY_GROUP: list[Any] = [
     None,
@@ -195,6 +198,34 @@ def constructors() -> Iterator[Case]:
             "partial": FLAG,
             "identity": MAPPING,
         },
+    )
+    yield Case(
+        "Prompt",
+        Prompt,
+        {"token_ids": [1, 2, 3]},
+        {
+            "token_ids": [
+                None,
+                1,
+                "123",
+                b"123",
+                [-1],
+                [2**32],
+                [1.0],
+                ["1"],
+                [None],
+                np.array([[1]]),
+                np.array([0.5]),
+            ],
+            "adapter": TEXT,
+            "inputs": [None, 1, [1], ["image"], PromptInput(0, 1)],
+        },
+    )
+    yield Case(
+        "PromptInput",
+        PromptInput,
+        {"offset": 0, "length": 1, "identifier": "image"},
+        {"offset": NUMBER, "length": NUMBER, "identifier": TEXT},
     )
     yield Case(
         "Holding",
@@ -437,6 +468,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
         "expected_reads": [*NUMBER, 0],
         "payload": PAYLOAD,
         "checksums": FLAG,
+        "prompt": PROMPT,
     }
     right_publish = {"request_id": "r", "blocks": {"full": Blocks([1])}}
     yield Case("publish", session.publish, right_publish, wrong_publish)
@@ -451,6 +483,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "last": FLAG,
             "payload": PAYLOAD,
             "timeout": [*SECONDS, 0],
+            "prompt": PROMPT,
         },
     )
     yield Case("abort", session.abort, {"publication": more}, {"publication": publications, "timeout": [*SECONDS, 0]})
@@ -469,6 +502,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "expected_reads": NUMBER,
             "timeout": [*SECONDS, 0],
             "allow_overlap": FLAG,
+            "prompt": PROMPT,
         },
     )
     yield Case(
@@ -523,14 +557,20 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
         "port publish_more",
         scheduler.publish_more,
         {"publication": more, "blocks": {"full": Blocks([2])}, "last": False},
-        {"publication": publications, "blocks": BLOCKS_BY_GROUP, "last": FLAG, "payload": PAYLOAD},
+        {"publication": publications, "blocks": BLOCKS_BY_GROUP, "last": FLAG, "payload": PAYLOAD, "prompt": PROMPT},
     )
     yield Case("port abort", scheduler.abort, {}, {"publication": publications})
     yield Case(
         "acquire",
         scheduler.acquire,
         {"request_id": "r", "reference": publication.reference},
-        {"request_id": [*TEXT, "mine"], "reference": reference, "expected_reads": NUMBER, "timeout": [*SECONDS, 0]},
+        {
+            "request_id": [*TEXT, "mine"],
+            "reference": reference,
+            "expected_reads": NUMBER,
+            "timeout": [*SECONDS, 0],
+            "prompt": PROMPT,
+        },
     )
     yield Case("granted", scheduler.granted, {}, {"request_id": [*TEXT, "unknown"]})
     yield Case(
@@ -542,6 +582,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "local_blocks": [*BLOCKS_BY_GROUP, {}],
             "tokens": [*TOKEN_RANGE, (0, 17)],
             "allow_overlap": FLAG,
+            "prompt": PROMPT,
         },
     )
     yield Case("port decline", scheduler.decline, {}, {"reference": reference})

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry import Blocks, Client, EngineSpec, Group, Prompt
 from kvferry._cache import Cache
 from kvferry._clock import now
 from kvferry._control.connection import Control
@@ -29,6 +29,7 @@ from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, Tra
 from tests.engine.late_news import LateNews
 
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), 2)
+PROMPT = Prompt([1, 2])
 LOCAL = {"full": Blocks([20, 7], end_token=32)}
 HOME = cast(Control, SimpleNamespace(address="home:1"))
 
@@ -401,7 +402,8 @@ def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     most = 2**31 - 1
     for count in (0, 1, most):
         port.acquire("mine", "reference", expected_reads=count, timeout=5.0)
-        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0, ""), {"progressive": False})
+        asked = {"progressive": False, "prompt": Prompt.unknown}
+        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0, ""), asked)
     for wrong_call in (
         lambda: port.acquire("mine", "reference", expected_reads=-1),
         lambda: port.acquire("mine", "reference", expected_reads=most + 1),
@@ -413,6 +415,8 @@ def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
         lambda: port.attach("mine", cast(Any, [1])),
         lambda: port.attach("mine", LOCAL, allow_overlap=cast(bool, "no")),
         lambda: port.attach("mine", LOCAL, cast(Any, 3)),
+        lambda: port.acquire("mine", "reference", prompt=cast(Prompt, [1, 2])),
+        lambda: port.attach("mine", LOCAL, prompt=cast(Prompt, [1, 2])),
         lambda: port.collect(cast(WorkerOutput, "output")),
         lambda: port.abort(cast(Publication, 3)),
         lambda: port.close(-1.0),
@@ -426,8 +430,8 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     port, reads, publishing = scheduler.port(), scheduler.reads, scheduler.publishing
     reads.answers = {"granted": "a grant", "attach": "a grant", "cancel": True, "take_cancels": ["one"]}
     assert (cast(Any, port.granted("mine")), reads.last()) == ("a grant", ("granted", ("mine",), {}))
-    assert cast(Any, port.attach("mine", LOCAL, (1, 2), allow_overlap=True)) == "a grant"
-    assert reads.last() == ("attach", ("mine", LOCAL, (1, 2)), {"allow_overlap": True})
+    assert cast(Any, port.attach("mine", LOCAL, (1, 2), allow_overlap=True, prompt=PROMPT)) == "a grant"
+    assert reads.last() == ("attach", ("mine", LOCAL, (1, 2)), {"allow_overlap": True, "prompt": PROMPT})
     assert (port.cancel("mine"), reads.last()) == (True, ("cancel", ("mine",), {}))
     port.decline("reference")
     assert reads.last() == ("decline", ("reference",), {})
@@ -438,14 +442,25 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     publishing.answers = {"publish": publication, "take_released": ["released"]}
     assert (
         port.publish(
-            "mine", LOCAL, last=False, expected_reads=3, payload=b"p", checksums=True, traceparent="of the request"
+            "mine",
+            LOCAL,
+            last=False,
+            expected_reads=3,
+            payload=b"p",
+            checksums=True,
+            traceparent="of the request",
+            prompt=PROMPT,
         )
         is publication
     )
     options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == ("publish", ("mine", LOCAL), {**options, "reference": "", "layers": None})
-    port.publish_more(publication, LOCAL, last=True, payload=b"q", layers=["a"])
-    more = {"last": True, "payload": b"q", "layers": ["a"]}
+    assert publishing.last() == (
+        "publish",
+        ("mine", LOCAL),
+        {**options, "reference": "", "layers": None, "prompt": PROMPT},
+    )
+    port.publish_more(publication, LOCAL, last=True, payload=b"q", layers=["a"], prompt=PROMPT)
+    more = {"last": True, "payload": b"q", "layers": ["a"], "prompt": PROMPT}
     assert publishing.last() == ("publish_more", (publication, LOCAL), more)
     port.abort(publication)
     assert publishing.last() == ("abort", (publication,), {})

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
+from kvferry import Prompt
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
@@ -41,6 +42,8 @@ class PlayedHome:
         timeout: float,
         traceparent: str = "",
         progressive: bool = False,
+        prompt: Prompt = Prompt.unknown,
+        request_id: str = "",
     ) -> Any:
         parsed = pb.Reference(home="home:1", publication=7)
         home = cast(Control, None)

@@ -21,6 +21,7 @@ from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.reacquisition import Reacquisition
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
+from kvferry._control.right_prompt import ReaderPrompt
 from kvferry._control.waits import Waits
 from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
@@ -32,6 +33,7 @@ from kvferry.errors import (
     KvferryError,
     LeaseEnded,
     NotPublished,
+    PromptMismatch,
     PublicationAborted,
     PublicationTimeout,
     TransferCancelled,
@@ -69,6 +71,7 @@ class AcquireRequest:
         parties: how many ranks will report.
         expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
         deadline: time on `kvferry._clock` until which to wait for the publication.
+        prompt: what the publication has to be of.
         span: the span of a trace that the calls belong to.
         progressive: tell of the lease with the first blocks; if False, with all blocks.
         given: the reference as the engine gave it, if that is another one than `text` now.
@@ -81,6 +84,7 @@ class AcquireRequest:
     parties: int
     expected_reads: int
     deadline: float
+    prompt: ReaderPrompt = field(default_factory=ReaderPrompt)
     span: Span = NO_SPAN
     progressive: bool = False
     given: str = field(default="", repr=False)
@@ -207,6 +211,11 @@ class Acquisition:
     def begin(self) -> None:
         """Make the first call."""
         self._cancellation.interrupt_by(self._waits.interrupt)
+        try:
+            self._request.prompt.refuse(self._request.reference)
+        except PromptMismatch as error:
+            self._end(error)
+            return
         self._ask()
 
     # Waiting for a call or a pause.
@@ -289,6 +298,7 @@ class Acquisition:
             raise Unreachable(f"{home.address} did not accept the read", address=home.address)
         self._steps.add(answer.blocks)
         complete = answer.HasField("complete")
+        self._request.prompt.told(self._steps.marks, self._request.reference, self._request_id, complete=complete)
         if complete and answer.complete.steps != len(self._steps):
             expected = f"{len(self._steps)}, the steps that came before it"
             raise InvalidField("number of a publication's steps", answer.complete.steps, expected)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from kvferry._prompt import MARK_BYTES, MAX_MARKS
 from kvferry._wire.blocks_codec import blocks_from_proto
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, Blocks, Unfinished
@@ -24,9 +25,13 @@ class GrantedSteps:
     """The steps that one reader was granted, and which of them it has taken.
 
     A home that was restarted tells all steps again; they must be those that it told before.
+
+    Attributes:
+        marks: the marks of the prompt that they have told, by their ends.
     """
 
     def __init__(self) -> None:
+        self.marks: dict[int, bytes] = {}
         self._fresh: list[pb.Blocks] = []
         """Steps that were not taken."""
         self._told = 0
@@ -57,11 +62,22 @@ class GrantedSteps:
                 if self._size > GRANT_BYTES:
                     size = f"{self._size} bytes"
                     raise InvalidField("size of a publication's blocks", size, f"at most {GRANT_BYTES}")
+                self._mark(step.marks)
                 self._digests.append(digest)
                 self._fresh.append(step)
             elif digest != self._digests[self._told]:
                 raise InvalidField("step of a publication", step.step, "what it was before its home restarted")
             self._told += 1
+
+    def _mark(self, marks: Iterable[pb.PromptMark]) -> None:
+        for mark in marks:
+            if mark.end in self.marks or not mark.end:
+                raise InvalidField("end of a prompt's mark", mark.end, "at least 1, and each once")
+            if len(mark.digest) != MARK_BYTES:
+                raise InvalidField("prompt's mark", f"{len(mark.digest)} bytes", f"{MARK_BYTES} bytes")
+            self.marks[mark.end] = mark.digest
+        if len(self.marks) > MAX_MARKS:
+            raise InvalidField("number of a prompt's marks", len(self.marks), f"at most {MAX_MARKS}")
 
     def again(self) -> None:
         """Start to compare: the home tells all steps again, from the first."""
@@ -85,9 +101,10 @@ class GrantedSteps:
 
 
 def _digest(step: pb.Blocks) -> bytes:
-    """Of what a step promises in the end. What is unfinished is left out: a home that was replaced by one of another
-    version tells it from then on, or tells it no more, and what it tells again has no effect."""
-    if step.HasField("unfinished"):
+    """Of what a step promises in the end. What is unfinished, and what marks the prompt, is left out: a home that was
+    replaced by one of another version tells it from then on, or tells it no more, and what it tells again has no
+    effect."""
+    if step.HasField("unfinished") or step.marks:
         step = pb.Blocks(step=step.step, groups=step.groups)
     return hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
 

@@ -19,6 +19,7 @@ from kvferry._control.retrying import retrying
 from kvferry._control.teller import Message, Teller
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
+from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.reference import engine_ids, parse_reference, router_reference
@@ -108,6 +109,7 @@ class HomeSession:
         traceparent: str = "",
         reference: str = "",
         layers: Collection[str] | None = None,
+        prompt: Prompt = Prompt.unknown,
     ) -> Publication:
         """See `EngineSession.publish`."""
         # One at a time: the home rejects a number below the highest it has seen.
@@ -126,6 +128,7 @@ class HomeSession:
                 traceparent=traceparent,
                 reference=reference,
                 layers=layers,
+                prompt=prompt,
             )
             self.send(step, max(0.001, deadline - now()))
         finally:
@@ -144,6 +147,7 @@ class HomeSession:
         traceparent: str = "",
         reference: str = "",
         layers: Collection[str] | None = None,
+        prompt: Prompt = Prompt.unknown,
     ) -> tuple[Publication, Step]:
         """Do the part of `publish` that makes no call. The blocks are pinned from now on.
 
@@ -155,6 +159,7 @@ class HomeSession:
         arguments.label("request_id", request_id)
         step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
         step.request_id = request_id
+        arguments.instance("prompt", prompt, Prompt, "a Prompt")
         step.expected_reads = arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1)
         step.checksums = arguments.flag("checksums", checksums)
         if reference:
@@ -165,7 +170,7 @@ class HomeSession:
         with self._lock:
             # Number and record under one lock: a snapshot in between would include the number but not the record.
             try:
-                publication = self._offers.publish(self._home_in_references, step, span.traceparent)
+                publication = self._offers.publish(self._home_in_references, step, span.traceparent, prompt)
             except RouterKeyUsed as error:
                 self.block_use.unpin(pin)
                 span.end(error)
@@ -184,17 +189,19 @@ class HomeSession:
         last: bool,
         payload: bytes = b"",
         layers: Collection[str] | None = None,
+        prompt: Prompt = Prompt.unknown,
     ) -> Step:
         """Do the part of `publish_more` that makes no call. Pass the returned step to `send`."""
         self._check_open()
         number = _number(publication)
+        arguments.instance("prompt", prompt, Prompt, "a Prompt")
         given = offered(self.spec, blocks)
         step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
         try:
             with self._lock:
                 follow(self._offers.unfinished(number), step)
-                self._offers.publish_more(number, step)
+                self._offers.publish_more(number, step, prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
                 self.block_use.name(pin, number, step.step)
         except KvferryError:

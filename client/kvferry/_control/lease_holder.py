@@ -18,8 +18,10 @@ from kvferry._control.homes import Homes
 from kvferry._control.judgement import Confirm
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
+from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
 from kvferry._control.teller import Message, Teller
 from kvferry._forks import OneProcess
+from kvferry._prompt import Prompt
 from kvferry._tracing import Span
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
@@ -62,6 +64,7 @@ class LeaseHolder(OneProcess):
         token: token of the engine.
         rank: the rank that it acts for, if each rank has a holder of its own; None: all ranks.
         confirm: whether the engine is told of a read before or after its home has confirmed the lease.
+        prompt_check: what to do with the marks of publications.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class LeaseHolder(OneProcess):
         token: EngineToken,
         rank: int | None = None,
         confirm: Confirm = Confirm.BEFORE,
+        prompt_check: PromptCheck = PromptCheck.COMPARE,
     ) -> None:
         self.confirm = confirm
+        self._prompt_check = prompt_check
         self._homes = homes
         self._rank = rank
         self._renewals = renewals
@@ -88,10 +93,14 @@ class LeaseHolder(OneProcess):
         parties: int,
         expected_reads: int,
         timeout: float,
+        prompt: Prompt = Prompt.unknown,
+        request_id: str = "",
         traceparent: str = "",
         progressive: bool = False,
     ) -> AcquireRequest:
         """Make the request for a read of a publication, part of the trace that `traceparent` names. Makes no RPC.
+
+        `request_id` is the reader's name for the request.
 
         Raises:
             BadReference: the string is not a reference.
@@ -105,8 +114,18 @@ class LeaseHolder(OneProcess):
         # What follows, such as the grant to a rank on another node, needs the address; a reference may lack it.
         parsed.home = self._homes.address_of(parsed)
         home = self._homes.get(parsed.home)
-        until, span = now() + timeout, Span(traceparent)
-        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, until, span, progressive)
+        return AcquireRequest(
+            home=home,
+            reference=parsed,
+            text=reference,
+            read_id=read_id,
+            parties=parties,
+            expected_reads=expected_reads,
+            deadline=now() + timeout,
+            prompt=ReaderPrompt(prompt, self._prompt_check, request_id, self._reader.engine_id),
+            span=Span(traceparent),
+            progressive=progressive,
+        )
 
     def check(self, reference: str) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read. Makes no RPC."""

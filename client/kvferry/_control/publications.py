@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvferry._control.marker import Marker
+from kvferry._prompt import Prompt
 from kvferry._wire.authority import publication_key
-from kvferry._wire.reference import format_reference
+from kvferry._wire.reference import MAX_REFERENCE_MARKS, format_reference
 from kvferry.errors import InternalError, KvferryError, RouterKeyUsed, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -143,6 +145,7 @@ class _Held:
     Attributes:
         publication: the publication.
         steps: its steps.
+        marker: marks its steps.
         open_steps: numbers of steps that a home may have accepted without an answer.
         abort: what withdraws it; None: the source has not withdrawn it.
         sending: number of calls in progress with which a home may accept it; its final deadline is unknown until then.
@@ -151,6 +154,7 @@ class _Held:
 
     publication: Publication
     steps: list[pb.Publish]
+    marker: Marker
     open_steps: set[int] = field(default_factory=set)
     abort: pb.Abort | None = None
     sending: int = 0
@@ -190,13 +194,16 @@ class Offers:
         """No later than the earliest `release_at`, so that `advance`, which engines call in each step, rarely has to
         search all publications."""
 
-    def publish(self, home: str, step: pb.Publish, traceparent: str = "") -> Publication:
+    def publish(
+        self, home: str, step: pb.Publish, traceparent: str = "", prompt: Prompt = Prompt.unknown
+    ) -> Publication:
         """Add a publication with its first step, and give it a number. Send the step, then call `sent`.
 
         Args:
             home: address of the home, for the reference; empty: readers ask their directory.
-            step: the step; its number is set here.
+            step: the step; its number and the marks of the prompt are set here.
             traceparent: see `Publication`.
+            prompt: what the blocks are computed from.
 
         Raises:
             RouterKeyUsed: another publication that is not released has the step's router_key.
@@ -204,16 +211,21 @@ class Offers:
         if step.router_key:
             self._check_router_key(step.router_key)
         step.publication, self._next = self._next, self._next + 1
+        key = publication_key(self._secret, step.publication)
         reference = pb.Reference(
             home=home,
             engine_id=self._engine.engine_id,
             incarnation=self._engine.incarnation,
             publication=step.publication,
             request_id=step.request_id,
-            key=publication_key(self._secret, step.publication),
+            key=key,
         )
+        marker = Marker(key, prompt)
+        marker.mark(step)
+        if len(step.marks) <= MAX_REFERENCE_MARKS:
+            reference.marks.extend(step.marks)
         publication = Publication(step.publication, step.request_id, format_reference(reference), traceparent)
-        self._held[publication.number] = _Held(publication, [step], sending=1)
+        self._held[publication.number] = _Held(publication, [step], marker, sending=1)
         if step.router_key:
             self._by_router_key[step.router_key] = step.publication
         logger.debug("published: request_id=%r publication=%d", step.request_id, publication.number)
@@ -231,13 +243,16 @@ class Offers:
                 return step.unfinished.groups
         return ()
 
-    def publish_more(self, number: int, step: pb.Publish) -> None:
-        """Add the next step of a publication, and set its numbers. Send the step, then call `sent`.
+    def publish_more(self, number: int, step: pb.Publish, prompt: Prompt = Prompt.unknown) -> None:
+        """Add the next step of a publication, and set its numbers and marks. Send the step, then call `sent`.
 
         Raises:
             WrongState: the publication is complete, or was released.
+            InvalidField: the prompt does not continue the publication's.
         """
         held = self._incomplete(number)
+        held.marker.follow(prompt)
+        held.marker.mark(step)
         first = held.steps[0]
         step.publication, step.request_id = number, first.request_id
         step.step = len(held.steps)
@@ -268,6 +283,7 @@ class Offers:
         if held is None or step.step in held.open_steps:
             return False
         held.steps.remove(step)
+        held.marker.unmark(step)
         if not held.steps:
             del self._held[step.publication]
             self._by_router_key.pop(step.router_key, None)

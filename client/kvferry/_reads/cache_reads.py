@@ -11,6 +11,7 @@ from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._memory.tails import Tails
+from kvferry._prompt import Prompt
 from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_read import LeasedRead, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
@@ -28,7 +29,7 @@ from kvferry.errors import (
     PeerRestarted,
     TransferStuck,
 )
-from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.blocks import Blocks, published_end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +107,7 @@ class CacheReads:
         timeout: float,
         traceparent: str,
         progressive: bool,
+        prompt: Prompt,
     ) -> AcquireRequest:
         """What `start` takes. Makes no RPC. Errors as `LeaseHolder.request`."""
         return self._holder.request(
@@ -116,6 +118,8 @@ class CacheReads:
             timeout=timeout,
             traceparent=traceparent,
             progressive=progressive,
+            prompt=prompt,
+            request_id=read_id,
         )
 
     def start(self, request: AcquireRequest, wanted: Wanted) -> ReadTask:
@@ -158,9 +162,12 @@ class CacheReads:
 
     def on_granted(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
-        self._reads.begin(read)
         if read.acquired is None:
             return
+        tokens = read.wanted.tokens
+        if self._reads.takes(read, published_end(read.acquired.blocks) if tokens is None else tokens[1]) is not None:
+            return
+        self._reads.begin(read)
         share = RankRead(_order(read, read.acquired), read.cancellation)
         read.share = share
         self._by_share[share] = read

@@ -10,7 +10,7 @@ from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._tracing import NO_SPAN, Span
-from kvferry.errors import KvferryError, TransferCancelled, TransferError
+from kvferry.errors import KvferryError, PromptMismatch, TransferCancelled, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class LeasedRead:
         stage: its stage.
         acquired: its lease and the blocks that the lease covers, once granted; of a progressive read the first of them.
         complete: all blocks are known.
+        until: end of the tokens that it takes, once that is known.
         payload: opaque bytes from the source, once all blocks are known.
         error: why the read fails; None: it has not failed so far.
         ends: how the shares have ended, by rank.
@@ -75,6 +76,7 @@ class LeasedRead:
     stage: ReadStage = ReadStage.WAITING
     acquired: Acquired | None = None
     complete: bool = False
+    until: int = 0
     payload: bytes = b""
     error: KvferryError | None = None
     ends: dict[int, ShareEnd] = field(default_factory=dict)
@@ -107,6 +109,8 @@ class LeasedRead:
 def log_end(read: LeasedRead, how: str) -> None:
     """Log the end of a read under the names that its home and its source use as well."""
     level = logging.DEBUG if read.error is None or isinstance(read.error, TransferCancelled) else logging.INFO
+    if isinstance(read.error, PromptMismatch):
+        level = logging.ERROR
     if not logger.isEnabledFor(level):
         return
     reference, acquired = read.request.reference, read.acquired

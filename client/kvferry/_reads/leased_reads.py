@@ -40,6 +40,7 @@ from kvferry.errors import (
     KvferryError,
     LimitReached,
     TransferCancelled,
+    TransferError,
     TransferExpired,
     TransferFailed,
     TransferStuck,
@@ -140,6 +141,16 @@ class LeasedReads(Generic[SomeRead]):
     def begin(self, read: SomeRead) -> None:
         """Mark a granted read as READING; its ranks are about to start."""
         read.stage, read.stamps.begun = ReadStage.READING, now()
+
+    def takes(self, read: SomeRead, until: int) -> KvferryError | None:
+        """Judge a granted read by its prompt, now that the end of the tokens is known that it takes.
+
+        Returns:
+            Why it is REFUSED; None: it may begin.
+        """
+        read.until = until
+        self._judge_prompt(read)
+        return read.error
 
     def withdraw(self, read: SomeRead) -> None:
         """End a read that is no longer wanted and that no rank has started. The caller ends its lease at the home."""
@@ -303,7 +314,17 @@ class LeasedReads(Generic[SomeRead]):
             self._judge_time(read)
             return
         read.complete, read.payload = told.complete, told.payload
-        self._owner.on_more(read, told)
+        if read.stage is ReadStage.READING:
+            self._judge_prompt(read)
+        if read.error is None:
+            self._owner.on_more(read, told)
+
+    def _judge_prompt(self, read: SomeRead) -> None:
+        try:
+            read.request.prompt.judge(read.until, complete=read.complete)
+        except TransferError as error:
+            self.fail(read, error)
+            self._judge_time(read)
 
     def _do(self, work: Callable[[], None]) -> bool:
         """Do work on the work queue, or on a new thread if that has ended, so that homes learn of every end.

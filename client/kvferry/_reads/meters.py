@@ -42,6 +42,7 @@ class ReadMeter:
         self._owners: WeakSet[HasReads] = WeakSet()
         self._outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._failures: Counter[str] = Counter()
+        self._prompts: Counter[str] = Counter(matched=0, unmarked=0, unknown=0)
         self._disputed = 0
         self._wait, self._grant, self._attach, self._judge = Measured(), Measured(), Measured(), Measured()
         self._size = Measured(SIZES)
@@ -58,6 +59,7 @@ class ReadMeter:
         with self._lock:
             self._count(kind, read.error)
             if kind == "done":
+                self._prompts[read.request.prompt.found] += 1
                 self._wait.add(times.wait)
                 self._grant.add(times.grant)
                 self._attach.add(times.attach)
@@ -93,6 +95,7 @@ class ReadMeter:
                 outcomes=dict(self._outcomes),
                 failures=dict(self._failures),
                 disputed=self._disputed,
+                prompts=dict(self._prompts),
                 stages={stage.value: stages[stage] for stage in STAGES},
                 wait=self._wait.distribution(),
                 grant=self._grant.distribution(),

@@ -16,6 +16,7 @@ from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
+from kvferry._control.right_prompt import PromptCheck
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.local_rank import LocalRank
@@ -60,7 +61,7 @@ class ClientRuntime:
         homes: connections to node servers.
         renewals: renews the leases of all reads.
         agents: makes the NIXL agents of all caches.
-        options, staging, integrity, max_reads, confirm: see `Client`.
+        options, staging, integrity, max_reads, confirm, prompt_check: see `Client`.
         reads, shares: measure all reads, and the shares of all ranks.
     """
 
@@ -72,6 +73,7 @@ class ClientRuntime:
     integrity: IntegrityOptions
     max_reads: int
     confirm: Confirm
+    prompt_check: PromptCheck
     reads: ReadMeter = field(default_factory=ReadMeter)
     shares: ShareMeter = field(default_factory=ShareMeter)
 
@@ -82,7 +84,7 @@ class ClientRuntime:
             token: token of the engine.
             rank: the rank that it acts for; None: all ranks.
         """
-        return LeaseHolder(self.homes, self.renewals, token, rank, self.confirm)
+        return LeaseHolder(self.homes, self.renewals, token, rank, self.confirm, self.prompt_check)
 
 
 class RankRuntime:

@@ -22,6 +22,8 @@ PREFIX = "kvf1."
 ENGINE_PREFIX = "kvf1e."
 MAX_NAME = 256
 """Most bytes of an address, of an engine_id and of a router's key."""
+MAX_REFERENCE_MARKS = 4
+"""Most marks in a reference: it goes through HTTP headers and bodies of routers."""
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._prompt import Prompt
 from kvferry.geometry.blocks import Blocks
 
 
@@ -40,6 +41,7 @@ class Publishing:
         traceparent: str,
         reference: str,
         layers: Collection[str] | None,
+        prompt: Prompt,
     ) -> Publication:
         """See `SchedulerPort.publish`."""
         with self._sender.lock:
@@ -53,6 +55,7 @@ class Publishing:
                 traceparent=traceparent,
                 reference=reference,
                 layers=layers,
+                prompt=prompt,
             )
             self.published += 1
             self._sender.put(publication, step)
@@ -66,10 +69,13 @@ class Publishing:
         last: bool,
         payload: bytes,
         layers: Collection[str] | None,
+        prompt: Prompt,
     ) -> None:
         """See `SchedulerPort.publish_more`."""
         with self._sender.lock:
-            step = self._session.offer_more(publication, blocks, last=last, payload=payload, layers=layers)
+            step = self._session.offer_more(
+                publication, blocks, last=last, payload=payload, layers=layers, prompt=prompt
+            )
             self._sender.put(publication, step)
 
     def abort(self, publication: Publication) -> None:

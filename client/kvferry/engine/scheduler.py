@@ -11,6 +11,7 @@ from kvferry._client import Client, client_runtime_of
 from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
+from kvferry._prompt import Prompt
 from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
 from kvferry._wire.token import EngineToken
@@ -126,6 +127,7 @@ class SchedulerPort(OneProcess):
         traceparent: str = "",
         reference: str = "",
         layers: Collection[str] | None = None,
+        prompt: Prompt = Prompt.unknown,
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
@@ -144,6 +146,8 @@ class SchedulerPort(OneProcess):
                 did. See docs/routers.md.
             layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,
                 and `publish_more` names the others.
+            prompt: what the blocks are computed from, so that readers can refuse them for any other prompt. All of it,
+                also if only a part is published.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router. A reader may
@@ -165,6 +169,7 @@ class SchedulerPort(OneProcess):
             traceparent=arguments.text("traceparent", traceparent),
             reference=arguments.text("reference", reference),
             layers=layers,
+            prompt=prompt,
         )
 
     def publish_more(
@@ -175,6 +180,7 @@ class SchedulerPort(OneProcess):
         last: bool,
         payload: bytes = b"",
         layers: Collection[str] | None = None,
+        prompt: Prompt = Prompt.unknown,
     ) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
@@ -186,12 +192,13 @@ class SchedulerPort(OneProcess):
             layers: names of the layers that are complete in the new blocks, which must be full blocks of groups of kind
                 TOKENS. While some layers are not complete, further calls name more of them and give no blocks. A call
                 without `layers` says that all are complete, and may give further blocks that are complete, too.
+            prompt: the prompt with what was generated since (`Prompt.followed_by`), if that is published.
 
         Raises:
             WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
-        self._publishing.publish_more(publication, blocks, last=last, payload=payload, layers=layers)
+        self._publishing.publish_more(publication, blocks, last=last, payload=payload, layers=layers, prompt=prompt)
 
     def abort(self, publication: Publication) -> None:
         """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""
@@ -217,6 +224,7 @@ class SchedulerPort(OneProcess):
         progressive: bool = False,
         timeout: float = READ_TIMEOUT,
         traceparent: str = "",
+        prompt: Prompt = Prompt.unknown,
     ) -> None:
         """Start to acquire a publication: wait for it, and pin its blocks with a lease.
 
@@ -233,6 +241,8 @@ class SchedulerPort(OneProcess):
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report how their shares ended; the error names the ranks that did not.
             traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/tracing.md.
+            prompt: the prompt of this request. A publication of another one is refused (`PromptMismatch`), as soon as
+                its source says so: before bytes move.
 
         Raises:
             BadReference: the string is not a reference.
@@ -248,6 +258,7 @@ class SchedulerPort(OneProcess):
             arguments.seconds("timeout", timeout),
             arguments.text("traceparent", traceparent),
             progressive=arguments.flag("progressive", progressive),
+            prompt=arguments.instance("prompt", prompt, Prompt, "a Prompt"),
         )
 
     def news(self) -> list[str]:
@@ -279,6 +290,7 @@ class SchedulerPort(OneProcess):
         tokens: tuple[int, int] | None = None,
         *,
         allow_overlap: bool = False,
+        prompt: Prompt = Prompt.unknown,
     ) -> Grant:
         """Give a granted request the blocks to read into. They belong to the read until `finished` returns it.
 
@@ -289,6 +301,7 @@ class SchedulerPort(OneProcess):
             tokens: the tokens wanted, ``[a, b)``; None: all that was published, of an offer that is complete.
             allow_overlap: accept blocks that another read of the engine writes to, or that the engine has published.
                 For engines that know that the bytes do not overlap.
+            prompt: the prompt of this request, for engines that did not have it when they called `acquire`.
 
         Returns:
             The grant: the offer with these blocks, for `WorkerPort.start` on every rank. If it is not `complete`,
@@ -302,6 +315,8 @@ class SchedulerPort(OneProcess):
             InvalidField: an argument has the wrong type, a group has no blocks, or `tokens` is missing although the
                 offer is not complete. The request stays granted.
             WrongState: the request is not granted yet, has its blocks already, or was not acquired.
+            PromptMismatch, PromptUnmarked: the publication is of another prompt, or nothing says that it is not. The
+                port then forgets the request.
             KvferryError: the lease has ended in the meantime; the error says why. The port then forgets the request.
         """
         return self._reads.attach(
@@ -309,6 +324,7 @@ class SchedulerPort(OneProcess):
             blocks_by_group("local_blocks", local_blocks),
             arguments.token_range(tokens),
             allow_overlap=arguments.flag("allow_overlap", allow_overlap),
+            prompt=arguments.instance("prompt", prompt, Prompt, "a Prompt"),
         )
 
     def grant_steps(self) -> list[GrantStep]:

@@ -15,6 +15,7 @@ from kvferry._control.acquisition import MoreBlocks
 from kvferry._control.block_use import Writes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
+from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import UNDER_WAY, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter, kind_of
@@ -30,7 +31,7 @@ from kvferry.errors import (
     TransferStuck,
     WrongState,
 )
-from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.blocks import Blocks, published_end
 from kvferry.planner.request_blocks import promised, written
 
 CANCEL_AGAIN = 10.0
@@ -102,6 +103,7 @@ class Reads:
         traceparent: str = "",
         *,
         progressive: bool = False,
+        prompt: Prompt = Prompt.unknown,
     ) -> None:
         """See `SchedulerPort.acquire`."""
         read_id = secrets.token_hex(8)
@@ -113,6 +115,8 @@ class Reads:
             timeout=timeout,
             traceparent=traceparent,
             progressive=progressive,
+            prompt=prompt,
+            request_id=request_id,
         )
         read = SchedulerRead(request, request_id, self._ranks)
         with self._lock:
@@ -155,7 +159,13 @@ class Reads:
         return found
 
     def attach(
-        self, request_id: str, blocks: Mapping[str, Blocks], tokens: tuple[int, int] | None, *, allow_overlap: bool
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        tokens: tuple[int, int] | None,
+        *,
+        allow_overlap: bool,
+        prompt: Prompt = Prompt.unknown,
     ) -> Grant:
         """See `SchedulerPort.attach`."""
         with self._lock:
@@ -172,6 +182,14 @@ class Reads:
                     expected = "the tokens to read, since the offer is not complete"
                     raise InvalidField("tokens", None, expected)
                 offered = promised(self._spec.groups, offered, blocks)
+            own = read.request.prompt
+            if prompt:
+                own.prompt = prompt
+            check_within(own.prompt, tokens)
+            error = self._reads.takes(read, published_end(offered) if tokens is None else tokens[1])
+            if error is not None:
+                self._forget(read)
+                raise error
             ids = written(self._spec.groups, offered, blocks, tokens)
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
             local = runs_of(blocks)

@@ -74,7 +74,7 @@ class PromptMismatch(TransferError):
 
 
 class PromptUnmarked(TransferError):
-    """No mark of the source covers the tokens to read, and the reader's `prompt_check` is "require". Values: as those of
+    """No mark of the source covers the tokens to read, and the reader's `prompt_check` is "require". Values: those of
     `PromptMismatch`."""
 
     reason = "PROMPT_UNMARKED"

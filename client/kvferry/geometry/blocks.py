@@ -169,6 +169,11 @@ def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
     return {name: _one(of) for name, of in parts.items()}
 
 
+def published_end(blocks: Mapping[str, Blocks]) -> int:
+    """Return the end of the tokens that the blocks of all groups hold, or that a state has seen."""
+    return max((max(each.end_token or 0, each.state_token) for each in blocks.values()), default=0)
+
+
 def _one(parts: Sequence[Blocks]) -> Blocks:
     first, last = parts[0], parts[-1]
     if first is last:

@@ -16,6 +16,7 @@ READS_IN_PROGRESS = Named("kvferry_reader_reads_in_progress", "Reads in progress
 READS = Named("kvferry_reader_reads", "Reads that have ended, by outcome.")
 FAILURES = Named("kvferry_reader_failures", "Reads that failed or were not granted, by the class of their error.")
 DISPUTED = Named("kvferry_reader_disputed", "Good reads whose lease had ended, as their home has said since.")
+PROMPTS = Named("kvferry_reader_prompts", "Good reads, by whether their source has marked the same prompt.")
 WAIT = Named(
     "kvferry_reader_wait_seconds", "From a read's request until the source's home promised its blocks; of good reads."
 )

@@ -40,6 +40,7 @@ COUNTERS: tuple[tuple[metrics.Named, Callable[[ClientStats], float]], ...] = (
 COUNTERS_BY: tuple[tuple[metrics.Named, str, Callable[[ClientStats], Mapping[str, float]]], ...] = (
     (metrics.READS, "outcome", lambda stats: stats.reads.outcomes),
     (metrics.FAILURES, "reason", lambda stats: stats.reads.failures),
+    (metrics.PROMPTS, "prompt", lambda stats: stats.reads.prompts),
     (metrics.RELEASED, "outcome", lambda stats: {**dict.fromkeys(RELEASES, 0), **stats.source.released}),
     (metrics.CALLS_FAILED, "reason", lambda stats: stats.calls.failed),
 )

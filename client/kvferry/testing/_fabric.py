@@ -94,13 +94,14 @@ class Fabric(OneProcess):
         integrity: IntegrityOptions | None = None,
         max_reads: int = MAX_READS,
         confirm: str = "before",
+        prompt_check: str = "compare",
     ) -> Client:
         """Make a client on this fabric. The fabric closes it.
 
         Each client stands for a process of its own; `kill` simulates the death of that process.
 
         Args:
-            options, staging, integrity, max_reads, confirm: see `kvferry.Client`.
+            options, staging, integrity, max_reads, confirm, prompt_check: see `kvferry.Client`.
 
         Raises:
             InvalidField: an argument has the wrong type.
@@ -108,7 +109,13 @@ class Fabric(OneProcess):
         """
         self._check_open()
         made = Client(
-            self.address, options=options, staging=staging, integrity=integrity, max_reads=max_reads, confirm=confirm
+            self.address,
+            options=options,
+            staging=staging,
+            integrity=integrity,
+            max_reads=max_reads,
+            confirm=confirm,
+            prompt_check=prompt_check,
         )
         with self._lock:
             self._clients.append(made)

@@ -1,0 +1,52 @@
+"""Marks a publication's steps with the prompt that it is computed from (PROTOCOL, The right prompt)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry._prompt import Prompt
+from kvferry.errors import InvalidField
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+
+@dataclass(slots=True)
+class Marker:
+    """Marks the steps of a publication with its prompt.
+
+    Attributes:
+        key: the key of the publication's reference.
+        prompt: what the publication is computed from.
+        ends: the ends that were marked.
+        published: the end of the tokens that were published.
+    """
+
+    key: bytes = field(repr=False)
+    prompt: Prompt
+    ends: set[int] = field(default_factory=set)
+    published: int = 0
+
+    def follow(self, prompt: Prompt) -> None:
+        """Go on with a longer prompt; `Prompt.unknown`: with the same.
+
+        Raises:
+            InvalidField: the prompt does not continue the one before.
+        """
+        if prompt and not prompt.continues(self.prompt):
+            raise InvalidField("prompt", prompt, f"one that begins with {self.prompt}, with which it was published")
+        self.prompt = prompt or self.prompt
+
+    def mark(self, step: pb.Publish) -> None:
+        """Add to the next step the marks of the prompt's ends that were not marked, and to the last step that of the
+        end of what is published."""
+        for group in step.groups:
+            self.published = max(self.published, group.end_token, group.state_token)
+        ends = set(self.prompt.ends)
+        if step.last and 0 < self.published <= self.prompt.known:
+            ends.add(self.published)
+        for end in sorted(ends - self.ends):
+            step.marks.add(end=end, digest=self.prompt.mark(self.key, end))
+        self.ends |= ends
+
+    def unmark(self, step: pb.Publish) -> None:
+        """Take back the marks of a step that no home has accepted."""
+        self.ends -= {mark.end for mark in step.marks}
