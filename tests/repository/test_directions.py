@@ -26,6 +26,7 @@ SMALL = {
     "_forks",
     "_work_queue",
     "_engine_spec",
+    "_prompt",
     "host_memory",
     "stats",
     "_tracing",
@@ -33,7 +34,7 @@ SMALL = {
 """Single modules, each with its rule in `MAY_IMPORT`."""
 
 BASE = {"errors", "_arguments", "_clock", "_threads", "_forks"}
-PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec", "stats"}
+PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec", "_prompt", "stats"}
 MAY_IMPORT: dict[str, set[str]] = {
     "v1": set(),
     "errors": set(),
@@ -46,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_tracing": {"errors", "_threads"},
     "geometry": {"errors", "_arguments"},
     "_engine_spec": {"errors", "_arguments", "geometry"},
+    "_prompt": {"errors", "_arguments"},
     "host_memory": {"errors", "_arguments", "geometry"},
     "planner": {"errors", "_arguments", "geometry"},
     "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
@@ -59,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_tracing",
         "geometry",
         "_engine_spec",
+        "_prompt",
         "_wire",
         "_directory",
         "v1",
@@ -71,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "geometry",
         "planner",
         "_engine_spec",
+        "_prompt",
         "_memory",
         "_transport",
         "_wire",

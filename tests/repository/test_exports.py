@@ -35,6 +35,8 @@ def test_exported_names() -> None:
         "NixlOptions",
         "PathRule",
         "Plane",
+        "Prompt",
+        "PromptInput",
         "Publication",
         "RankGeometry",
         "Read",
