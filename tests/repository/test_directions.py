@@ -26,6 +26,7 @@ SMALL = {
     "_forks",
     "_work_queue",
     "_engine_spec",
+    "_prompt",
     "host_memory",
     "stats",
     "_tracing",
@@ -33,7 +34,7 @@ SMALL = {
 """Single modules, each with its rule in `MAY_IMPORT`."""
 
 BASE = {"errors", "_arguments", "_clock", "_threads", "_forks"}
-PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec", "stats"}
+PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec", "_prompt", "stats"}
 MAY_IMPORT: dict[str, set[str]] = {
     "v1": set(),
     "errors": set(),
@@ -46,11 +47,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_tracing": {"errors", "_threads"},
     "geometry": {"errors", "_arguments"},
     "_engine_spec": {"errors", "_arguments", "geometry"},
+    "_prompt": {"errors", "_arguments"},
     "host_memory": {"errors", "_arguments", "geometry"},
     "planner": {"errors", "_arguments", "geometry"},
     "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
     "_transport": {*BASE, "geometry", "planner", "_memory"},
-    "_wire": {*BASE, "geometry", "planner", "v1"},
+    "_wire": {*BASE, "geometry", "planner", "_prompt", "v1"},
     "_directory": {*BASE, "_wire"},
     "_control": {
         *BASE,
@@ -98,7 +100,7 @@ RULES = {**MAY_IMPORT, **FACES}
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
-OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_directory", "_arguments", "_clock", "_tracing", "stats", "v1"}
+OF_THE_SDK = (PURE - {"_engine_spec"}) | {"_wire", "_directory", "_clock", "_tracing", "v1"}
 """What the server may use of it."""
 SERVER_RULES = {
     "domain": set[str](),
