@@ -58,6 +58,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             request_id="cmpl-7",
             groups=[kv_transfer_pb2.GroupBlocks(group="full", end_token=48, run_starts=[3], run_counts=[3])],
             last=True,
+            marks=[kv_transfer_pb2.PromptMark(end=45, digest=secrets.token_bytes(16))],
         )
         notified = stub.Notify(
             kv_transfer_pb2.NotifyRequest(

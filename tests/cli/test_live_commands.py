@@ -63,7 +63,8 @@ def test_requests(kvferry: Run, stage: Stage) -> None:
     table = rows(kvferry("requests"))
     assert table[0] == ["Engine", "Publication", "Request", "State", "Blocks", "Reads", "Leases", "Age"]
     assert table[1][:7] == [SOURCE, "7", "cmpl-7", "published", "3", "0/1", "1"]
-    assert len(answer(kvferry("requests", "--json", "--engine", SOURCE))["requests"]) == 1
+    (request,) = answer(kvferry("requests", "--json", "--engine", SOURCE))["requests"]
+    assert request["marks"] == ["45"]
     assert answer(kvferry("requests", "--json", "--engine", "nobody"))["requests"] == []
 
 

@@ -14,6 +14,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from kvferry._prompt import MARK_BYTES
 from kvferry._wire import authority, reference, version
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import BadGeometry
@@ -74,6 +75,9 @@ STATED = {
     "Publish.groups": f"at most {limits.MAX_GROUPS}, with at most {limits.MAX_RUNS} runs",
     "Publish.expected_reads": f"at most {HOME.reads}.",
     "Publish.payload": f"at most {MAX_PAYLOAD // KIB} KiB",
+    "Publish.marks": f"at most {limits.MAX_MARKS} in all its steps",
+    "PromptMark.digest": f"{MARK_BYTES} bytes",
+    "Reference.marks": f"at most {reference.MAX_REFERENCE_MARKS} of them",
     "Unfinished.groups": f"At most {limits.MAX_UNFINISHED} blocks",
     "Unfinished.layers": f"at most {limits.MAX_LAYERS}, each of at most {limits.MAX_TEXT} bytes",
     "GroupBlocks.run_starts": f"at most {limits.MAX_RUNS} ",

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"errors", "_arguments", "geometry"},
     "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
     "_transport": {*BASE, "geometry", "planner", "_memory"},
-    "_wire": {*BASE, "geometry", "planner", "v1"},
+    "_wire": {*BASE, "geometry", "planner", "_prompt", "v1"},
     "_directory": {*BASE, "_wire"},
     "_control": {
         *BASE,
@@ -102,7 +102,7 @@ RULES = {**MAY_IMPORT, **FACES}
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
-OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_directory", "_arguments", "_clock", "_tracing", "stats", "v1"}
+OF_THE_SDK = (PURE - {"_engine_spec"}) | {"_wire", "_directory", "_clock", "_tracing", "v1"}
 """What the server may use of it."""
 SERVER_RULES = {
     "domain": set[str](),

@@ -33,10 +33,15 @@ def reference(**changes: object) -> pb.Reference:
     return pb.Reference(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_round_trip() -> None:
-    text = format_reference(reference())
+def marks(*ends: int, digest: bytes = b"d" * 16) -> list[pb.PromptMark]:
+    return [pb.PromptMark(end=end, digest=digest) for end in ends]
+
+
+@pytest.mark.parametrize("ends", [(), (1,), (2**64 - 1, 1, 2, 3)])
+def test_round_trip(ends: tuple[int, ...]) -> None:
+    text = format_reference(reference(marks=marks(*ends)))
     assert text.startswith("kvf1.")
-    assert parse_reference(text) == reference()
+    assert parse_reference(text) == reference(marks=marks(*ends))
 
 
 def test_string_needs_no_quoting_in_urls_headers_and_json() -> None:
@@ -58,6 +63,10 @@ def test_router_made_reference_names_a_key_instead_of_a_publication() -> None:
         ({"publication": 0}, "neither"),
         ({"incarnation": b""}, "neither"),
         ({"router_key": "abc"}, "and a router"),
+        ({"marks": marks(1, 2, 3, 4, 5)}, "5 marks, more than 4"),
+        ({"marks": marks(0)}, "no tokens"),
+        ({"marks": marks(1, digest=b"15 bytes, no 16")}, "not of 16 bytes"),
+        ({"marks": marks(1), "incarnation": b"", "publication": 0, "router_key": "abc"}, "router's key, and has marks"),
     ],
 )
 def test_incomplete_reference_is_refused(changes: dict[str, object], problem: str) -> None:
@@ -78,6 +87,19 @@ def test_anything_else_is_a_typed_error(text: str) -> None:
     except BadReference:
         return
     assert len(parsed.key) == 16
+
+
+@given(
+    st.lists(st.builds(pb.PromptMark, end=st.integers(0, 3), digest=st.binary(min_size=14, max_size=18)), max_size=6)
+)
+def test_a_reference_has_few_whole_marks_or_is_refused(given_marks: list[pb.PromptMark]) -> None:
+    good = len(given_marks) <= 4 and all(mark.end and len(mark.digest) == 16 for mark in given_marks)
+    try:
+        assert list(parse_reference(format_reference(reference(marks=given_marks))).marks) == given_marks
+    except BadReference:
+        assert not good
+    else:
+        assert good
 
 
 def test_long_string_is_refused_before_it_is_decoded() -> None:

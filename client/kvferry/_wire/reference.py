@@ -14,6 +14,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvferry import _arguments as arguments
+from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import INCARNATION_BYTES, KEY_BYTES
 from kvferry.errors import BadReference, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -26,6 +27,9 @@ MAX_REFERENCE_MARKS = 4
 """Most marks in a reference: it goes through HTTP headers and bodies of routers."""
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
+
+MAX_REFERENCE_MARKS = 4
+"""Most marks of the prompt in a reference."""
 
 Body = TypeVar("Body", bound=Message)
 
@@ -94,8 +98,14 @@ def parse_reference(text: str) -> pb.Reference:
     if reference.router_key:
         if reference.publication or reference.incarnation:
             raise BadReference("it names both a publication and a router's key")
+        if reference.marks:
+            raise BadReference("it names a router's key, and has marks of a prompt")
     elif not reference.publication or len(reference.incarnation) != INCARNATION_BYTES:
         raise BadReference("it names neither a publication nor a router's key")
+    if len(reference.marks) > MAX_REFERENCE_MARKS:
+        raise BadReference(f"it has {len(reference.marks)} marks, more than {MAX_REFERENCE_MARKS}")
+    if any(not mark.end or len(mark.digest) != MARK_BYTES for mark in reference.marks):
+        raise BadReference(f"it has a mark of no tokens, or one whose digest is not of {MARK_BYTES} bytes")
     return reference
 
 

@@ -166,7 +166,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """capabilities that a caller may ask for before it relies on them: "admin", "checksums", "decline_forwarding",
-        "list_filters", "poll_blocks", "router_references", "unfinished_blocks". Unknown ones are to be ignored.
+        "list_filters", "poll_blocks", "prompt_marks", "router_references", "unfinished_blocks". Unknown ones are to be ignored.
         """
 
     def __init__(
@@ -369,6 +369,7 @@ class RequestSummary(google.protobuf.message.Message):
     AGE_FIELD_NUMBER: builtins.int
     ROUTER_KEY_FIELD_NUMBER: builtins.int
     LAST_FAILURE_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number."""
     request_id: builtins.str
@@ -397,6 +398,10 @@ class RequestSummary(google.protobuf.message.Message):
     def age(self) -> google.protobuf.duration_pb2.Duration:
         """age since the first step."""
 
+    @property
+    def marks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """marks are the ends of its prompt's marks, in tokens. Empty: its source has stated none, or it was released."""
+
     def __init__(
         self,
         *,
@@ -411,9 +416,10 @@ class RequestSummary(google.protobuf.message.Message):
         age: google.protobuf.duration_pb2.Duration | None = ...,
         router_key: builtins.str = ...,
         last_failure: kvferry.v1.errors_pb2.ErrorReason.ValueType = ...,
+        marks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["age", b"age", "engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age", b"age", "blocks", b"blocks", "engine", b"engine", "expected_reads", b"expected_reads", "last_failure", b"last_failure", "leases", b"leases", "publication", b"publication", "reads_valid", b"reads_valid", "request_id", b"request_id", "router_key", b"router_key", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age", b"age", "blocks", b"blocks", "engine", b"engine", "expected_reads", b"expected_reads", "last_failure", b"last_failure", "leases", b"leases", "marks", b"marks", "publication", b"publication", "reads_valid", b"reads_valid", "request_id", b"request_id", "router_key", b"router_key", "state", b"state"]) -> None: ...
 
 global___RequestSummary = RequestSummary
 

@@ -400,7 +400,7 @@ class Reference(google.protobuf.message.Message):
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptMark]:
         """marks of the publication's first step, if there are at most 4 of them. A reader may refuse by them before it asks the
-        home; it never accepts by them. None in a reference that a router made.
+        home; it never accepts by them. None in a reference that a router made, and in those that a home answers.
         """
 
     def __init__(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvferry._prompt import MAX_MARKS
 from kvferry.errors import (
     InvalidField,
     KvferryError,
@@ -74,6 +75,7 @@ class PublicationRecord:
         extents: what the steps so far hold of each group, so that a new step is checked without going through them.
         unfinished: where the blocks end of which only some layers are complete, by group.
         layers: names of these layers.
+        mark_ends: ends of the prompt's marks so far.
         step_count: how many steps arrived.
         blocks: blocks published so far, over all groups.
         expected_reads: the highest number that anyone stated.
@@ -102,6 +104,7 @@ class PublicationRecord:
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
     unfinished: dict[str, int] = field(default_factory=dict)
     layers: set[str] = field(default_factory=set)
+    mark_ends: list[int] = field(default_factory=list)
     step_count: int = 0
     blocks: int = 0
     expected_reads: int = 1
@@ -159,6 +162,7 @@ class PublicationRecord:
         if step.unfinished is not None:
             self.unfinished.update({blocks.group: blocks.end_token for blocks in step.unfinished.groups})
             self.layers.update(step.unfinished.layers)
+        self.mark_ends.extend(mark.end for mark in step.marks)
 
     def drop_steps(self) -> None:
         """Drop the steps: they are sent to no reader any more."""
@@ -166,6 +170,7 @@ class PublicationRecord:
         self.extents.clear()
         self.unfinished.clear()
         self.layers.clear()
+        self.mark_ends.clear()
 
     def due(self) -> float:
         """Return when it ends, is released, is forgotten, or when its source is told again."""
@@ -332,6 +337,8 @@ def check_follows(publication: PublicationRecord | None, step: PublicationStep) 
         _check_continues(publication, step)
     unfinished, layers = ({}, set[str]()) if publication is None else (publication.unfinished, publication.layers)
     _check_unfinished(extents, unfinished, layers, step)
+    if step.marks:
+        _check_marks(() if publication is None else publication.mark_ends, step)
 
 
 def _check_continues(publication: PublicationRecord, step: PublicationStep) -> None:
@@ -378,3 +385,13 @@ def _check_unfinished(
             where = f"publish.unfinished.groups[{blocks.group}]"
             expected = f"tokens from {start}, where the step before ended"
             raise InvalidField(where, (blocks.first_token, blocks.end_token), expected)
+
+
+def _check_marks(before: Sequence[int], step: PublicationStep) -> None:
+    """Check the marks of the prompt; `before`: the ends of those of the steps before."""
+    ends = [*before, *(mark.end for mark in step.marks)]
+    if len(ends) > MAX_MARKS:
+        raise InvalidField("publish.marks", f"{len(ends)} marks", f"at most {MAX_MARKS} over all steps")
+    twice = next((end for index, end in enumerate(ends) if end in ends[:index]), None)
+    if twice is not None:
+        raise InvalidField("publish.marks", f"end {twice} again", "each end once over all steps")

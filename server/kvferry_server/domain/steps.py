@@ -51,6 +51,19 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptMark:
+    """A mark of the prompt that the blocks are computed from, for the readers: a home compares it with nothing.
+
+    Attributes:
+        end: number of tokens that it covers.
+        digest: 16 bytes, keyed with the publication's key.
+    """
+
+    end: int
+    digest: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class PublicationStep:
     """One step of a publication, as its source sent it. Idempotent by publication and index.
 
@@ -65,6 +78,7 @@ class PublicationStep:
         checksums: every rank will send the checksums of its blocks.
         router_key: the key under which readers wait for the publication; in the first step only.
         unfinished: blocks that readers may read layer by layer; not in the last step.
+        marks: marks of the prompt, beside those of the steps before.
         encoded: the `Blocks` message of the step, as every reader gets it; empty: made from the rest.
         size: estimated bytes that it takes in memory.
     """
@@ -79,6 +93,7 @@ class PublicationStep:
     checksums: bool = False
     router_key: RouterKey | None = None
     unfinished: Unfinished | None = None
+    marks: tuple[PromptMark, ...] = ()
     encoded: bytes = field(default=b"", repr=False, compare=False)
     size: int = field(init=False, repr=False, compare=False)
 
@@ -96,7 +111,8 @@ def _size(step: PublicationStep) -> int:
         # A character takes four bytes where one of the name is far from ASCII.
         layers = sum(144 + len(name) * (1 if name.isascii() else 4) for name in step.unfinished.layers)
     runs = sum(len(blocks.starts) for blocks in groups)
-    return 512 + len(step.payload) + len(step.encoded) + 512 * len(groups) + 80 * runs + layers
+    marks = 192 * len(step.marks)
+    return 512 + len(step.payload) + len(step.encoded) + 512 * len(groups) + 80 * runs + layers + marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,8 @@ class PublishedExtent:
 
 
 def _encoded(step: PublicationStep) -> bytes:
-    told = pb.Blocks(step=step.index, groups=map(_message, step.groups))
+    marks = (pb.PromptMark(end=mark.end, digest=mark.digest) for mark in step.marks)
+    told = pb.Blocks(step=step.index, groups=map(_message, step.groups), marks=marks)
     if step.unfinished is not None:
         groups = map(_message, step.unfinished.groups)
         told.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=step.unfinished.layers))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import proves_agent
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
@@ -21,7 +22,7 @@ from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Agent, Registration
-from kvferry_server.domain.steps import GroupBlocks, PublicationStep, Unfinished
+from kvferry_server.domain.steps import GroupBlocks, PromptMark, PublicationStep, Unfinished
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import agent_key, engine_ref, positive, random_bytes, session_secret, text
 from kvferry_server.servicers.limits import (
@@ -29,6 +30,7 @@ from kvferry_server.servicers.limits import (
     MAX_GROUPS,
     MAX_IDENTITY,
     MAX_LAYERS,
+    MAX_MARKS,
     MAX_METADATA,
     MAX_RUNS,
     TOKEN_LIMIT,
@@ -216,6 +218,7 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         checksums=message.checksums,
         router_key=_router_key(message),
         unfinished=_unfinished(message.unfinished) if message.HasField("unfinished") else None,
+        marks=_marks(message.marks),
         encoded=_blocks(message),
     )
 
@@ -227,6 +230,17 @@ def _unfinished(message: pb.Unfinished) -> Unfinished:
         groups=tuple(_group_blocks(blocks) for blocks in message.groups),
         layers=tuple(text("publish.unfinished.layers", name) for name in message.layers),
     )
+
+
+def _marks(messages: Sequence[pb.PromptMark]) -> tuple[PromptMark, ...]:
+    if len(messages) > MAX_MARKS:
+        raise InvalidField("publish.marks", f"{len(messages)} marks", f"at most {MAX_MARKS} over all steps")
+    for mark in messages:
+        if not mark.end:
+            raise InvalidField("publish.marks.end", 0, "at least 1")
+        if len(mark.digest) != MARK_BYTES:
+            raise InvalidField("publish.marks.digest", f"{len(mark.digest)} bytes", f"{MARK_BYTES} bytes")
+    return tuple(PromptMark(mark.end, mark.digest) for mark in messages)
 
 
 def _router_key(message: pb.Publish) -> RouterKey | None:
@@ -241,7 +255,7 @@ def _router_key(message: pb.Publish) -> RouterKey | None:
 
 def _blocks(message: pb.Publish) -> bytes:
     """Return the step as readers get it: what the source sent, without fields that this server does not know."""
-    blocks = pb.Blocks(step=message.step, groups=message.groups)
+    blocks = pb.Blocks(step=message.step, groups=message.groups, marks=message.marks)
     if message.HasField("unfinished"):
         blocks.unfinished.CopyFrom(message.unfinished)
     blocks.DiscardUnknownFields()

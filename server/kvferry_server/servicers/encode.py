@@ -160,6 +160,7 @@ def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSu
         age=to_duration(now - publication.first_at),
         router_key=_router_key(publication),
         last_failure=reason_number(publication.last_failure),
+        marks=publication.mark_ends,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry import _prompt
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.geometry import blocks
 from kvferry_server.domain.limits import MAX_RANK_BYTES
@@ -23,6 +24,9 @@ MAX_GROUPS = 256
 
 MAX_RUNS, MAX_UNFINISHED, MAX_LAYERS = blocks.MAX_RUNS, blocks.MAX_UNFINISHED, blocks.MAX_LAYERS
 """Of one step of a publication: runs of block ids, unfinished blocks, and layers that it names of them. See there."""
+
+MAX_MARKS = _prompt.MAX_MARKS
+"""Marks of a publication's prompt, in all its steps."""
 
 TOKEN_LIMIT = 1 << 62
 """Token numbers stay below this, so that sums of them fit 64 bits."""

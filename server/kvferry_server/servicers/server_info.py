@@ -20,6 +20,7 @@ CAPABILITIES = (
     "decline_forwarding",
     "list_filters",
     "poll_blocks",
+    "prompt_marks",
     "router_references",
     "unfinished_blocks",
 )
@@ -38,6 +39,7 @@ OF_FIELDS = {
     "runs": limits.MAX_RUNS,
     "layers": limits.MAX_LAYERS,
     "unfinished": limits.MAX_UNFINISHED,
+    "marks": limits.MAX_MARKS,
     "header_bytes": MAX_HEADER_BYTES,
     "rank_bytes": MAX_RANK_BYTES,
     "metadata": limits.MAX_METADATA,

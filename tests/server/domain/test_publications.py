@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from kvferry._prompt import MAX_MARKS
 from kvferry.errors import (
     BadBlock,
     EngineIncomplete,
@@ -23,11 +25,11 @@ from kvferry_server.domain import publications
 from kvferry_server.domain.book import Standing
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
-from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
+from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.steps import GroupBlocks, Unfinished
+from kvferry_server.domain.steps import GroupBlocks, PromptMark, Unfinished
 from tests.support.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
 
@@ -198,6 +200,7 @@ def test_a_repeated_step_is_answered_alike_after_its_publication_was_released(sc
         {"groups": (blocks(count=5),)},
         {"request_id": "other"},
         {"expected_reads": 2},
+        {"marks": (PromptMark(64, b"1" * 16),)},
     ],
 )
 def test_a_repeated_step_with_another_content_is_refused(scene: Scene, changes: dict[str, Any]) -> None:
@@ -368,6 +371,71 @@ def test_so_many_blocks_may_be_unfinished(scene: Scene, monkeypatch: pytest.Monk
     with pytest.raises(InvalidField, match="at most 4"):
         scene.publish(step=1, **named("a", begun=[blocks(4, count=5, start=5)]))
     scene.publish(step=1, **named("a", begun=[blocks(4, count=4, start=5)]))
+
+
+# Marks of the prompt (R14).
+
+
+def marked(*ends: int, digest: bytes = b"d" * 16) -> tuple[PromptMark, ...]:
+    return tuple(PromptMark(end, digest) for end in ends)
+
+
+def test_marks_are_told_with_the_step_that_stated_them(scene: Scene) -> None:
+    scene.publish(last=False, marks=marked(100, 64))
+    found = scene.publish(step=1, marks=marked(128))
+    told = [pb.Blocks.FromString(step.encoded).marks for step in found.steps]
+    assert [[(mark.end, mark.digest) for mark in marks] for marks in told] == [
+        [(100, b"d" * 16), (64, b"d" * 16)],
+        [(128, b"d" * 16)],
+    ]
+
+
+def test_a_repeated_step_with_another_digest_is_refused(scene: Scene) -> None:
+    publication = scene.publish(last=False, marks=marked(64))
+    assert scene.publish(last=False, marks=marked(64)) is publication
+    for other in ((), marked(64, digest=b"e" * 16), marked(65), marked(64, 65)):
+        with pytest.raises(InvalidField) as caught:
+            scene.publish(last=False, marks=other)
+        assert caught.value.values["field"] == "publish.step"
+    assert publication.mark_ends == [64]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_end_is_marked_once(scene: Scene, step: int) -> None:
+    if step:
+        scene.publish(last=False, marks=marked(64))
+    twice = marked(64) if step else marked(64, 128, 64)
+    with pytest.raises(InvalidField, match=r"publish\.marks.*end 64 again"):
+        scene.publish(step=step, marks=twice)
+    assert scene.publish(step=step, marks=marked(128)).mark_ends == [*([64] * step), 128]
+
+
+def test_a_publication_has_so_many_marks_over_all_steps(scene: Scene) -> None:
+    scene.publish(last=False, marks=marked(*range(1, MAX_MARKS)))
+    with pytest.raises(InvalidField, match=f"at most {MAX_MARKS}"):
+        scene.publish(step=1, marks=marked(500, 501))
+    assert len(scene.publish(step=1, marks=marked(500)).mark_ends) == MAX_MARKS
+
+
+def test_marks_are_accounted_as_about_what_they_take(scene: Scene) -> None:
+    numbers = range(1, 51)
+    tracemalloc.start()
+    try:
+        for number in numbers:
+            # Nothing of them is shared.
+            ends = range(number << 20, (number << 20) + MAX_MARKS)
+            scene.publish(number, marks=tuple(PromptMark(end, end.to_bytes(16, "big")) for end in ends))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    counted = sum(publication.size + PUBLICATION_BYTES for publication in scene.records.publications())
+    assert taken <= 1.2 * counted <= 4 * taken
+
+
+def test_digests_are_not_shown(scene: Scene) -> None:
+    publication = scene.publish(marks=marked(64))
+    assert "end=64" in repr(publication)
+    assert "dddd" not in repr(publication)
 
 
 def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:

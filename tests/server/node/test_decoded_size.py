@@ -20,7 +20,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
 from kvferry_server.node.decoded_size import Decoded, shape_of
 from kvferry_server.node.limits import MAX_DECODED_QUERIES
-from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_ASKED_PLANES, MAX_NOTIFICATIONS
+from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_ASKED_PLANES, MAX_MARKS, MAX_NOTIFICATIONS
 
 LEASE = bytes(range(16))
 
@@ -65,10 +65,12 @@ def largest() -> dict[str, Message]:
     )
     sums = pb.Checksums(plane="0/key", unit_end=1, place_starts=[1], place_counts=[1], sums=[7])
     one_block = pb.GroupBlocks(group="f", end_token=16, run_starts=[1], run_counts=[1])
+    marks = [pb.PromptMark(end=end, digest=b"d" * 16) for end in range(1, MAX_MARKS + 1)]
     notifications = {
         "renewals": pb.Notification(renew=pb.Renew(lease_id=LEASE)),
         "aborts": pb.Notification(abort=pb.Abort(publication=1)),
         "publications": pb.Notification(publish=pb.Publish(publication=1, request_id="r", groups=[one_block] * 32)),
+        "marked publications": pb.Notification(publish=pb.Publish(publication=1, request_id="r", marks=marks)),
         "reports": pb.Notification(
             read_done=pb.ReadDone(
                 lease_id=LEASE, reports=[pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE) for rank in range(64)]

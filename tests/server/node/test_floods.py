@@ -63,6 +63,7 @@ FLOODS: dict[str, tuple[str, bytes]] = {
     "notifications": (f"{KV}Notify", repeated(3)),
     "kinds of one notification": (f"{KV}Notify", field(3, (field(1, EMPTY) + field(2, EMPTY)) * 250_000)),
     "groups published": (f"{KV}Notify", field(3, field(1, field(4, EMPTY) * 500_000))),
+    "marks published": (f"{KV}Notify", field(3, field(1, field(12, EMPTY) * 500_000))),
     "queries": (f"{KV}ReadChecksums", repeated(3)),
     "places": (f"{KV}ReadChecksums", field(3, field(5, b"\1" * SIZE))),
     "names of planes": (f"{KV}ReadChecksums", field(3, field(2, b"x") * (SIZE // 3))),

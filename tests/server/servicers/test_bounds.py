@@ -74,16 +74,18 @@ async def ready(node: Node) -> Watch:
 async def test_the_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ready(node)
-        answer = await node.publish(1, groups=[SCATTERED], payload=b"x" * 65536)
+        marks = [pb.PromptMark(end=2**64 - end, digest=b"d" * 16) for end in range(1, limits.MAX_MARKS + 1)]
+        answer = await node.publish(1, groups=[SCATTERED], marks=marks, payload=b"x" * 65536)
         assert answer.WhichOneof("kind") == "published", answer
         stream = node.read(1)
         accepted, blocks, complete = [await stream.next() for _ in range(3)]
         assert accepted.accepted.lease_id
         assert list(blocks.blocks.groups[0].run_starts) == list(SCATTERED.run_starts)
+        assert list(blocks.blocks.marks) == marks
         assert len(complete.complete.payload) == 65536
 
 
-@pytest.mark.parametrize("beyond", ["runs", "groups", "payload", "expected_reads"])
+@pytest.mark.parametrize("beyond", ["runs", "groups", "payload", "expected_reads", "marks"])
 async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Path, beyond: str) -> None:
     async with running(tmp_path) as node:
         await ready(node)
@@ -96,9 +98,11 @@ async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Pa
             "groups": {"groups": [pb.GroupBlocks(group=f"g{index}") for index in range(MAX_GROUPS + 1)]},
             "payload": {"payload": b"x" * 65537},
             "expected_reads": {"expected_reads": Limits().reads + 1},
+            # Counted before any is looked at.
+            "marks": {"marks": [pb.PromptMark()] * (limits.MAX_MARKS + 1)},
         }
         answer = await node.publish(1, **changes[beyond])
-        assert answer.error.metadata["field"].startswith("publish.")
+        assert answer.error.metadata["field"] == ("publish.groups" if beyond == "runs" else f"publish.{beyond}")
         assert (await node.publish(1)).WhichOneof("kind") == "published"
 
 

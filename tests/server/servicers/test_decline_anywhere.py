@@ -114,6 +114,13 @@ async def test_any_node_server_takes_a_decline(stage: Stage) -> None:
     assert isinstance(errors[2], WrongKey)
 
 
+async def test_a_decline_by_a_reference_with_marks_is_sent_on(stage: Stage) -> None:
+    marked = parse_reference(stage.references[0])
+    marked.marks.add(end=300, digest=b"d" * 16)
+    assert await notify(stage.other, format_reference(marked)) == [None]
+    assert await stage.released() == (1, pb.RELEASE_OUTCOME_DECLINED)
+
+
 async def test_a_home_knows_its_engines_by_whatever_address(stage: Stage) -> None:
     assert await notify(stage.home, changed(stage.references[0], home="203.0.113.9:7423")) == [None]
     assert (await stage.released())[0] == 1

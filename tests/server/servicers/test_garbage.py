@@ -38,7 +38,7 @@ UNARY = {
         sender=proto(P),
         session_secret=SECRETS[P],
         notifications=[
-            publish_notification(),
+            publish_notification(marks=[pb.PromptMark(end=64, digest=b"d" * 16)]),
             read_done(b"l" * 16, 0),
             pb.Notification(renew=pb.Renew(lease_id=b"l" * 16)),
             pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_BEGIN, high_water=3)),

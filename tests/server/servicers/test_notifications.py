@@ -98,6 +98,12 @@ async def test_a_batch_is_bounded(ready: Node) -> None:
         {"groups": [pb.GroupBlocks(group="full", state_token=2**63)]},
         {"groups": [pb.GroupBlocks(group="")]},
         {"groups": [pb.GroupBlocks(group="nobody")]},
+        {"marks": [pb.PromptMark(digest=b"d" * 16)]},
+        {"marks": [pb.PromptMark(end=1)]},
+        {"marks": [pb.PromptMark(end=1, digest=b"d" * 15)]},
+        {"marks": [pb.PromptMark(end=1, digest=b"d" * 17)]},
+        {"marks": [pb.PromptMark(end=1, digest=b"d" * 16), pb.PromptMark(end=1, digest=b"e" * 16)]},
+        {"marks": [pb.PromptMark(end=end, digest=b"d" * 16) for end in range(1, 66)]},
     ],
 )
 async def test_every_field_of_a_publication_is_checked(ready: Node, changes: dict[str, Any]) -> None:
