@@ -8,12 +8,15 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry import _arguments as arguments
 from kvferry.errors import InvalidField
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 MARK_BYTES = 16
 """Bytes of a mark's digest."""
@@ -75,7 +78,7 @@ class Prompt:
 
     unknown: ClassVar[Prompt]
 
-    def __init__(self, token_ids: Sequence[int], *, adapter: str = "", inputs: Iterable[PromptInput] = ()) -> None:
+    def __init__(self, token_ids: TokenIds, *, adapter: str = "", inputs: Iterable[PromptInput] = ()) -> None:
         self._tokens = _words(token_ids)
         self.adapter = arguments.text("adapter", adapter)
         given = arguments.several("inputs", inputs, PromptInput, "PromptInputs")
@@ -102,7 +105,11 @@ class Prompt:
     def __repr__(self) -> str:
         return f"Prompt({len(self)} tokens)" if self else "Prompt.unknown"
 
-    def followed_by(self, token_ids: Sequence[int]) -> Prompt:
+    def __reduce__(self) -> tuple[object, ...]:
+        # The states of a digest cannot be pickled.
+        return _unpickled, (self._tokens, self.adapter, self.inputs, self.ends)
+
+    def followed_by(self, token_ids: TokenIds) -> Prompt:
         """Return this prompt with further tokens, for example those that the source has generated. What this prompt has
         computed of its marks is used again.
 
@@ -157,6 +164,12 @@ class Prompt:
         """
         marked = _MARK + struct.pack("<Q", end) + self.digest(end)
         return hmac.digest(key, marked, hashlib.sha256)[:MARK_BYTES]
+
+
+def _unpickled(tokens: bytes, adapter: str, inputs: tuple[PromptInput, ...], ends: tuple[int, ...]) -> Prompt:
+    made = Prompt(np.frombuffer(tokens, "<u4"), adapter=adapter, inputs=inputs)
+    made.ends = ends
+    return made
 
 
 def check_within(prompt: object, tokens: tuple[int, int] | None) -> None:
