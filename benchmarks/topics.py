@@ -29,6 +29,7 @@ TOPICS = (
     "tcp_paths",
     "handshakes",
     "engine_steps",
+    "marks",
     "spinning",
     "first_reads",
     "fleet",
