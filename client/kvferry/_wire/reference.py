@@ -28,9 +28,6 @@ MAX_REFERENCE_MARKS = 4
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 
-MAX_REFERENCE_MARKS = 4
-"""Most marks of the prompt in a reference."""
-
 Body = TypeVar("Body", bound=Message)
 
 
