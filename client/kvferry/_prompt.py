@@ -38,6 +38,9 @@ class PromptInput:
         length: its number of tokens.
         identifier: a hash of its content, or a name that source and destination are both given. Empty: there is none,
             and the prompt is known up to `offset` only. One that each engine draws for itself is none.
+
+    Raises:
+        InvalidField: an argument has the wrong type, or is out of range.
     """
 
     offset: int
@@ -67,8 +70,7 @@ class Prompt:
         unknown: the prompt of an engine that does not have its tokens, for example because it was given embeddings. Its
             publications have no marks, and its reads compare none.
         adapter: see above.
-        inputs: see above, by rising offset.
-        known: number of tokens up to which everything is known: all, unless an input has no identifier.
+        inputs: see above, in the order of the digest.
         ends: where a source marks the prompt, rising: at its end, as far as it is known, and before that where the
             prompts ended that `followed_by` continued.
 
@@ -82,9 +84,7 @@ class Prompt:
         self._tokens = _words(token_ids)
         self.adapter = arguments.text("adapter", adapter)
         given = arguments.several("inputs", inputs, PromptInput, "PromptInputs")
-        self.inputs = tuple(sorted(given, key=lambda each: each.offset))
-        unnamed = (each.offset for each in self.inputs if not each.identifier)
-        self.known = min((len(self), *unnamed))
+        self.inputs = tuple(sorted(given, key=_place))
         self.ends: tuple[int, ...] = (self.known,) if self.known else ()
         name = self.adapter.encode()
         begun = hashlib.sha256(_BEGIN + struct.pack("<I", len(name)) + name)
@@ -109,18 +109,24 @@ class Prompt:
         # The states of a digest cannot be pickled.
         return _unpickled, (self._tokens, self.adapter, self.inputs, self.ends)
 
+    @property
+    def known(self) -> int:
+        """The number of tokens up to which everything is known: all, unless an input has no identifier."""
+        return min((len(self), *(each.offset for each in self.inputs if not each.identifier)))
+
     def followed_by(self, token_ids: TokenIds) -> Prompt:
         """Return this prompt with further tokens, for example those that the source has generated. What this prompt has
-        computed of its marks is used again.
+        computed of its marks is used again. What follows an unknown prompt is unknown.
 
         Raises:
             InvalidField: see the class.
         """
         more = _words(token_ids)
+        if not self or not more:
+            return self
         made = Prompt.__new__(Prompt)
         made._tokens = self._tokens + more
         made.adapter, made.inputs = self.adapter, self.inputs
-        made.known = len(made) if self.known == len(self) else self.known
         made.ends = (*self.ends, made.known) if made.known > self.known else self.ends
         made._first, made._furthest, made._digests = self._first, self._furthest, dict(self._digests)
         return made
@@ -135,6 +141,7 @@ class Prompt:
         Raises:
             InvalidField: the prompt is not known that far.
         """
+        end = arguments.integer("end", end)
         if not 0 < end <= self.known:
             raise InvalidField("end", end, f"1 to {self.known}, as far as the prompt is known")
         found = self._digests.get(end)
@@ -162,8 +169,9 @@ class Prompt:
         Raises:
             InvalidField: the prompt is not known that far.
         """
-        marked = _MARK + struct.pack("<Q", end) + self.digest(end)
-        return hmac.digest(key, marked, hashlib.sha256)[:MARK_BYTES]
+        digest = self.digest(end)
+        marked = _MARK + struct.pack("<Q", end) + digest
+        return hmac.digest(arguments.payload("key", key), marked, hashlib.sha256)[:MARK_BYTES]
 
 
 def _unpickled(tokens: bytes, adapter: str, inputs: tuple[PromptInput, ...], ends: tuple[int, ...]) -> Prompt:
@@ -183,21 +191,26 @@ def check_within(prompt: object, tokens: tuple[int, int] | None) -> None:
         raise InvalidField("tokens", tokens, f"at most the prompt's {len(known)} tokens")
 
 
+def _place(given: PromptInput) -> tuple[int, int, str]:
+    """Where an input stands in the digest."""
+    return given.offset, given.length, given.identifier
+
+
 def _words(token_ids: object) -> bytes:
-    """Copy token ids to little-endian words of four bytes."""
-    if isinstance(token_ids, np.ndarray):
-        words = token_ids
-        good = words.ndim == 1 and words.dtype.kind in "iu"
-        if not good or (len(words) and not (words.min() >= 0 and words.max() < _WORD)):
-            raise InvalidField("token_ids", f"an array of {words.dtype}", f"integers from 0 to {_WORD - 1}")
-        return words.astype("<u4").tobytes()
-    if isinstance(token_ids, (str, bytes, bytearray, memoryview)) or not isinstance(token_ids, Iterable):
-        raise InvalidField("token_ids", arguments.described(token_ids), "token ids, as integers")
+    """Copy token ids to little-endian words of four bytes; raises `InvalidField`, which shows none of them."""
     try:
-        # An array converts a list in a third of the time that numpy takes.
-        return np.frombuffer(array("I", token_ids), np.uint32).astype("<u4").tobytes()
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidField("token_ids", "something else", f"integers from 0 to {_WORD - 1}") from None
+        if hasattr(token_ids, "__array__"):
+            words = np.asarray(token_ids)
+            good = words.ndim == 1 and words.dtype.kind in "iu"
+            if good and (not len(words) or (words.min() >= 0 and words.max() < _WORD)):
+                return words.astype("<u4").tobytes()
+        elif isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes, bytearray, memoryview)):
+            # An array converts a list in a third of the time that numpy takes.
+            return np.frombuffer(array("I", token_ids), np.uint32).astype("<u4").tobytes()
+    except Exception:
+        # Whatever an object raises that is no row of integers. Its text may have tokens in it.
+        pass
+    raise InvalidField("token_ids", type(token_ids), f"one row of integers from 0 to {_WORD - 1}")
 
 
 Prompt.unknown = Prompt(())

@@ -366,6 +366,10 @@ def constructors() -> Iterator[Case]:
             "labels": [None, 1, "a", {"a": 1}, {1: "a"}],
         },
     )
+    prompt, wrong_tokens = Prompt([1, 2]), [None, 1, "12", b"12", [1.0], ["1"], [[1]], [-1], [2**32], {1, 2}, {1: 2}]
+    yield Case("Prompt.followed_by", prompt.followed_by, {"token_ids": [1]}, {"token_ids": wrong_tokens})
+    yield Case("Prompt.digest", prompt.digest, {"end": 1}, {"end": [*NUMBER, 0, 3]})
+    yield Case("Prompt.mark", prompt.mark, {"key": b"k" * 16, "end": 1}, {"key": PAYLOAD[:-1], "end": [*NUMBER, 0, 3]})
     yield Case("Directory opened", open_directory, {"url": "file:/nowhere.json"}, {"url": TEXT})
     yield Case(
         "EngineToken.parse",

@@ -3,17 +3,20 @@ alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 import subprocess
 from collections.abc import Callable
 
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from kvferry import Blocks, Interval, RankGeometry
+from kvferry import Blocks, Interval, PromptInput, RankGeometry
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine
+from tests.support.prompt_marks import Case, vectors
 from tests.support.repository import ROOT
 
 NODE = ROOT / "tests" / "support" / "nodejs"
@@ -71,3 +74,23 @@ def test_client_in_another_language_handshakes_and_reads_blocks(engine: MakeEngi
     assert blocks["end_token"] == "60"
     assert answer["verdict"] == "VERDICT_VALID"
     assert source.session.released(timeout=10)[0].outcome.name == "READ"
+
+
+def test_marks_of_prompts_are_the_same_in_javascript() -> None:
+    """The contract's definition alone is enough to make them."""
+    key, known = vectors()
+    cases, digests = [case for case, _ in known], [digest for _, digest in known]
+    for seed in range(40):
+        draw = random.Random(seed)
+        tokens = [draw.randrange(2 ** draw.choice((4, 17, 32))) for _ in range(draw.randrange(1, 200))]
+        # Two inputs may begin at one token; the last two names sort differently by UTF-8 and by UTF-16.
+        names = draw.choices(["image", "video", "\uffff", "\U00010000"], k=draw.randrange(5))
+        inputs = [PromptInput(draw.choice((0, 3, 60)), draw.choice((1, 50, 2**53 - 1)), name) for name in names]
+        case = Case(tokens, draw.randint(1, len(tokens)), draw.choice(("", "sql-é", "補助")), tuple(inputs))
+        cases.append(case)
+        digests.append(case.prompt().mark(key, case.end))
+    asked = json.dumps([{"key": key.hex(), **dataclasses.asdict(case)} for case in cases])
+    command = ["node", "prompt_marks.mjs"]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=60, cwd=NODE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [digest.hex() for digest in digests]

@@ -430,7 +430,7 @@ class PromptMark(google.protobuf.message.Message):
         "kvferry prompt 1" and a zero byte
         the length of the LoRA adapter's name in bytes (4 bytes), and the name in UTF-8; length 0: no adapter
         the token ids from 0 to end, each 4 bytes
-        for each image or other input whose first token lies before end, by rising first token:
+        for each image or other input whose first token lies before end, by rising first token, number of tokens, identifier:
             a byte 1, its first token and its number of tokens (8 bytes each),
             the length of its identifier in bytes (4 bytes), and the identifier in UTF-8
 
