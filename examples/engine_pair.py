@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import kvferry
-from kvferry import Blocks, EngineSpec, Group
+from kvferry import Blocks, EngineSpec, Group, Prompt
 from kvferry.engine import Grant, SchedulerPort, WorkerPort
 from kvferry.geometry import shard
 
@@ -109,6 +109,8 @@ class Engine:
 def run(address: str, start: Callable[..., Any] = spawned) -> None:
     """One request, from prefill to decode and back to free blocks. `start` makes a worker: a process, or a thread."""
     prompt = list(range(100, 150))
+    # Each engine makes it of the tokens that its own request has. Decode takes the cache of this prompt alone.
+    asked = Prompt(prompt)
     with kvferry.Client(address) as client:
         prefill = Engine(client, address, "prefill", 2, start)
         decode = Engine(client, address, "decode", 1, start)
@@ -116,10 +118,10 @@ def run(address: str, start: Callable[..., Any] = spawned) -> None:
         # Prefill computes the prompt and offers its blocks: they are pinned until `released` names them.
         blocks = prefill.take(len(prompt))
         prefill.step(compute=[(prompt, blocks)])
-        publication = prefill.port.publish("request-1", {"full": Blocks(blocks, end_token=len(prompt))})
+        publication = prefill.port.publish("request-1", {"full": Blocks(blocks, end_token=len(prompt))}, prompt=asked)
 
         # The router carries `publication.reference`. Decode pins the blocks as soon as the request arrives ...
-        decode.port.acquire("request-1", publication.reference)
+        decode.port.acquire("request-1", publication.reference, prompt=asked)
         while (granted := decode.port.granted("request-1")) is None:
             decode.step()
         print(f"granted: blocks {granted.blocks()['full'].ids.tolist()} of {granted.engine_id}")

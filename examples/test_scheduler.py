@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import kvferry
-from kvferry import Blocks, EngineSpec, Group
+from kvferry import Blocks, EngineSpec, Group, Prompt
 from kvferry.engine import SchedulerPort, WorkerPort
-from kvferry.errors import TransferFailed
+from kvferry.errors import PromptMismatch, TransferFailed
 from kvferry.testing import Fabric
 
 GROUP = Group("full", block_tokens=16, num_blocks=8)
 AXES = ("kv", "block", "head", "token", "content")
+TOKENS = list(range(32))
 
 
 class Decode:
@@ -32,14 +33,20 @@ class Decode:
         self.taken: dict[str, list[int]] = {}
         self.errors: dict[str, kvferry.KvferryError | None] = {}
 
-    def add(self, request: str, reference: str, count: int) -> None:
-        self.taken[request] = [self.free.pop() for _ in range(count)]
-        self.port.acquire(request, reference)
+    def add(self, request: str, reference: str, tokens: list[int]) -> None:
+        self.taken[request] = [self.free.pop() for _ in range(0, len(tokens), GROUP.block_tokens)]
+        self.port.acquire(request, reference, prompt=Prompt(tokens))
         self.waiting.append(request)
 
     def step(self) -> None:
-        for request in [request for request in self.waiting if self.port.granted(request)]:
-            self.worker.start(self.port.attach(request, {"full": Blocks(self.taken[request])}))
+        for request in list(self.waiting):
+            try:
+                if self.port.granted(request) is None:
+                    continue
+                self.worker.start(self.port.attach(request, {"full": Blocks(self.taken[request])}))
+            except kvferry.KvferryError as error:
+                self.errors[request] = error
+                self.free += self.taken.pop(request)
             self.waiting.remove(request)
         for read_id in self.port.cancels():
             self.worker.cancel(read_id)
@@ -77,20 +84,29 @@ def source(fabric: Fabric) -> kvferry.Client:
 def reference(source: kvferry.Client) -> str:
     kv = np.arange(2 * 8 * 16 * 4, dtype=np.float32).reshape(2, 8, 1, 16, 4)
     prefill = source.register_cache(EngineSpec("prefill", (GROUP,)), tensors={"layer0": kv}, axes=AXES)
-    return prefill.session.publish("request", {"full": Blocks([1, 2])}).reference
+    return prefill.session.publish("request", {"full": Blocks([1, 2])}, prompt=Prompt(TOKENS)).reference
 
 
 def test_a_request_is_read(decode: Decode, reference: str) -> None:
-    decode.add("request", reference, 2)
+    decode.add("request", reference, TOKENS)
     while not decode.errors:
         decode.step()
     assert decode.errors == {"request": None}
     assert decode.cache[0, decode.taken["request"][0], 0, 0, 0] == 64
 
 
+def test_a_reference_of_another_prompt_is_refused(decode: Decode, reference: str) -> None:
+    decode.add("request", reference, TOKENS[::-1])
+    while not decode.errors:
+        decode.step()
+    assert isinstance(decode.errors["request"], PromptMismatch)
+    assert len(decode.free) == 8
+    assert not decode.cache.any()
+
+
 def test_blocks_come_back_once_nothing_writes_to_them(decode: Decode, reference: str, fabric: Fabric) -> None:
     with fabric.hold_reads() as held:
-        decode.add("request", reference, 2)
+        decode.add("request", reference, TOKENS)
         while not held.count:
             decode.step()
         decode.port.cancel("request")
@@ -106,7 +122,7 @@ def test_a_source_that_dies_fails_the_request(
     decode: Decode, reference: str, fabric: Fabric, source: kvferry.Client
 ) -> None:
     with fabric.hold_reads() as held:
-        decode.add("request", reference, 2)
+        decode.add("request", reference, TOKENS)
         while not held.count:
             decode.step()
         fabric.kill(source)

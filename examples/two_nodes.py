@@ -11,18 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry import Blocks, Cache, Client, EngineSpec, Group, TlsConfig
+from kvferry import Blocks, Cache, Client, EngineSpec, Group, Prompt, TlsConfig
 
 AXES = ("kv", "block", "head", "token", "content")
 GROUP = Group("full", block_tokens=16, num_blocks=64)
 TOKENS = 40
+PROMPT = Prompt(range(TOKENS))
 
 
 def prefill(cache: Cache, tensor: np.ndarray, reference: Path) -> None:
     """Publish a request, as a router would pass it on, and wait until it has been read, or held for as long as
     kvferryd's --hold says."""
     tensor[:, 3:6] = 42
-    publication = cache.session.publish("request-1", {"full": Blocks([3, 4, 5], end_token=TOKENS)})
+    publication = cache.session.publish("request-1", {"full": Blocks([3, 4, 5], end_token=TOKENS)}, prompt=PROMPT)
     # Renamed, so that whoever waits for the file finds it whole. It is a capability: only its reader may see it.
     written = reference.with_suffix(".new")
     written.touch(0o600)
@@ -34,7 +35,7 @@ def prefill(cache: Cache, tensor: np.ndarray, reference: Path) -> None:
 
 def decode(cache: Cache, tensor: np.ndarray, reference: Path) -> None:
     """Read the request, and look at every byte."""
-    result = cache.read(reference.read_text(), {"full": Blocks([10, 11, 12])}).result(timeout=60)
+    result = cache.read(reference.read_text(), {"full": Blocks([10, 11, 12])}, prompt=PROMPT).result(timeout=60)
     right = bool((tensor[:, 10:12] == 42).all() and (tensor[:, 12, :, : TOKENS - 32] == 42).all())
     print(f"moved {result.bytes} bytes, {'all right' if right else 'WRONG'}")
 

@@ -78,7 +78,7 @@ def test_the_guide_to_testing_shows_tests_that_pass(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
     command = [sys.executable, "-m", "pytest", *options, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert "3 passed" in done.stdout, done.stdout
+    assert "4 passed" in done.stdout, done.stdout
     assert done.returncode == 0
 
 
