@@ -135,6 +135,10 @@ def test_multi_connector_logs_and_counts_ours_by_its_name() -> None:
     metrics = MultiConnector.build_prom_metrics(
         VllmConfig(kv_transfer_config=config), {kind: made(kind) for kind in kinds}, ["engine"], {0: ["0"], 1: ["1"]}
     )
+    for engine in "01":
+        # An alert sees the first one.
+        nothing = f'vllm:kvferry_failures_total{{engine="{engine}",reason="PromptMismatch"}} 0.0'
+        assert nothing in generate_latest(registry).decode()
     metrics.observe(received, 0)
     metrics.observe(received, 1)
     text = generate_latest(registry).decode()

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvferry.engine import ReadEnd
-from kvferry.errors import TransferCancelled
+from kvferry.errors import PromptMismatch, TransferCancelled
 from kvferry.integrations import metrics
 from kvferry.stats import SECONDS, SIZES
 
@@ -173,6 +173,9 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "Reads that failed or were refused, by the class of their error.",
             labelnames=[*labelnames, "reason"],
         )
+        for values in per_engine_labelvalues.values():
+            # There from the first scrape on, because an alert is to see the first one.
+            self._failures.labels(*values, PromptMismatch.__name__)
         self._histograms = {
             key: create_metric_per_engine(
                 self._histogram_cls(
