@@ -64,17 +64,18 @@ def test_a_prompt_that_is_continued_is_the_whole_prompt(
 ) -> None:
     """Whichever marks it was asked for in between."""
     prompt = Prompt(tokens, adapter=adapter, inputs=inputs)
-    ends = [len(tokens)]
+    known = {prompt.known}
     for step, asked in more:
         for end in asked:
             if end <= prompt.known:
                 prompt.mark(KEY, end)
-        before, tokens = prompt, [*tokens, *step]
+        before, length = prompt, len(tokens)
+        tokens = [*tokens, *step]
         prompt = prompt.followed_by(step)
-        assert len(before) == ends[-1]
-        ends += [len(tokens)] if step else []
+        assert len(before) == length
+        known.add(prompt.known)
     whole = Prompt(tokens, adapter=adapter, inputs=inputs)
-    assert (len(prompt), prompt.known, prompt.ends) == (len(whole), whole.known, tuple(ends))
+    assert (len(prompt), prompt.known, prompt.ends) == (len(whole), whole.known, tuple(sorted(known - {0})))
     assert (prompt.adapter, prompt.inputs) == (whole.adapter, whole.inputs)
     for end in range(whole.known, 0, -1):
         assert prompt.mark(KEY, end) == Case(tokens, end, adapter, tuple(inputs)).defined(KEY)
@@ -86,6 +87,7 @@ def test_a_prompt_is_known_up_to_its_first_input_without_an_identifier(
 ) -> None:
     prompt = Prompt(tokens, inputs=inputs)
     assert prompt.known == min([len(tokens), *(each.offset for each in inputs if not each.identifier)])
+    assert prompt.ends == ((prompt.known,) if prompt.known else ())
     for end in (prompt.known + 1, 0, -1):
         with pytest.raises(InvalidField, match="as far as the prompt is known"):
             prompt.mark(KEY, end)

@@ -30,6 +30,7 @@ SMALL = {
     "host_memory",
     "stats",
     "_tracing",
+    "_prompt",
 }
 """Single modules, each with its rule in `MAY_IMPORT`."""
 
@@ -59,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_work_queue",
         "stats",
         "_tracing",
+        "_prompt",
         "geometry",
         "_engine_spec",
         "_prompt",
@@ -71,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_work_queue",
         "stats",
         "_tracing",
+        "_prompt",
         "geometry",
         "planner",
         "_engine_spec",
