@@ -9,7 +9,8 @@ import time
 import pytest
 
 from kvferry._control.publications import Offers
-from kvferry._wire.authority import incarnation_of, new_session_secret
+from kvferry._prompt import Prompt
+from kvferry._wire.authority import incarnation_of, new_session_secret, publication_key
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SECRET = new_session_secret()
@@ -31,6 +32,21 @@ def test_a_step_told_to_a_restarted_home_may_have_been_taken() -> None:
     offers.publish("home:1", step)
     offers.snapshot()
     assert not offers.refused(step)
+
+
+def test_a_prompt_that_is_continued_with_each_token_is_marked_where_it_counts() -> None:
+    """At its own end, and at that of all that was published, however many steps there are."""
+    offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
+    step = pb.Publish(request_id="r", groups=[pb.GroupBlocks(group="full", end_token=50)])
+    number, steps = offers.publish("home:1", step, prompt=prompt).number, [step]
+    for end in range(51, 251):
+        prompt = prompt.followed_by([end])
+        step = pb.Publish(groups=[pb.GroupBlocks(group="full", first_token=end - 1, end_token=end)], last=end == 250)
+        offers.publish_more(number, step, prompt)
+        steps.append(step)
+    marks = [mark for step in steps for mark in step.marks]
+    assert [mark.end for mark in marks] == [*range(50, 113), 250]
+    assert marks[-1].digest == prompt.mark(publication_key(SECRET, number), 250)
 
 
 def held(count: int) -> Offers:

@@ -15,12 +15,13 @@ import grpc
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError
+from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError, Prompt
 from kvferry._cache import runtime_of
 from kvferry._wire.authority import publication_key, read_id_of
 from kvferry._wire.reference import format_reference, parse_engine_reference, parse_reference, router_reference
 from kvferry._wire.token import engine_ref
 from kvferry.engine import Grant
+from kvferry.errors import PromptMismatch
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
@@ -262,15 +263,22 @@ def test_secrets_are_found_in_every_form() -> None:
 def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     session, secrets = scene.source.session, scene.secrets
-    begun = session.publish("begun", {"full": Blocks([1, 2])}, last=False, expected_reads=3)
+    prompt = Prompt(range(40))
+    begun = session.publish("begun", {"full": Blocks([1, 2])}, last=False, expected_reads=3, prompt=prompt)
     parsed = parse_reference(begun.reference)
     secrets["key"] = publication_key(session.token.session_secret, begun.number)
     assert parsed.key == secrets["key"]
+    secrets["a mark"], secrets["a prompt's digest"] = prompt.mark(parsed.key, 40), prompt.digest(40)
     secrets["engine key"] = parse_engine_reference(session.engine_reference).key
     reads = [
         scene.reader.read(begun.reference, {"full": Blocks([number, number + 1])}, read_id=f"read {number}")
         for number in (1, 3)
     ]
+    another = scene.reader.read(begun.reference, {"full": Blocks([7])}, prompt=Prompt(range(1, 41)))
+    mismatch = another.exception(20)
+    assert isinstance(mismatch, PromptMismatch)
+    scene.sees("error of a read with another prompt", mismatch)
+    secrets["another prompt's mark"] = Prompt(range(1, 41)).mark(parsed.key, 40)
     for read in reads:
         secrets[f"read_id of {read.read_id}"] = read_id_of(scene.reader.session.token.session_secret, read.read_id)
     until(lambda: len(scene.reader_client._runtime.renewals._kept) == 2)

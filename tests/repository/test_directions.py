@@ -30,7 +30,6 @@ SMALL = {
     "host_memory",
     "stats",
     "_tracing",
-    "_prompt",
 }
 """Single modules, each with its rule in `MAY_IMPORT`."""
 

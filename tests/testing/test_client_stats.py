@@ -5,15 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry import Blocks
+from kvferry import Blocks, Prompt
 from kvferry.engine import SchedulerPort, WorkerPort
-from kvferry.errors import InvalidField, KvferryError, TransferFailed
+from kvferry.errors import InvalidField, KvferryError, PromptMismatch, TransferFailed
 from kvferry.integrations.prometheus import ClientCollector
 from kvferry.stats import Distribution, Measured
 from kvferry.testing import Fabric
@@ -71,6 +72,28 @@ def test_a_read_is_counted_and_its_stages_are_measured(pair: tuple[Engine, Engin
     again.result(SOON)
     ranks = decode.workers[0].stats().ranks
     assert (ranks.handshake.count, ranks.plan.count, ranks.bytes) == (1, 2, 2 * VALUES.nbytes)
+
+
+def test_reads_are_counted_by_what_marks_say_of_their_prompts(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    client = decode.workers[0]
+    collector = ClientCollector(client)
+    assert samples(collector)["kvferry_reader_failures_total", "PromptMismatch"] == 0
+    prompts = Prompt(range(8)), Prompt.unknown
+    blocks = {"full": Blocks(THEIRS, end_token=8)}
+    for theirs, mine in product(prompts, prompts):
+        reference = prefill.session.publish("request", blocks, prompt=theirs).reference
+        (read,) = decode.read(reference, MINE, prompt=mine)
+        read.result(SOON)
+        prefill.session.released(timeout=SOON)
+    reference = prefill.session.publish("request", blocks, prompt=prompts[0]).reference
+    (read,) = decode.read(reference, MINE, prompt=Prompt(range(1, 9)))
+    with pytest.raises(PromptMismatch):
+        read.result(SOON)
+    assert client.stats().reads.prompts == {"matched": 1, "unmarked": 1, "unknown": 2}
+    found = samples(collector)
+    assert found["kvferry_reader_failures_total", "PromptMismatch"] == 1
+    assert [found["kvferry_reader_prompts_total", name] for name in ("matched", "unmarked", "unknown")] == [1, 1, 2]
 
 
 def test_publications_are_held_until_they_are_released(pair: tuple[Engine, Engine]) -> None:

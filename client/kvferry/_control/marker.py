@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry._prompt import Prompt
+from kvferry._prompt import MAX_MARKS, Prompt
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -32,15 +32,18 @@ class Marker:
             InvalidField: the prompt does not continue the one before.
         """
         if prompt and not prompt.continues(self.prompt):
-            raise InvalidField("prompt", prompt, f"one that begins with {self.prompt}, with which it was published")
+            expected = f"one that begins with {self.prompt}, with which it was published"
+            raise InvalidField("prompt", str(prompt), expected)
         self.prompt = prompt or self.prompt
 
     def mark(self, step: pb.Publish) -> None:
-        """Add to the next step the marks of the prompt's ends that were not marked, and to the last step that of the
-        end of what is published."""
+        """Add to the next step the marks of the prompt's ends that were not marked, while there is room, and to the last
+        step that of the end of what is published."""
         for group in step.groups:
             self.published = max(self.published, group.end_token, group.state_token)
-        ends = set(self.prompt.ends)
+        # A prompt that is continued with each token has more ends than a publication may have marks: one is kept for
+        # the end of what is published.
+        ends = set(sorted(set(self.prompt.ends) - self.ends)[: MAX_MARKS - 1 - len(self.ends)])
         if step.last and 0 < self.published <= self.prompt.known:
             ends.add(self.published)
         for end in sorted(ends - self.ends):

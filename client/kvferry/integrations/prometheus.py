@@ -18,12 +18,15 @@ from prometheus_client.utils import floatToGoString
 
 from kvferry import _arguments as arguments
 from kvferry._client import Client
-from kvferry.errors import ForkedClient
+from kvferry.errors import ForkedClient, PromptMismatch
 from kvferry.integrations import metrics
 from kvferry.stats import ClientStats, Distribution
 
 RELEASES = ("read", "unread", "declined", "aborted", "final", "refused")
 """Outcomes of publications. All are there from the first scrape on, so that rates have a beginning."""
+
+ALARMS = (PromptMismatch.__name__,)
+"""Reasons of failures that are there from the first scrape on, because an alert is to see the first one."""
 
 COUNTERS: tuple[tuple[metrics.Named, Callable[[ClientStats], float]], ...] = (
     (metrics.DISPUTED, lambda stats: stats.reads.disputed),
@@ -39,7 +42,7 @@ COUNTERS: tuple[tuple[metrics.Named, Callable[[ClientStats], float]], ...] = (
 )
 COUNTERS_BY: tuple[tuple[metrics.Named, str, Callable[[ClientStats], Mapping[str, float]]], ...] = (
     (metrics.READS, "outcome", lambda stats: stats.reads.outcomes),
-    (metrics.FAILURES, "reason", lambda stats: stats.reads.failures),
+    (metrics.FAILURES, "reason", lambda stats: {**dict.fromkeys(ALARMS, 0), **stats.reads.failures}),
     (metrics.PROMPTS, "prompt", lambda stats: stats.reads.prompts),
     (metrics.RELEASED, "outcome", lambda stats: {**dict.fromkeys(RELEASES, 0), **stats.source.released}),
     (metrics.CALLS_FAILED, "reason", lambda stats: stats.calls.failed),
