@@ -37,8 +37,8 @@ class Marker:
         self.prompt = prompt or self.prompt
 
     def mark(self, step: pb.Publish) -> None:
-        """Add to the next step the marks of the prompt's ends that were not marked, while there is room, and to the last
-        step that of the end of what is published."""
+        """Add to the next step the marks of the prompt's ends that were not marked, while there is room, and to the
+        last step that of the end of what is published."""
         for group in step.groups:
             self.published = max(self.published, group.end_token, group.state_token)
         # A prompt that is continued with each token has more ends than a publication may have marks: one is kept for
