@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import traceback
 from array import array
@@ -240,6 +242,17 @@ def test_what_follows_an_unknown_prompt_is_unknown() -> None:
         assert repr(unknown) == "Prompt.unknown"
         with pytest.raises(InvalidField):
             unknown.digest(1)
+
+
+@pytest.mark.parametrize("carried", [copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
+def test_a_prompt_travels_with_its_request(carried: Callable[[Prompt], Prompt]) -> None:
+    given = [PromptInput(1, 1, "i"), PromptInput(4, 1)]
+    prompt = Prompt(TOKENS[:3], adapter="a", inputs=given).followed_by(TOKENS[3:])
+    arrived = carried(prompt)
+    assert (arrived.ends, arrived.known, arrived.adapter, arrived.inputs) == ((3, 4), 4, "a", tuple(given))
+    assert arrived.mark(KEY, 4) == prompt.mark(KEY, 4)
+    assert arrived.followed_by([1]).ends == (3, 4)
+    assert not carried(Prompt.unknown)
 
 
 def test_several_threads_share_a_prompt() -> None:
