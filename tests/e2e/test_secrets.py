@@ -216,6 +216,8 @@ class Scene:
     def _polled(self, request: pb.PollBlocksRequest, timeout: float) -> pb.PollBlocksResponse:
         answer: pb.PollBlocksResponse = self.kv.PollBlocks(request, timeout=timeout)
         answer.accepted.ClearField("lease_id")
+        for step in answer.blocks:
+            step.ClearField("marks")
         return answer
 
 
