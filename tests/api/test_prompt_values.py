@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry import Prompt, PromptInput
@@ -33,7 +33,7 @@ identifiers = st.sampled_from(["a", "b", "\uffff", "\U00010000"]) | texts.filter
 
 def inputs(identifiers: st.SearchStrategy[str]) -> st.SearchStrategy[list[PromptInput]]:
     """Inputs in any order, some at the same token."""
-    return st.lists(st.builds(PromptInput, st.integers(0, 24), st.integers(0, 3), identifiers), max_size=5)
+    return st.lists(st.builds(PromptInput, st.integers(0, 24) | st.just(0), st.integers(0, 3), identifiers), max_size=5)
 
 
 @pytest.mark.parametrize(("case", "digest"), VECTORS, ids=lambda value: value.hex() if type(value) is bytes else "")
@@ -42,6 +42,7 @@ def test_the_test_vectors_of_the_contract(case: Case, digest: bytes) -> None:
     assert case.prompt().mark(KEY, case.end) == digest
 
 
+@example([7], "", [PromptInput(0, *each) for each in ((2, "a"), (1, "b"), (1, "\U00010000"), (1, "\uffff"))], [1], b"")
 @given(token_ids, texts, inputs(identifiers), st.lists(st.integers(1, 24), min_size=1), st.binary(max_size=80))
 def test_marks_are_those_of_the_definition_in_whatever_order_they_are_asked_for(
     tokens: list[int], adapter: str, inputs: list[PromptInput], ends: list[int], key: bytes

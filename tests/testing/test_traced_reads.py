@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import NoOpTracerProvider
 
-from kvferry import Blocks, _tracing
+from kvferry import Blocks, Prompt, _tracing
 from kvferry.integrations import otel
 from kvferry.testing import Fabric
 from tests.support.recorded_spans import Recorded
@@ -50,6 +50,17 @@ def test_reads_that_never_begin_end_their_spans(fabric: Fabric, recorded: Record
     prefill.session.abort(publication)
     prefill.session.released(timeout=SOON)
     assert len(recorded.of("kvferry.publish")) == len(recorded.of("kvferry.release")) == 1
+
+
+def test_the_span_of_a_read_says_what_was_found_of_its_prompt(fabric: Fabric, recorded: Recorded) -> None:
+    """Metrics have no engines' names: this tells which source does not mark."""
+    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+    for theirs in (Prompt(range(8)), Prompt.unknown):
+        publication = prefill.session.publish("request", {"full": Blocks([3, 1], end_token=8)}, prompt=theirs)
+        (read,) = decode.read(publication.reference, [5, 6], prompt=Prompt(range(8)))
+        read.result(SOON)
+        prefill.session.released(timeout=SOON)
+    assert [span.attributes["kvferry.prompt"] for span in recorded.of("kvferry.read")] == ["matched", "unmarked"]
 
 
 @pytest.mark.parametrize("wrong", MALFORMED)

@@ -438,7 +438,8 @@ class LeasedReads(Generic[SomeRead]):
         set_quiet(read)
         log_end(read, "ended")
         self._meter.ended(read)
-        read.span.end(read.error, outcome=kind_of(read.error), bytes=read.bytes)
+        prompt = read.request.prompt.found
+        read.span.end(read.error, outcome=kind_of(read.error), bytes=read.bytes, prompt=prompt)
         self._owner.on_ended(read)
 
     def _settle(self, read: SomeRead) -> None:
