@@ -175,7 +175,7 @@ def test_a_source_that_dies_halfway_fails_the_read() -> None:
 
 
 def test_a_source_that_stops_halfway_fails_the_read_at_its_timeout(fabric: Fabric) -> None:
-    prefill, _, read = halfway(fabric, timeout=1.0)
+    prefill, _, read = halfway(fabric, timeout=3.0)
     error = read.exception(SOON)
     assert isinstance(error, PublicationTimeout)
     assert read.quiet

@@ -239,8 +239,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_PROMPT_UNMARKED: _ErrorReason.ValueType  # 40
     """FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check is
     "require". Raised by readers. Metadata: as PROMPT_MISMATCH. Next step: compute the request in decode. If it comes with
-    every read, the source is of a release that does not mark its prompts, or its engine does not give them: upgrade it, or
-    set the reader's prompt_check to "compare".
+    every read, the source's engine does not say its prompts, or this reader does not: give both `prompt`, or set the
+    reader's prompt_check to "compare".
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -459,7 +459,7 @@ same, look whether both engines run the same tokenizer, chat template and trunca
 ERROR_REASON_PROMPT_UNMARKED: ErrorReason.ValueType  # 40
 """FAILED_PRECONDITION: no mark of the source covers the tokens that the reader takes, and the reader's prompt_check is
 "require". Raised by readers. Metadata: as PROMPT_MISMATCH. Next step: compute the request in decode. If it comes with
-every read, the source is of a release that does not mark its prompts, or its engine does not give them: upgrade it, or
-set the reader's prompt_check to "compare".
+every read, the source's engine does not say its prompts, or this reader does not: give both `prompt`, or set the
+reader's prompt_check to "compare".
 """
 global___ErrorReason = ErrorReason
