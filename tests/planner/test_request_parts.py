@@ -255,6 +255,13 @@ def test_of_what_is_there_already_nothing_is_read() -> None:
     assert [size > 0 for size in bytes_of(parts, steps)] == [False, False, True, True]
 
 
+def test_blocks_that_do_not_say_where_they_end_are_read_with_the_last_step() -> None:
+    parts = RequestParts(planned(), {"full": Blocks([5, 6])}, (0, 8))
+    whole = planned().expand({"full": Blocks([1, 2])}, {"full": Blocks([5, 6])}, (0, 8)).total_bytes
+    assert parts.next({"full": Blocks([1, 2])}, last=False).total_bytes == 0
+    assert parts.next({}, last=True).total_bytes == whole
+
+
 @pytest.mark.parametrize(("ids", "error"), [([5, 6, 5], BadBlock), ([5, 6, 16], BadBlock), ([5, 6], BlocksShort)])
 def test_destination_blocks_are_checked_before_the_first_part_is_read(ids: list[int], error: type[Exception]) -> None:
     parts = RequestParts(planned(), {"full": Blocks(ids)}, (0, 12))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from kvferry_server.node.limits import DECODED_FACTOR, DECODED_SPARE, MAX_FIELDS
@@ -31,6 +32,10 @@ UNKNOWN_BYTES = 24
 
 WALK_STEPS = 1024
 """Fields that are looked at in one go: half a millisecond."""
+
+LONG_LIST = 4096
+"""Bytes of a list of numbers from which numpy counts them: millions in half a millisecond, in one go on the event loop.
+For a short list numpy takes longer."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
@@ -179,12 +184,19 @@ class Decoded:
                     continue
                 each = shape.packed.get(tag)
                 if each is not None:
-                    self.size += each * len(raw[place : place + length].translate(None, _CONTINUED))
+                    self.size += each * _count_numbers(raw, place, length)
                 else:
                     self.size += shape.skipped.get(tag, UNKNOWN_BYTES)
                 place += length
         except (IndexError, KeyError):
             return
+
+
+def _count_numbers(raw: bytes, place: int, length: int) -> int:
+    """Return how many variable-length numbers so many bytes hold."""
+    if length < LONG_LIST:
+        return len(raw[place : place + length].translate(None, _CONTINUED))
+    return int(np.count_nonzero(np.frombuffer(raw, np.int8, length, place) >= 0))
 
 
 def _number(raw: bytes, place: int) -> tuple[int, int]:

@@ -104,8 +104,8 @@ def check(world: World, pages: list[int], tokens: range, layer: int = 0) -> None
         assert torch.equal(pool.get_value_buffer(layer)[slots], values(layer, tokens, heads, 1))
 
 
-THEIRS, MINE = [3, 7, 4, 12, 5], [6, 2, 9, 14, 11]
-"""Pages of the request, of 16 tokens."""
+THEIRS, MINE = [3, 7, 4, 12, 5], [6, 2, 9, 16, 11]
+"""Pages of the request, of 16 tokens. SGLang gives out 1 to 16."""
 
 
 @pytest.mark.parametrize(("sources", "destinations"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1)])

@@ -345,6 +345,17 @@ def test_a_step_of_a_cpu_has_ended_when_it_has_run() -> None:
     assert steps.ended() == 1
 
 
+def test_a_step_that_vllm_never_ends_has_ended_when_the_next_begins() -> None:
+    """As those of pipeline stages with a drafter in vLLM's older model runner."""
+    stream = Stream()
+    steps = DeviceSteps(stream.record)
+    steps.begun(1)
+    steps.begun(2)
+    assert steps.computed() == 0
+    stream.run()
+    assert (steps.computed(), steps.ended()) == (1, 1)
+
+
 def test_the_steps_of_host_memory_are_computed_at_once_and_those_of_a_device_when_its_stream_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -101,6 +101,14 @@ async def test_a_flood_of_renewals_leaves_every_second_slice_to_large_batches(sh
     await asyncio.wait(flood)
 
 
+async def test_calls_that_come_together_share_one_slice(shared: Shared) -> None:
+    calls = [shared.send(host, RENEWAL) for host in (GREEDY, OTHER)]
+    await asyncio.sleep(0)
+    assert shared.worked() == 1
+    await asyncio.wait(calls)
+    assert shared.worked() == 2
+
+
 async def test_a_call_that_leaves_when_it_was_given_a_slice_hands_it_on(shared: Shared) -> None:
     first = shared.send(GREEDY, RENEWAL, RENEWAL)
     leaving, stays = shared.send(GREEDY, RENEWAL), shared.send(OTHER, RENEWAL)

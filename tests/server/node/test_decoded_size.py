@@ -4,8 +4,10 @@ take much does not."""
 from __future__ import annotations
 
 import random
+import resource
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
-from kvferry_server.node.decoded_size import Decoded, shape_of
+from kvferry_server.node.decoded_size import LONG_LIST, Decoded, shape_of
 from kvferry_server.node.limits import MAX_DECODED_QUERIES
 from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_ASKED_PLANES, MAX_MARKS, MAX_NOTIFICATIONS
 
@@ -116,6 +118,46 @@ def test_every_request_of_the_contract_has_a_shape(service: Any) -> None:
     for one in service.DESCRIPTOR.services_by_name.values():
         for method in one.methods:
             assert shape_of(method.input_type).size > 0
+
+
+@pytest.mark.parametrize(
+    ("holder", "field"),
+    [
+        (geometry_pb2.RankGeometry, "planes"),
+        (geometry_pb2.EngineGeometry, "ranks"),
+        (geometry_pb2.Agent, "regions"),
+        (pb.NotifyRequest, "notifications"),
+        (pb.Publish, "groups"),
+        (pb.ReadDone, "reports"),
+        (pb.PublishChecksums, "checksums"),
+        (pb.ReadChecksumsRequest, "queries"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given.__name__,
+)
+def test_messages_without_content_take_no_more_memory_than_is_counted(holder: type[Message], field: str) -> None:
+    described, many = holder.DESCRIPTOR.fields_by_name[field], 200_000
+    raw = bytes((described.number << 3 | 2, 0)) * many
+    before = resident()
+    decoded = holder.FromString(raw)
+    # What else happens in the process takes a little, too. Up to half as much again is counted as is taken.
+    assert resident() - before <= 1.2 * many * shape_of(described.message_type).size
+    assert len(getattr(decoded, field)) == many
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("numbers", [0, LONG_LIST // 2, LONG_LIST])
+def test_every_number_of_a_list_is_counted_however_many_bytes_it_has(numbers: int) -> None:
+    drawn = random.Random(numbers)
+    starts = [drawn.choice((0, 127, 128, 1 << 40)) for _ in range(numbers)]
+    query = pb.ChecksumQuery(place_starts=starts)
+    raw = pb.ReadChecksumsRequest(queries=[query]).SerializeToString()
+    without = pb.ReadChecksumsRequest(queries=[pb.ChecksumQuery()]).SerializeToString()
+    more = walked(raw, pb.ReadChecksumsRequest).size - walked(without, pb.ReadChecksumsRequest).size
+    assert more == len(raw) - len(without) + 8 * numbers
 
 
 @pytest.mark.parametrize("what", largest())

@@ -1,0 +1,28 @@
+"""Who leaves while it waits for its turn: nobody's turn is lost, and nobody has one too many."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry_server.home.rotation import Rotation
+
+
+@pytest.mark.parametrize("woken", [True, False])
+async def test_a_caller_that_leaves_hands_on_its_turn_if_it_has_it(*, woken: bool) -> None:
+    """A lost turn would stop the worker thread of a node server for ever; with one too many, two would have it."""
+    handed_on: list[bool] = []
+    rotation = Rotation(lambda: handed_on.append(rotation.wake()))
+    leaving, stays = (asyncio.create_task(rotation.wait(host)) for host in ("a", "b"))
+    await asyncio.sleep(0)
+    if woken:
+        assert rotation.wake()
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert leaving.cancelled()
+    assert handed_on == [True] * woken
+    if not woken:
+        assert rotation.wake()
+    await asyncio.wait([stays])
+    assert not rotation
