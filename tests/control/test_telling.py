@@ -6,11 +6,12 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control import lease_holder
+from kvferry._control import lease_holder, teller
 from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import Acquired
 from kvferry._control.cancellation import Cancellation
@@ -103,6 +104,30 @@ def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> No
         until(lambda: pb.VERDICT_VALID in verdicts)
         said = [told.read_done for told in server.notified[-1].notifications]
         assert [report.rank for done in said for report in done.reports] == list(range(ranks))
+
+
+@pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_AT_HOME"])
+def test_of_what_a_home_does_not_take_so_much_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
+) -> None:
+    told: list[int] = []
+
+    class Home:
+        address = "home:1"
+
+        def notify_later(self, request: pb.NotifyRequest, timeout: float, answered: Callable[..., None]) -> None:
+            told.append(len(request.notifications))
+            answered(HomeRecovering("not now", retry_after=0.01))
+
+    monkeypatch.setattr(teller, limit, 3)
+    home: Any = Home()
+    one = teller.Teller(pb.EngineRef(engine_id="reader", incarnation=b"i" * 16))
+    cancel = pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))
+    one.tell(home, [teller.Message(cancel, now() + 60)] * 5)
+    until(lambda: len(told) > 1)
+    one.close(30)
+    assert told[:2] == [5, 3]
+    assert caplog.text.count("is dropped") == 2
 
 
 def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:

@@ -70,6 +70,31 @@ def test_an_event_whose_handler_raises_is_told_again(
     assert str(error) in caplog.text
 
 
+def test_an_event_whose_handler_raises_is_told_again_after_a_watch_was_resumed(tmp_path: Path) -> None:
+    told_again = threading.Event()
+
+    def events(count: int) -> Iterator[pb.WatchResponse]:
+        if count == 1:
+            yield from (opened(), synced())
+            raise ServerDraining("the node server is draining")
+        yield opened(resumed=count == 2)
+        yield from (released(1), released(2))
+        if count == 2:
+            # Only what follows the Watch can end it.
+            told_again.wait(30)
+        yield synced()
+
+    with scripted(tmp_path) as (server, control):
+        server.watch = events
+        handler = Handler(ValueError("a bug"))
+        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), handler, "engine")
+        watcher.open(30)
+        found = handler.done.wait(20)
+        told_again.set()
+        watcher.close()
+    assert found
+
+
 def interrupted(kind: str) -> Iterator[pb.WatchResponse]:
     """A Watch that goes wrong after it was open."""
     yield opened()

@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from kvferry import Release, ReleaseOutcome, router_reference
+from kvferry import EngineSpec, Group, Release, ReleaseOutcome, router_reference
 from kvferry.errors import EngineUnknown, InvalidField, KvferryError
 from kvferry.integrations.sglang import holding
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
@@ -221,6 +221,24 @@ def published(manager: PlayedManager) -> KvferrySender:
     return sender
 
 
+def test_chunks_of_one_page_and_the_last_are_taken() -> None:
+    sender = KvferrySender(PlayedManager(), "127.0.0.1:8998", ROOM)
+    taken = [sender.should_send_kv_chunk(pages, last) for pages, last in ((0, False), (1, False), (0, True))]
+    assert taken == [False, True, True]
+
+
+def test_a_rank_starts_only_with_the_token_of_the_session() -> None:
+    manager = PlayedManager(leader=False)
+    spec = EngineSpec("prefill", (Group("full", block_tokens=16, num_blocks=8),))
+    for token in ("token", ""):
+        ranks = SimpleNamespace(broadcast_object=lambda given, src, token=token: token)
+        if token:
+            assert manager._open(spec, ranks) == token
+        else:
+            with pytest.raises(RuntimeError, match="rank 0"):
+                manager._open(spec, ranks)
+
+
 def test_what_is_published_stays_until_it_is_released_also_if_it_is_aborted() -> None:
     manager = PlayedManager()
     sender = published(manager)
@@ -348,6 +366,28 @@ def test_decode_does_not_start_where_sglang_would_not_tell_it_prompts(monkeypatc
     monkeypatch.delattr(DecodePreallocQueue, "_create_receiver_and_enqueue")
     with pytest.raises(InvalidField, match="length of each prompt"):
         KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+
+
+def test_every_release_is_counted_and_told_to_its_request_once() -> None:
+    ended = [[Release(number, "r", ReleaseOutcome.READ) for number in (1, 2)]]
+
+    def counted() -> float:
+        return REGISTRY.get_sample_value("kvferry_source_released_total", {"tp_rank": "0", "outcome": "read"}) or 0.0
+
+    manager: Any = SimpleNamespace(
+        port=SimpleNamespace(released=lambda: ended.pop() if ended else []),
+        counts=Counts.of(0),
+        _released={},
+        _breathe=lambda: None,
+    )
+    before = counted()
+    for number in (2, 1):
+        publication: Any = SimpleNamespace(number=number)
+        release = KvferryManager.take_release(manager, publication)
+        assert release is not None
+        assert release.publication == number
+        assert KvferryManager.take_release(manager, publication) is None
+    assert counted() == before + 2
 
 
 def test_reads_are_counted_by_how_they_ended() -> None:
