@@ -72,6 +72,8 @@ STEP_ORDERS = ("tests/engine/test_step_orders.py",)
 PARTS = ("tests/planner/test_request_parts.py", "tests/planner/test_missing_groups.py")
 LATE = ("tests/testing/test_late_grants.py",)
 SLICES = ("tests/server/home/test_time_slices.py",)
+ROTATION = ("tests/server/home/test_rotation.py",)
+ACKNOWLEDGED = ("tests/control/test_acknowledgements.py",)
 DECODED = ("tests/server/node/test_decoded_size.py",)
 COMPLETE = ("tests/planner/test_completeness.py",)
 DECLARED = ("tests/testing/test_wrong_declarations.py",)
@@ -294,14 +296,20 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
     "client/kvferry/_control/home_session.py": Target((SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
-    "client/kvferry/_control/acknowledger.py": Target((WATCHES, SENT_AGAIN)),
+    "client/kvferry/_control/acknowledger.py": Target((ACKNOWLEDGED, WATCHES, SENT_AGAIN)),
     "client/kvferry/_control/watcher.py": Target((WATCHES,)),
     "client/kvferry/_control/teller.py": Target((TOLD,)),
     "server/kvferry_server/domain/router_keys.py": Target((ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/domain/routing.py": Target((ROUTERS, FABRIC_ROUTERS)),
-    "server/kvferry_server/home/rotation.py": Target((SLICES,)),
-    "server/kvferry_server/home/time_slices.py": Target((SLICES,)),
-    "server/kvferry_server/node/decoded_size.py": Target((DECODED,)),
+    "server/kvferry_server/home/rotation.py": Target((ROTATION, SLICES)),
+    "server/kvferry_server/home/time_slices.py": Target(
+        (SLICES,),
+        {"TimeSlices.over: self._clock() > self._until -> self._clock() >= self._until": "a slice to the nanosecond"},
+    ),
+    "server/kvferry_server/node/decoded_size.py": Target(
+        (DECODED,),
+        {"Shape._add: 2 -> 1": "the first guess is larger, so that more requests are walked over"},
+    ),
     **{
         f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM_STEPS,), environment=".venv-vllm")
         for name in ("idle_steps", "loads")

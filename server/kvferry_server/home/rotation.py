@@ -32,7 +32,7 @@ class Rotation:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled():
                 self._pass_on()
             raise
 

@@ -101,12 +101,40 @@ async def test_a_flood_of_renewals_leaves_every_second_slice_to_large_batches(sh
     await asyncio.wait(flood)
 
 
-async def test_calls_that_come_together_share_one_slice(shared: Shared) -> None:
-    calls = [shared.send(host, RENEWAL) for host in (GREEDY, OTHER)]
+async def test_calls_that_come_together_share_one_slice() -> None:
+    worked: list[str] = []
+    slices = TimeSlices(lambda: 2 * TIME_SLICE * len(worked))
+
+    async def work(host: str) -> None:
+        await slices.begin(host, short=False)
+        worked.append(host)
+
+    calls = [asyncio.create_task(work(host)) for host in (GREEDY, OTHER)]
     await asyncio.sleep(0)
-    assert shared.worked() == 1
+    assert worked == [GREEDY]
     await asyncio.wait(calls)
-    assert shared.worked() == 2
+    assert worked == [GREEDY, OTHER]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("short", [True, False])
+async def test_who_comes_later_does_not_overtake_who_waits(*, short: bool, at_once: bool) -> None:
+    """Also if the slice of this pass has time left, and if the next one was given to who waits a moment ago."""
+    worked: list[str] = []
+    slices = TimeSlices(lambda: 2 * TIME_SLICE * ("a" in worked))
+    later: list[asyncio.Task[None]] = []
+
+    async def work(host: str) -> None:
+        await slices.begin(host, short=short)
+        worked.append(host)
+        if host == "b" and at_once:
+            await work("late")
+        elif host == "b":
+            later.append(asyncio.create_task(work("late")))
+
+    await asyncio.gather(*(work(host) for host in "abc"))
+    await asyncio.gather(*later)
+    assert worked == ["a", "b", "c", "late"]
 
 
 async def test_a_call_that_leaves_when_it_was_given_a_slice_hands_it_on(shared: Shared) -> None:
