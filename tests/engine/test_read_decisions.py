@@ -536,6 +536,15 @@ def test_news_names_a_granted_request_whose_source_has_published_more(make: Call
     assert world.reads.take_changed() == ["mine"]
 
 
+def test_ranks_get_the_lease_that_a_restarted_home_gave_before_the_read_was_attached(world: World) -> None:
+    """With the former one they would be refused the checksums that they verify with."""
+    world.granted()
+    assert world.reads.granted("mine") is not None
+    assert world.lease.acquired_again(b"n" * 16, BEGAN, BEGAN, LEASE)
+    grant = world.reads.attach("mine", {"full": Blocks([20, 7], end_token=32)}, None, allow_overlap=False)
+    assert grant.lease_id == b"n" * 16
+
+
 def test_news_of_a_request_outlives_an_earlier_read_of_the_same_name(world: World) -> None:
     """The earlier one has failed, and becomes quiet only when the later one is granted already."""
     earlier = world.reading()

@@ -285,7 +285,15 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
-    "client/kvferry/engine/scheduler_read.py": Target((PORT, ENGINE_READS, PORTS, PROGRESSIVE)),
+    "client/kvferry/engine/scheduler_read.py": Target(
+        (PORT, ENGINE_READS, PORTS, PROGRESSIVE),
+        {
+            "latest_offer: read.acquired is not None and read.offer.lease_id != read.acquired.lease.lease_id -> "
+            "read.offer.lease_id != read.acquired.lease.lease_id": FOR_THE_TYPE,
+            "latest_offer: read.acquired is not None and read.offer.lease_id != read.acquired.lease.lease_id -> "
+            "read.acquired is not None": "a copy of an offer that is equal",
+        },
+    ),
     "client/kvferry/engine/step_order.py": Target((STEP_ORDERS, PROGRESSIVE)),
     "client/kvferry/planner/request_parts.py": Target((PARTS, PLAN)),
     "client/kvferry/planner/completeness.py": Target((COMPLETE, DECLARED)),
@@ -308,7 +316,14 @@ TARGETS: dict[str, Target] = {
     ),
     "server/kvferry_server/node/decoded_size.py": Target(
         (DECODED,),
-        {"Shape._add: 2 -> 1": "the first guess is larger, so that more requests are walked over"},
+        {
+            "Shape._add: 2 -> 1": "the first guess is larger, so that more requests are walked over",
+            "_count_numbers: length < LONG_LIST -> length <= LONG_LIST": BOTH_WAYS,
+            "_count_numbers: length < LONG_LIST -> length >= LONG_LIST": BOTH_WAYS,
+            "_count_numbers: if length < LONG_LIST: return len(raw[place:place + length].translate(None, _CONTINUED)) "
+            "-> if not length < LONG_LIST: "
+            "return len(raw[place:place + length].translate(None, _CONTINUED))": BOTH_WAYS,
+        },
     ),
     **{
         f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM_STEPS,), environment=".venv-vllm")

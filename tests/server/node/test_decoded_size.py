@@ -149,7 +149,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.parametrize("numbers", [0, LONG_LIST // 2, LONG_LIST])
+@pytest.mark.parametrize("numbers", [0, 100, LONG_LIST])
 def test_every_number_of_a_list_is_counted_however_many_bytes_it_has(numbers: int) -> None:
     drawn = random.Random(numbers)
     starts = [drawn.choice((0, 127, 128, 1 << 40)) for _ in range(numbers)]
