@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvferry._control import acknowledger
 from kvferry._control.acknowledger import AGAIN, Acknowledgements
 from kvferry.errors import HomeRecovering, KvferryError, PeerRestarted
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -60,6 +59,6 @@ def test_a_home_is_asked_again_when_it_has_said(
         def start(self) -> None:
             assert self.daemon
 
-    monkeypatch.setattr(acknowledger.threading, "Timer", Timer)
+    monkeypatch.setattr("kvferry._control.acknowledger.threading.Timer", Timer)
     answered(HomeRecovering("not now", retry_after=asked))
     assert pauses == [pause]
