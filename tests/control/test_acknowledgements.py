@@ -29,11 +29,13 @@ class Home:
         self.answer = answered
 
 
-def answered(error: KvferryError) -> tuple[Acknowledgements, Home]:
-    """A release was acknowledged to a home, which answers with an error."""
+def answered(error: KvferryError, *, closed: bool = False) -> tuple[Acknowledgements, Home]:
+    """A release was acknowledged to a home, which answers with an error, maybe after the end."""
     home: Any = Home()
     acknowledgements = Acknowledgements(home)
     acknowledgements.add(1, SENDER)
+    if closed:
+        acknowledgements.close()
     home.answer(error)
     return acknowledgements, home
 
@@ -45,7 +47,7 @@ def test_after_a_refusal_the_next_release_is_acknowledged_with_those_before_it()
 
 
 @pytest.mark.parametrize(("asked", "pause"), [(None, AGAIN), (AGAIN / 2, AGAIN), (7.0, 7.0)])
-def test_a_home_is_asked_again_when_it_has_said(
+def test_a_home_is_asked_again_when_it_has_said_until_the_end(
     monkeypatch: pytest.MonkeyPatch, asked: float | None, pause: float
 ) -> None:
     pauses = []
@@ -61,4 +63,6 @@ def test_a_home_is_asked_again_when_it_has_said(
 
     monkeypatch.setattr("kvferry._control.acknowledger.threading.Timer", Timer)
     answered(HomeRecovering("not now", retry_after=asked))
+    assert pauses == [pause]
+    answered(HomeRecovering("not now", retry_after=asked), closed=True)
     assert pauses == [pause]

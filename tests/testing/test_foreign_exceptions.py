@@ -214,6 +214,24 @@ def test_later_sums_come_whatever_a_future_of_checksums_raises(raised: Raised, r
         pair.serve()
 
 
+def test_a_cache_may_be_closed_by_a_callback_of_its_sums() -> None:
+    closed = threading.Event()
+
+    def close(_: object) -> None:
+        pair.sums.close()
+        closed.set()
+
+    with Fabric() as fabric:
+        pair = Pair(fabric)
+        blocks = {"full": Blocks([60])}
+        publication = pair.source.publish("first", blocks, checksums=True)
+        # Not done before it has its callback.
+        fabric.stop_home()
+        pair.sums.checksum(publication.number, blocks, timeout=SOON).add_done_callback(close)
+        fabric.start_home()
+        assert closed.wait(SOON)
+
+
 @pytest.mark.parametrize("raised", RAISED)
 def test_later_news_of_a_directory_come_whatever_a_watch_raises(
     raised: Raised, tmp_path: Path, raising_handler: None
