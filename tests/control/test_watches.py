@@ -95,6 +95,23 @@ def test_an_event_whose_handler_raises_is_told_again_after_a_watch_was_resumed(t
     assert found
 
 
+def test_a_watch_of_a_restarted_home_is_resumed_from_what_this_home_has_said(tmp_path: Path) -> None:
+    def events(count: int) -> Iterator[pb.WatchResponse]:
+        for number, message in enumerate((opened(), synced())):
+            message.home_epoch, message.sequence = bytes([count]) * 16, 10 - 4 * count + number
+            yield message
+        raise ServerDraining("the node server is draining")
+
+    with scripted(tmp_path) as (server, control):
+        server.watch = events
+        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), lambda _: None, "engine")
+        watcher.open(30)
+        server.until(lambda: len(server.watched) > 2)
+        watcher.close()
+    said = [(asked.resume_epoch, asked.resume_sequence) for asked in server.watched[:3]]
+    assert said == [(b"", 0), (bytes([1]) * 16, 7), (bytes([2]) * 16, 3)]
+
+
 def interrupted(kind: str) -> Iterator[pb.WatchResponse]:
     """A Watch that goes wrong after it was open."""
     yield opened()
