@@ -12,12 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 
+def exchange_embeddings(model: Any) -> None:
+    """Let a model, or a rank's part of it, see each token as its neighbour: 2 as 3, and 3 as 2."""
+    weight = model.model.embed_tokens.weight.data
+    weight.copy_(weight.view(-1, 2, weight.shape[-1]).flip(1).reshape(weight.shape))
+
+
 def main() -> None:
     # vLLM writes to stdout; the answers go where it cannot.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
+    from vllm.lora.request import LoRARequest
 
     settings = json.loads(sys.argv[1])
     transfer = settings.pop("kv_transfer", None)
@@ -47,7 +54,10 @@ def main() -> None:
 
     def generate(*requests: Any) -> Any:
         prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
-        outputs = engine.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+        adapters = [LoRARequest(*request["adapter"]) if request.get("adapter") else None for request in requests]
+        outputs = engine.generate(
+            prompts, [sampling(request) for request in requests], use_tqdm=False, lora_request=adapters
+        )
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -94,6 +104,10 @@ def main() -> None:
         """The sum of a counter over its labels."""
         return float(sum(found.value for found in engine.get_metrics() if found.name == name))
 
+    def exchange_tokens() -> None:
+        """Take each token for its neighbour, until this is called again."""
+        engine.apply_model(exchange_embeddings)
+
     commands: dict[str, Callable[..., Any]] = {
         "generate": generate,
         "abort": abort,
@@ -101,6 +115,7 @@ def main() -> None:
         "abort_begun": abort_begun,
         "end_begun": end_begun,
         "metric": metric,
+        "exchange_tokens": exchange_tokens,
     }
     say("ready")
     for line in sys.stdin:

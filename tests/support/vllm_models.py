@@ -183,6 +183,25 @@ def make_predicting_model(folder: Path, *, vocabulary: int, layers: int = 4) -> 
     return folder
 
 
+def make_adapter(folder: Path, *, layers: int, rank: int = 8) -> Path:
+    """A LoRA adapter for a model of `tests.support.vllm_engines.make_model`, which changes what it says."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(2)
+    folder.mkdir()
+    name = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
+    weights = {}
+    for layer in range(layers):
+        for projection in "qv":
+            weights[name.format(layer, projection, "A")] = _random(rank, HIDDEN)
+            weights[name.format(layer, projection, "B")] = _random(HEADS * HEAD_DIM, rank)
+    save_file(weights, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return folder
+
+
 def _random(*shape: int) -> Any:
     import torch
 

@@ -32,6 +32,23 @@ def offered(prefill: Node, prompts: list[list[int]]) -> list[dict[str, Any]]:
     return [answer["params"] for answer in answers]
 
 
+def computed_as_another(prefill: Node, tokens: list[int], asked: dict[str, Any] | None = None) -> Any:
+    """Prefill a prompt with the cache of another one: decode continues that one only if it reads this cache.
+
+    Args:
+        prefill: the engine, which takes each token for its neighbour meanwhile.
+        tokens: the prompt.
+        asked: what it is asked; None: to prefill the prompt, as `offered` does.
+
+    Returns:
+        What comes out for decode, and the other prompt. Decode computes the last token itself, so both end alike.
+    """
+    prefill.call("exchange_tokens")
+    [answer] = prefill.generate(asked or request(tokens, 1, PREFILL))
+    prefill.call("exchange_tokens")
+    return answer["params"], [*(token ^ 1 for token in tokens[:-1]), tokens[-1]]
+
+
 def alone(engine: Node, prompts: list[list[int]]) -> list[list[int]]:
     """What an engine says without anybody's help."""
     return [answer["tokens"] for answer in engine.generate(*(request(tokens) for tokens in prompts))]

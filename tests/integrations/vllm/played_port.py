@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry import Blocks
+from kvferry import Blocks, Prompt
 from kvferry._control.publications import Publication
 
 
@@ -16,19 +16,38 @@ class Port:
         self.calls: list[tuple[Any, ...]] = []
         self.refuses: Exception | None = None
         self.number = 0
+        self.ends: list[tuple[int, ...]] = []
+        """Of each step: the ends of the prompt that it was given."""
 
     def publish(
-        self, request_id: str, blocks: Mapping[str, Blocks], *, last: bool = True, reference: str = "", **_: Any
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool = True,
+        reference: str = "",
+        prompt: Prompt = Prompt.unknown,
+        **_: Any,
     ) -> Publication:
         if self.refuses is not None:
             raise self.refuses
+        self.ends.append(prompt.ends)
         self.number += 1
         self.calls.append(("publish", tokens_of(blocks), "last" if last else "more", reference))
         return Publication(self.number, request_id, f"canonical-{self.number}")
 
-    def publish_more(self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, **_: Any) -> None:
+    def publish_more(
+        self,
+        publication: Publication,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool,
+        prompt: Prompt = Prompt.unknown,
+        **_: Any,
+    ) -> None:
         if self.refuses is not None:
             raise self.refuses
+        self.ends.append(prompt.ends)
         self.calls.append(("more", tokens_of(blocks), "last" if last else "more", publication.number))
 
     def abort(self, publication: Publication) -> None:

@@ -52,6 +52,7 @@ class Prefill:
             serves=serves,
             has_states=states,
             drafts_states=drafts,
+            names_inputs=True,
             published=self.published,
         )
         self.counts: list[str] = []
@@ -78,6 +79,7 @@ class Prefill:
             num_tokens=prompt,
             num_output_tokens=0,
             max_tokens=1,
+            prompt_token_ids=list(range(prompt)),
             all_token_ids=list(range(prompt + 1)),
             mm_features=[],
             prompt_embeds=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,14 @@ def setup_of(
     reads: bool = True,
     caches_prefixes: bool = False,
     max_waiting: int = 256,
+    prompt_check: str = "compare",
 ) -> Setup:
     """What the connector would make of vLLM's configuration."""
     return Setup(
         spec=spec,
-        settings=ConnectorSettings(fabric.address, read_timeout=20.0, max_waiting=max_waiting),
+        settings=ConnectorSettings(
+            fabric.address, read_timeout=20.0, max_waiting=max_waiting, prompt_check=prompt_check
+        ),
         caches_prefixes=caches_prefixes,
         tables=(BlockTable(0, GROUP, TOKENS),),
         recomputed=1,
@@ -39,10 +43,21 @@ def setup_of(
         reads=reads,
         drains=False,
         depth=1,
+        names_inputs=True,
     )
 
 
 def to_read(reference: str, tokens: int, request_id: str = "reader") -> Any:
-    """A request of so many tokens that reads a publication."""
-    params = {"do_remote_prefill": True, REFERENCE: reference}
-    return SimpleNamespace(request_id=request_id, kv_transfer_params=params, num_computed_tokens=0, num_tokens=tokens)
+    """A request of so many tokens, 0 and so on, that reads a publication."""
+    return SimpleNamespace(
+        request_id=request_id,
+        kv_transfer_params={"do_remote_prefill": True, REFERENCE: reference},
+        num_computed_tokens=0,
+        num_tokens=tokens,
+        **of_text(range(tokens)),
+    )
+
+
+def of_text(token_ids: Iterable[int]) -> dict[str, Any]:
+    """What vLLM's request says of a prompt of these tokens."""
+    return {"prompt_token_ids": list(token_ids), "prompt_embeds": None, "mm_features": [], "lora_request": None}

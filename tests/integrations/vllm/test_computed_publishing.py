@@ -6,13 +6,14 @@ from typing import cast
 
 import pytest
 
-from kvferry import Blocks
+from kvferry import Blocks, Prompt
 from kvferry.engine import SchedulerPort
 from kvferry.errors import WrongState
 from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
 from tests.integrations.vllm.played_port import Port
 
 BLOCKS = {"full": Blocks([3], 0, 4)}
+PROMPT = Prompt([1, 2, 3, 4])
 WHOLE = {"full": (0, 4)}
 LAST_STEP = ("more", WHOLE, "last", 1)
 
@@ -35,7 +36,7 @@ def scheduled(port: Port, *requests: str, sums: list[Summed] | None = None) -> C
 def test_a_request_is_published_when_its_slowest_rank_has_computed_it(port: Port, fast: int) -> None:
     publishing = scheduled(port, "r")
     publishing.computed({fast: 1})
-    publishing.publish("r", BLOCKS)
+    publishing.publish("r", BLOCKS, prompt=PROMPT)
     assert port.take() == [("publish", {}, "more", "")]
     assert publishing.waiting
     publishing.computed({1 - fast: 1})
@@ -52,7 +53,7 @@ def test_the_last_blocks_of_a_request_are_published_when_its_slowest_rank_has_co
     publication = port.publish("r", {}, last=False)
     port.take()
     publishing.computed({fast: 1})
-    publishing.complete(publication, BLOCKS)
+    publishing.complete(publication, BLOCKS, prompt=PROMPT)
     assert port.take() == []
     assert publishing.waiting
     publishing.computed({1 - fast: 1})
@@ -65,7 +66,7 @@ def test_the_last_blocks_of_a_request_that_every_rank_has_computed_are_published
     publication = port.publish("r", {}, last=False)
     port.take()
     publishing.computed({0: 1, 1: 1})
-    publishing.complete(publication, BLOCKS)
+    publishing.complete(publication, BLOCKS, prompt=PROMPT)
     assert port.take() == [LAST_STEP]
 
 
@@ -74,7 +75,7 @@ def test_a_publication_whose_blocks_are_refused_is_withdrawn(port: Port) -> None
     sums: list[Summed] = []
     publishing = scheduled(port, "r", "s", sums=sums)
     for request in ("r", "s"):
-        publishing.publish(request, BLOCKS)
+        publishing.publish(request, BLOCKS, prompt=PROMPT)
     port.take()
     port.refuses = WrongState("publication 1 was released")
     publishing.computed({0: 1, 1: 0})

@@ -17,7 +17,7 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
 from tests.support.vllm_models import make_hybrid_model
-from tests.support.vllm_requests import alone, pinned, ready, said
+from tests.support.vllm_requests import alone, computed_as_another, pinned, ready, said
 from tests.support.vllm_versions import convolves_float32
 from tests.support.waiting import until
 
@@ -128,14 +128,11 @@ def test_decode_says_what_one_engine_says(
 
 def test_prefill_that_is_done_before_decode_asks(router: Router, pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
-    mine, other = prompt(1, 200), prompt(2, 200)
-    other[-1] = mine[-1]
-    asked, _ = router.request("prefill", mine)
-    _, theirs = router.request("prefill", other)
-    theirs["params"]["kvferry_reference"] = asked["params"]["kvferry_reference"]
-    prefill.generate(asked)
-    # The swap check: decode can only continue prefill's prompt if it has read prefill's cache.
-    assert said(decode.generate(theirs)) == alone(prefill, [mine])
+    tokens = prompt(1, 200)
+    mine, theirs = router.request("prefill", tokens)
+    _, other = computed_as_another(prefill, tokens, mine)
+    # It has read prefill's cache.
+    assert said(decode.generate(theirs)) == alone(prefill, [other])
 
 
 def test_decode_reads_before_prefill_has_computed_the_prompt(router: Router, pair: tuple[Node, Node]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
-from tests.support.vllm_requests import alone, offered, pinned, ready, said
+from tests.support.vllm_requests import alone, computed_as_another, offered, pinned, ready, said
 from tests.support.vllm_versions import counted_as_cached
 from tests.support.waiting import until
 
@@ -112,13 +112,11 @@ CACHED = "remote_prefill_cached_tokens"
 
 
 def test_it_is_prefills_cache_that_decode_uses(pair: tuple[Node, Node]) -> None:
-    """The swap check: another prompt of the same length and last token must be continued as prefill's."""
+    """And not what it would compute of the prompt: prefill takes the prompt for another one."""
     prefill, decode = pair
-    mine, other = prompt(1), prompt(2)
-    other[-1] = mine[-1]
-    expected = alone(prefill, [mine])
-    [params] = offered(prefill, [mine])
-    assert said(decode.generate(request(other, 12, params))) == expected
+    tokens = prompt(1)
+    params, other = computed_as_another(prefill, tokens)
+    assert said(decode.generate(request(tokens, 12, params))) == alone(prefill, [other])
 
 
 def test_what_decode_has_already_is_not_read(home: NodeServerProcess, pair: tuple[Node, Node]) -> None:
@@ -147,10 +145,9 @@ def test_layers_that_see_a_window_only(home: NodeServerProcess, node: Callable[.
     params = offered(prefill, prompts)
     answers = decode.generate(*(request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)))
     assert said(answers) == expected
-    other = prompt(31, 300)
-    other[-1] = prompts[-1][-1]
-    [again] = offered(prefill, prompts[-1:])
-    assert said(decode.generate(request(other, 12, again))) == expected[-1:]
+    tokens = prompt(31, 300)
+    params, other = computed_as_another(prefill, tokens)
+    assert said(decode.generate(request(tokens, 12, params))) == alone(prefill, [other])
     until(lambda: pinned(home) == 0)
     fresh = prompt(32, 200)
     [last], wanted = offered(prefill, [fresh]), alone(prefill, [fresh])

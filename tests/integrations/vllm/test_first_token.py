@@ -42,6 +42,7 @@ class Prefill:
             withheld=withheld,
             rewritten=0,
             has_states=False,
+            names_inputs=True,
             published=lambda ids, tokens: {"full": TABLE.published(ids[0], tokens)},
         )
         self.sending = Sending(cast(Setup, setup), cast(SchedulerPort, self), lambda name: None)
@@ -55,7 +56,9 @@ class Prefill:
         self.published.append((last, payload))
         return Publication(1, request_id, "reference")
 
-    def publish_more(self, publication: Publication, blocks: Any, *, last: bool, payload: bytes = b"") -> None:
+    def publish_more(
+        self, publication: Publication, blocks: Any, *, last: bool, payload: bytes = b"", **_: Any
+    ) -> None:
         self.published.append((last, payload))
 
     def run(self, *steps: int, routed: bool = True, answer: int = 1, ends: bool = True) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.vllm_engines import PREFILL, Node, make_model, prompt, request
 from tests.support.vllm_models import make_gated_delta_model, make_hybrid_model, make_latent_model
+from tests.support.vllm_requests import alone, computed_as_another, said
 from tests.support.vllm_versions import MINOR, convolves_float32
 
 pytestmark = pytest.mark.timeout(900)
@@ -58,11 +59,10 @@ def test_decode_goes_on_from_prefills_state(
     assert [answer["tokens"] for answer in answers] == expected
     # Prefill does not see the last token: its state would be one too far. A prompt of one token is decode's own.
     assert second.call("metric", "vllm:kvferry_read") == sum(length > 1 for length in lengths)
-    # The state is prefill's: another prompt with the same last token is continued as prefill's.
-    other = prompt(1, lengths[-1])
-    other[-1] = prompts[-1][-1]
-    [again] = first.generate(request(prompts[-1], 1, PREFILL))
-    assert second.generate(request(other, 12, again["params"]))[0]["tokens"] == expected[-1]
+    # The state is prefill's, which took the prompt for another one.
+    tokens = prompt(1, lengths[-1])
+    params, other = computed_as_another(first, tokens)
+    assert said(second.generate(request(tokens, 12, params))) == alone(first, [other])
     # The rest of a prompt that decode has in part; and a prompt that goes on after what prefill has computed.
     [longer] = first.generate(request(prompts[-1], 1, PREFILL))
     [answer] = second.generate(request([*prompts[-1], 7, 8, 9], 12, longer["params"]))
@@ -82,11 +82,10 @@ def test_gated_delta_nets(pair: Callable[..., tuple[Node, Node]], tmp_path: Path
         [offered] = first.generate(request(tokens, 1, PREFILL))
         assert second.generate(request(tokens, 12, offered["params"]))[0]["tokens"] == expected
     assert second.call("metric", "vllm:kvferry_read") == len(prompts)
-    # The state is prefill's: another prompt with the same last token is continued as prefill's.
-    other = prompt(1, len(prompts[-1]))
-    other[-1] = prompts[-1][-1]
-    [again] = first.generate(request(prompts[-1], 1, PREFILL))
-    assert second.generate(request(other, 12, again["params"]))[0]["tokens"] == expected
+    # The state is prefill's, which took the prompt for another one.
+    tokens = prompt(1, len(prompts[-1]))
+    params, other = computed_as_another(first, tokens)
+    assert said(second.generate(request(tokens, 12, params))) == alone(first, [other])
 
 
 def test_latent_attention(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
@@ -111,13 +110,14 @@ def test_latent_attention(pair: Callable[..., tuple[Node, Node]], tmp_path: Path
         if first.call("metric", "vllm:prefix_cache_hits"):
             assert answers[-1] == expected["tokens"]
     assert second.call("metric", "vllm:kvferry_read") == len(prompts)
-    # The cache is prefill's: another prompt with the same last token is continued alike.
-    other = prompt(1, len(prompts[-1]))
-    other[-1] = prompts[-1][-1]
-    [again] = first.generate(request(prompts[-1], 1, PREFILL))
-    assert second.generate(request(other, 12, again["params"]))[0]["tokens"] == answers[-1]
-    # And not as without it.
-    assert first.generate(request(other))[0]["tokens"] != answers[-1]
+    # The cache is prefill's, which took the prompt for another one: decode continues both alike.
+    tokens = prompt(1, len(prompts[-1]))
+    params, other = computed_as_another(first, tokens)
+    [again] = first.generate(request(other, 1, PREFILL))
+    assert said(second.generate(request(tokens, 12, params))) == said(
+        second.generate(request(other, 12, again["params"]))
+    )
+    assert second.call("metric", "vllm:kvferry_read") == len(prompts) + 2
 
 
 def test_windows_that_begin_with_a_block(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:

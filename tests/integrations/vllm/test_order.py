@@ -27,7 +27,7 @@ from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
 from kvferry.testing import Fabric
-from tests.integrations.vllm.played_setup import BLOCKS, GROUP, RANKS, TOKENS, setup_of, to_read
+from tests.integrations.vllm.played_setup import BLOCKS, GROUP, RANKS, TOKENS, of_text, setup_of, to_read
 from tests.support.waiting import until
 
 
@@ -129,6 +129,7 @@ class Prefill:
             num_output_tokens=1,
             all_token_ids=range(prompt + 1),
             max_tokens=2,
+            **of_text(range(prompt)),
         )
         self.scheduler.on_new_request(found)
         return found

@@ -97,3 +97,30 @@ def test_a_state_is_not_published_once_drafts_may_have_moved_it(answer: int, *, 
     assert (prefill.finish(request) is not None) == (not drafts or answer == 1)
     prefill.release(prefill.port.number, outcome=ReleaseOutcome.ABORTED)
     prefill.check_freed()
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_prompt_is_marked_with_the_first_blocks_and_what_was_generated_with_the_last(
+    prefill: Prefill, *, routed: bool
+) -> None:
+    """Decode knows with the first part of a prompt whether it is its own."""
+    unrouted: dict[str, Any] = {} if routed else {"kvferry_reference": None}
+    request = prefill.request("r", 10, **unrouted)
+    request.all_token_ids = list(range(13))
+    for count in (5, 5, 1, 1):
+        prefill.run(request, count)
+    request.num_tokens, request.num_output_tokens = 12, 2
+    assert prefill.finish(request)
+    # The publication has 12 tokens: what was computed of the 13.
+    assert prefill.port.ends == ([(10,), (), (10, 12)] if routed else [(10, 12)])
+    prefill.release(1)
+
+
+def test_a_publication_whose_blocks_come_later_is_marked_at_once(prefill: Prefill) -> None:
+    request = prefill.request("r", 6, kvferry_reference=None)
+    step = prefill.step((request, 6))
+    assert prefill.finish(request)
+    assert prefill.port.ends == [(6,)]
+    prefill.ended(step)
+    assert prefill.port.take()[-1] == ("more", {"full": (0, 6)}, "last", 1)
+    prefill.release(1)

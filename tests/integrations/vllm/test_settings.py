@@ -34,13 +34,14 @@ def test_every_option_of_a_client_can_be_set(tmp_path: Path) -> None:
             "nixl": {"reading_agents": 2, "chunk_bytes": 1 << 20, "ucx_tls": "tcp"},
             "staging": {"path": "staged", "slots": 3, "costs": {"descriptor": 1e-6}},
             "integrity": {"mode": "sampled", "rate": 0.5},
+            "prompt_check": "require",
         }
     )
     assert settings.tls == tls
     assert (settings.nixl.reading_agents, settings.nixl.ucx_tls) == (2, "tcp")
     assert settings.staging.costs is not None
     assert (settings.staging.path, settings.staging.costs.descriptor) == ("staged", 1e-6)
-    assert settings.integrity.share == 0.5
+    assert (settings.integrity.share, settings.prompt_check) == (0.5, "require")
     assert (settings.allowed_homes, settings.read_timeout, settings.max_waiting) == (("10.0.*",), 30.0, 7)
     settings.client().close()
 
@@ -60,6 +61,7 @@ def test_every_option_of_a_client_can_be_set(tmp_path: Path) -> None:
         ({"staging": {"path": "fast"}}, "staging.path", "auto, direct or staged"),
         ({"staging": {"costs": {"byte": "cheap"}}}, "staging.costs", "Costs"),
         ({"integrity": {"mode": True}}, "integrity.mode", "off, sampled or full"),
+        ({"prompt_check": "on"}, "prompt_check", "'require', 'compare' or 'off'"),
         ({"tls": {"cert": "/c.pem"}}, "tls.tls_key", "a file"),
         ({"tls": {"ca": 1}}, "tls.ca", "the name of a file"),
         ({"max_waiting": 0}, "max_waiting", "at least 1"),

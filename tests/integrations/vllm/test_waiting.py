@@ -6,7 +6,6 @@ vLLM asks for each in each of its steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, Client, EngineSession, EngineSpec, router_reference
-from kvferry.integrations.vllm.params import REFERENCE
 from kvferry.integrations.vllm.scheduler import LEAST_TIME, ConnectorScheduler
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_setup import BLOCKS, GROUP, TOKENS, setup_of, to_read
@@ -162,11 +160,8 @@ def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: py
     scheduler = ConnectorScheduler(setup, now=lambda: at[0])
     asked: list[float] = []
     monkeypatch.setattr(scheduler._port, "acquire", lambda *_, timeout, **__: asked.append(timeout))
-    params = {"do_remote_prefill": True, REFERENCE: router_reference(fabric.address, "prefill")}
-    samples: list[Any] = [
-        SimpleNamespace(request_id=f"{index}_r", kv_transfer_params=params, num_computed_tokens=0, num_tokens=9)
-        for index in range(3)
-    ]
+    reference = router_reference(fabric.address, "prefill")
+    samples = [to_read(reference, 9, f"{index}_r") for index in range(3)]
     for sample in samples:
         scheduler.on_new_request(sample)
     assert [scheduler.matched_tokens(sample, 0) for sample in samples[1:]] == [(None, False)] * 2

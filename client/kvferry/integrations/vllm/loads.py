@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry._prompt import Prompt
 from kvferry.errors import KvferryError
 
 
@@ -15,6 +16,7 @@ class Load:
         reference: reference of the publication to read.
         until: when its time to read ends, on the scheduler's clock.
         traceparent: of the trace that it belongs to; empty: none.
+        prompt: its prompt, once it is to be read and not to follow.
         follows: another request of the same reference is read, and this one waits to find its blocks in vLLM's prefix
             cache; no lease is acquired for it.
         found: it follows, and the blocks are there.
@@ -23,13 +25,14 @@ class Load:
         reading: it has blocks, and the workers are reading into them.
         aborted: vLLM has aborted it.
         failed: its read has failed, and vLLM is being told.
-        refused: the error with which the read was refused; vLLM is told of it like of a failed read, which it can only
-            be after it has allocated blocks.
+        error: with which the read was refused, or has failed; vLLM is told of both alike, which it can only be after it
+            has allocated blocks.
     """
 
     reference: str = field(repr=False)
     until: float
     traceparent: str = ""
+    prompt: Prompt = Prompt.unknown
     follows: bool = False
     found: bool = False
     waits: bool = False
@@ -37,7 +40,7 @@ class Load:
     reading: bool = False
     aborted: bool = False
     failed: bool = False
-    refused: KvferryError | None = None
+    error: KvferryError | None = None
 
 
 class Loads:

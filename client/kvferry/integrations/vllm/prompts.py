@@ -4,6 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry._prompt import Prompt, PromptInput
+from kvferry.errors import InvalidField
+
+
+def prompt_of(request: Any, *, names_inputs: bool) -> Prompt:
+    """Return what the KV cache of a request's prompt is computed from; unknown, if embeddings are part of it. The salt
+    of the prefix cache is none of it.
+
+    Called when the request arrives: the tokens are hashed then, and not in the step that needs them.
+
+    Args:
+        request: the request, shortened if it will be.
+        names_inputs: see `Setup`.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return Prompt.unknown
+    inputs = (
+        PromptInput(each.mm_position.offset, each.mm_position.length, each.identifier if names_inputs else "")
+        for each in request.mm_features
+    )
+    # Its number and its path differ from server to server.
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    try:
+        return Prompt(request.prompt_token_ids, adapter=adapter, inputs=inputs)
+    except InvalidField:
+        # Without a tokenizer, vLLM takes negative token ids, too.
+        return Prompt.unknown
+
+
+def published_prompt(request: Any, prompt: Prompt, tokens: int, *, names_inputs: bool) -> Prompt:
+    """Return the prompt of a finished request, with what was generated of its first `tokens` tokens.
+
+    Args:
+        request: the request.
+        prompt: its prompt when it arrived.
+        tokens: how many of its tokens are published.
+        names_inputs: see `Setup`.
+    """
+    if not prompt:
+        return prompt
+    if len(prompt) != request.num_prompt_tokens:
+        # That of a session has grown since, perhaps by images.
+        prompt = prompt_of(request, names_inputs=names_inputs)
+    generated = request.all_token_ids[len(prompt) : tokens]
+    return prompt.followed_by(generated) if generated else prompt
+
 
 def shorten(request: Any, tokens: int) -> None:
     """Take tokens off the end of a prompt that is prefilled for another engine, which computes them itself.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvferry._control.publications import Publication
+from kvferry._prompt import Prompt
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
@@ -22,6 +23,7 @@ class _HeldBack(NamedTuple):
     publication: Publication
     blocks: Mapping[str, Blocks]
     payload: bytes
+    prompt: Prompt
 
 
 class Summed(NamedTuple):
@@ -88,11 +90,12 @@ class ComputedPublishing:
         blocks: Mapping[str, Blocks],
         traceparent: str = "",
         *,
+        prompt: Prompt,
         reference: str = "",
         payload: bytes = b"",
     ) -> Publication:
         """Publish a finished request as soon as it is computed, under a router's reference if there is one. The payload
-        goes with the last blocks. Errors as `SchedulerPort.publish`."""
+        goes with the last blocks, the marks of the prompt with the first. Errors as `SchedulerPort.publish`."""
         step = self._scheduled.pop(request_id, self._step)
         now = step <= min(self._computed.values())
         publication = self._port.publish(
@@ -103,22 +106,25 @@ class ComputedPublishing:
             checksums=self._checksums,
             traceparent=traceparent,
             reference=reference,
+            prompt=prompt,
         )
         if now:
             self._sums.append(Summed(publication.number, blocks))
         else:
-            self._held.append(_HeldBack(step, publication, blocks, payload))
+            self._held.append(_HeldBack(step, publication, blocks, payload, prompt))
         return publication
 
-    def complete(self, publication: Publication, blocks: Mapping[str, Blocks], payload: bytes = b"") -> None:
+    def complete(
+        self, publication: Publication, blocks: Mapping[str, Blocks], payload: bytes = b"", *, prompt: Prompt
+    ) -> None:
         """Publish the last blocks of a finished request as soon as they are computed. Errors as
         `SchedulerPort.publish_more`."""
         step = self._scheduled.pop(publication.request_id, self._step)
         if step <= min(self._computed.values()):
-            self._port.publish_more(publication, blocks, last=True, payload=payload)
+            self._port.publish_more(publication, blocks, last=True, payload=payload, prompt=prompt)
             self._sums.append(Summed(publication.number, blocks))
         else:
-            self._held.append(_HeldBack(step, publication, blocks, payload))
+            self._held.append(_HeldBack(step, publication, blocks, payload, prompt))
 
     def computed(self, steps: Mapping[int, int]) -> None:
         """Take the last step that each of some ranks has computed, and publish what was held until then."""
@@ -129,7 +135,9 @@ class ComputedPublishing:
         while self._held and self._held[0].step <= everywhere:
             held = self._held.popleft()
             try:
-                self._port.publish_more(held.publication, held.blocks, last=True, payload=held.payload)
+                self._port.publish_more(
+                    held.publication, held.blocks, last=True, payload=held.payload, prompt=held.prompt
+                )
                 self._sums.append(Summed(held.publication.number, held.blocks))
             except KvferryError as error:
                 # Released in the meantime, or its blocks were refused: nobody can read it, and `released` has it.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from vllm.v1.request import RequestStatus
 
 from kvferry._control.publications import Publication
+from kvferry._prompt import Prompt
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
@@ -46,6 +47,7 @@ class Routed:
     Attributes:
         request: vLLM's request.
         reference: the router's reference.
+        prompt: its prompt.
         traceparent: of the trace that it belongs to; empty: none.
         publication: what its first part was published as; None: nothing is published yet.
         held: the blocks that are published or will be soon; None: vLLM cannot hold them for us.
@@ -58,6 +60,7 @@ class Routed:
 
     request: Any
     reference: str = field(repr=False)
+    prompt: Prompt
     traceparent: str = ""
     publication: Publication | None = None
     held: BlockHold | None = None
@@ -144,9 +147,9 @@ class RoutedPublishing:
         """Whether parts wait for the end of a step."""
         return bool(self._parted)
 
-    def expect(self, request: Any, reference: str, traceparent: str) -> None:
+    def expect(self, request: Any, reference: str, prompt: Prompt, traceparent: str) -> None:
         """Note that a request that has arrived is to be published under a router's reference."""
-        routed = Routed(request, reference, traceparent)
+        routed = Routed(request, reference, prompt, traceparent)
         # The prompt of a session grows, and its last tokens are computed again.
         routed.closed = self._block_ids is None or bool(getattr(request, "resumable", False))
         # A sample may come when the first one has ended.
@@ -312,6 +315,7 @@ class RoutedPublishing:
                     checksums=self._checksums,
                     traceparent=routed.traceparent,
                     reference=routed.reference,
+                    prompt=routed.prompt,
                 )
                 self.keep(routed, routed.publication)
                 self._by_publication[routed.publication.number] = routed

@@ -11,11 +11,12 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.vllm.failures import log_failure
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
 from kvferry.integrations.vllm.loads import Load, Loads
 from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
+from kvferry.integrations.vllm.prompts import prompt_of
 from kvferry.integrations.vllm.routed import BlockIds
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
@@ -104,7 +105,7 @@ class ConnectorScheduler:
             # released after its first read.
             load.follows = True
             return
-        self._lead(request_id, load)
+        self._lead(request, load)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` will be read, or None if that is not known yet, and whether
@@ -136,12 +137,12 @@ class ConnectorScheduler:
                 self._loads.pop(request_id)
                 return 0, False
             load.follows = False
-            self._lead(request_id, load)
+            self._lead(request, load)
         if self._turns.waits(request_id):
             return None
         load.computed = computed
         offered = request.num_tokens
-        if load.refused is None:
+        if load.error is None:
             try:
                 offer = self._port.granted(request_id)
             except KvferryError as error:
@@ -179,16 +180,16 @@ class ConnectorScheduler:
         tokens = (load.computed, load.computed + count)
         blocks = self._setup.wanted(block_ids, tokens)
         load.reading = True
-        if load.refused is None:
+        if load.error is None:
             try:
                 self._starts.append(self._port.attach(request_id, blocks, tokens))
                 return
             except KvferryError as error:
                 # Its lease has ended, or the blocks were refused, so it will not be read.
-                load.refused = error
+                load.error = error
                 self._port.cancel(request_id)
         lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
-        self._ends.append(ReadEnd(request_id, "", load.refused, True, 0, b"", 0, lost))
+        self._ends.append(ReadEnd(request_id, "", load.error, True, 0, b"", 0, lost))
 
     # The end of a request, in prefill and decode.
 
@@ -344,8 +345,14 @@ class ConnectorScheduler:
             )
         self._decline_reference(reference)
 
-    def _lead(self, request_id: str, load: Load) -> None:
-        """Acquire the publication of a request, which others of the same reference then follow, when it is its turn."""
+    def _lead(self, request: Any, load: Load) -> None:
+        """Acquire the publication of a request, which others of the same reference then follow, when it is its turn.
+
+        Its prompt is all that it has: it reads before vLLM computes anything of it, and never again, also if it is
+        preempted with what it has generated.
+        """
+        request_id = request.request_id
+        load.prompt = prompt_of(request, names_inputs=self._setup.names_inputs)
         self._loads.lead(request_id, load)
         self._turns.add(request_id, load.reference)
         self._ask_next()
@@ -372,6 +379,7 @@ class ConnectorScheduler:
                 # Of the time since its arrival: it may have followed a request that waited in vain.
                 timeout=max(min(LEAST_TIME, self._setup.settings.read_timeout), load.until - self._now()),
                 traceparent=load.traceparent,
+                prompt=load.prompt,
             )
         except KvferryError as error:
             self._refuse(request_id, error)
@@ -398,7 +406,7 @@ class ConnectorScheduler:
 
     def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
         """Give up a request of which vLLM has all that could be read; return what `matched_tokens` does then."""
-        if load.refused is None and not load.follows:
+        if load.error is None and not load.follows:
             self._has(load.reference)
         self._decline(request_id)
         return 0, False
@@ -414,8 +422,9 @@ class ConnectorScheduler:
         self._give_back(load)
 
     def _give_back(self, load: Load) -> None:
-        """Tell the source's home that nobody will read a publication, unless another request here still may."""
-        if not self._loads.any_of(load.reference):
+        """Tell the source's home that nobody will read a publication, unless another request here still may, or it is
+        of another prompt: its own reader may still come."""
+        if not isinstance(load.error, PromptMismatch) and not self._loads.any_of(load.reference):
             self._decline_reference(load.reference)
 
     def _decline_reference(self, reference: str) -> None:
@@ -427,7 +436,7 @@ class ConnectorScheduler:
     def _refuse(self, request_id: str, error: KvferryError) -> None:
         """Handle a request that will not be granted: vLLM is told as soon as it has allocated blocks."""
         self._turns.end(request_id)
-        self._loads[request_id].refused = error
+        self._loads[request_id].error = error
 
     def _read_ended(self, end: ReadEnd, metadata: StepMetadata) -> None:
         request_id = end.request_id
@@ -436,7 +445,8 @@ class ConnectorScheduler:
         if end.error is None:
             self._read(end)
             return
-        self._stats.read_ended(end, granted=load.refused is None)
+        self._stats.read_ended(end, granted=load.error is None)
+        load.error = end.error
         self._led(request_id)
         log_failure(end, load.reference, self._setup.spec.engine_id, aborted=load.aborted)
         load.failed = True

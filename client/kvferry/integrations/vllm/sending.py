@@ -9,13 +9,14 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._prompt import Prompt
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
 from kvferry.integrations.vllm.block_hold import Holds
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
-from kvferry.integrations.vllm.prompts import shorten
+from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
 from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
 from kvferry.integrations.vllm.routed import BlockIds, Routed, RoutedPublishing
 from kvferry.integrations.vllm.setup import Setup
@@ -54,6 +55,8 @@ class Sending:
         """Requests whose blocks vLLM keeps until they are released, by the numbers of their publications: a client may
         use a request_id again while blocks are held for it here."""
         self._published = Siblings()
+        self._prompts: dict[str, Prompt] = {}
+        """The prompts of the requests that will be published, until they finish."""
         self._warned = False
 
     @property
@@ -92,8 +95,9 @@ class Sending:
         self._publishing.expect(request.request_id)
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
+        prompt = self._prompts[request.request_id] = prompt_of(request, names_inputs=self._setup.names_inputs)
         if reference:
-            self._routed.expect(request, reference, traceparent_of(request))
+            self._routed.expect(request, reference, prompt, traceparent_of(request))
 
     def begin(self, scheduled: Mapping[str, int]) -> int:
         """Begin a step in which so many tokens of requests are computed; return its number, from 1."""
@@ -109,6 +113,7 @@ class Sending:
         """
         request_id = request.request_id
         follows, routed = self._routed.follows(request_id), self._routed.take(request_id)
+        arrived = self._prompts.pop(request_id, Prompt.unknown)
         # The last token was sampled, and its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         asked = asks_to_publish(request) and self._setup.serves
@@ -122,7 +127,8 @@ class Sending:
             return self._not_published(request_id, routed), None
         try:
             blocks = self._setup.published(block_ids, tokens)
-            publication = self._publish(request, blocks, routed, self._first_token(request, tokens))
+            prompt = published_prompt(request, arrived, tokens, names_inputs=self._setup.names_inputs)
+            publication = self._publish(request, blocks, routed, self._first_token(request, tokens), prompt)
         except KvferryError as error:
             logger.warning("request %r could not be published: %s", request_id, error)
             return self._not_published(request_id, routed, decline=not isinstance(error, RouterKeyUsed)), None
@@ -186,20 +192,27 @@ class Sending:
                 logger.info("could not decline a reference: %s", error)
 
     def _publish(
-        self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None, payload: bytes
+        self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None, payload: bytes, prompt: Prompt
     ) -> Publication | None:
         """Publish a finished request, or the rest of it; None: its publication was withdrawn."""
         if routed is not None and routed.withdrawn:
             return None
         if routed is None:
-            publication = self._publishing.publish(request.request_id, blocks, traceparent_of(request), payload=payload)
+            publication = self._publishing.publish(
+                request.request_id, blocks, traceparent_of(request), prompt=prompt, payload=payload
+            )
         else:
             rest = self._routed.rest(routed, blocks)
             if routed.publication is not None:
-                self._publishing.complete(routed.publication, rest, payload)
+                self._publishing.complete(routed.publication, rest, payload, prompt=prompt)
                 return routed.publication
             publication = self._publishing.publish(
-                request.request_id, rest, routed.traceparent, reference=routed.reference, payload=payload
+                request.request_id,
+                rest,
+                routed.traceparent,
+                prompt=prompt,
+                reference=routed.reference,
+                payload=payload,
             )
         self._count("published")
         return publication

@@ -15,6 +15,7 @@ from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client
 from kvferry._control.judgement import confirmed
+from kvferry._control.right_prompt import checked_prompts
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
@@ -66,7 +67,7 @@ class ConnectorSettings:
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
         integrity: whether published blocks are summed, and blocks that were read are compared with the sums.
-        confirm: "before" or "after": see `Client`.
+        confirm, prompt_check: see `Client`.
         self_check: whether each rank checks at its start that vLLM writes where the planes say. If False, only layouts
             that the tests have shown are served.
         traces: whether the spans of reads are recorded with OpenTelemetry, by the tracer provider of each process: see
@@ -86,6 +87,7 @@ class ConnectorSettings:
     staging: StagingOptions = field(default_factory=StagingOptions)
     integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
     confirm: str = "before"
+    prompt_check: str = "compare"
     self_check: bool = True
     traces: bool = False
 
@@ -105,6 +107,7 @@ class ConnectorSettings:
             ("start_timeout", arguments.seconds("start_timeout", self.start_timeout)),
             ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
             ("confirm", confirmed(self.confirm).value),
+            ("prompt_check", checked_prompts(self.prompt_check).value),
             ("self_check", arguments.flag("self_check", self.self_check)),
             ("traces", arguments.flag("traces", self.traces)),
         ):
@@ -156,6 +159,7 @@ class ConnectorSettings:
             staging=self.staging,
             integrity=self.integrity,
             confirm=self.confirm,
+            prompt_check=self.prompt_check,
         )
 
 

@@ -36,6 +36,8 @@ class Setup:
         serves, reads: whether other engines read from it, and whether it reads from others.
         drains: whether vLLM waits for its work when it is told to end (``--shutdown-timeout``).
         depth: how many steps vLLM has under way at once; None: it runs them together with other data-parallel ranks.
+        names_inputs: whether images and other inputs have names that another engine gives them, too: hashes of their
+            content, or the client's own. vLLM numbers them if it caches neither prefixes nor processed inputs.
     """
 
     spec: EngineSpec
@@ -49,6 +51,7 @@ class Setup:
     reads: bool
     drains: bool
     depth: int | None
+    names_inputs: bool
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -75,6 +78,7 @@ class Setup:
             reads=role != "prefill",
             drains=bool(getattr(vllm_config, "shutdown_timeout", 0)),
             depth=vllm_config.max_concurrent_batches if parallel.data_parallel_size == 1 else None,
+            names_inputs=_names_inputs(vllm_config),
         )
 
     @property
@@ -132,6 +136,12 @@ class Setup:
         if not complete:
             return readable_later(self.tables, offered, limit)
         return readable(self.tables, offered, computed, limit)
+
+
+def _names_inputs(vllm_config: Any) -> bool:
+    # vllm/renderers/base.py, `_process_mm_uuids` (0.32.0).
+    inputs = vllm_config.model_config.multimodal_config
+    return inputs is None or bool(vllm_config.cache_config.enable_prefix_caching or inputs.mm_processor_cache_gb > 0)
 
 
 def _identity(vllm_config: Any) -> dict[str, str]:

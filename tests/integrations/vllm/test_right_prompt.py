@@ -1,0 +1,135 @@
+"""A publication is of another prompt than the request that reads it: what becomes of both.
+
+The home and the connector's scheduler are real, vLLM's steps are played. With real engines: test_prompt_marks.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry import Blocks, Client, EngineSession, EngineSpec, Prompt, router_reference
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
+from kvferry.integrations.vllm.stats import REASONS
+from kvferry.testing import Fabric
+from tests.integrations.vllm.played_setup import BLOCKS, GROUP, TOKENS, setup_of, to_read
+from tests.support.waiting import until
+
+LENGTH = 2 * TOKENS + 1
+OTHER = Prompt(range(100, 100 + LENGTH))
+THEIRS = {"0": Blocks([1, 2, 3], 0, LENGTH)}
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric() as made:
+        yield made
+
+
+@pytest.fixture
+def decode(fabric: Fabric) -> Iterator[Callable[..., ConnectorScheduler]]:
+    made: list[ConnectorScheduler] = []
+
+    def make(**options: Any) -> ConnectorScheduler:
+        setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True, **options)
+        made.append(ConnectorScheduler(setup))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+
+
+def prefill(client: Client) -> EngineSession:
+    """An engine that publishes."""
+    memory = {"l": torch.zeros((BLOCKS, TOKENS, 16), dtype=torch.uint8)}
+    return client.register_cache(EngineSpec("prefill", (GROUP,)), tensors=memory).session
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["after-prefill", "both-at-once"])
+def test_it_is_refused_before_a_byte_moves_and_stays_for_its_own_reader(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler], caplog: pytest.LogCaptureFixture, *, routed: bool
+) -> None:
+    scheduler = decode()
+    with fabric.client() as client:
+        source = prefill(client)
+        reference = router_reference(fabric.address, "prefill") if routed else ""
+        made = source.publish(
+            "theirs",
+            THEIRS if not routed else {"0": Blocks([1], 0, TOKENS)},
+            last=not routed,
+            reference=reference,
+            prompt=OTHER,
+        )
+        reader = to_read(reference or made.reference, LENGTH)
+        scheduler.on_new_request(reader)
+        # vLLM can only be told once it has allocated blocks.
+        until(lambda: scheduler.matched_tokens(reader, 0) == (LENGTH, True))
+        scheduler.allocated("reader", ([4, 5, 6],), LENGTH)
+        metadata = scheduler.step({})
+        assert (metadata.starts, metadata.received, metadata.lost) == ([], {"reader"}, {4, 5, 6})
+        [line] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert line.levelno == logging.ERROR
+        assert all(part in line.getMessage() for part in ("PromptMismatch", "router", "'reader'", "'theirs'"))
+        stats = scheduler.take_stats()
+        assert stats is not None
+        assert stats.data[REASONS] == {"PromptMismatch": 1}
+        # vLLM computes it, and nobody here reads the publication.
+        scheduler.told({"reader"})
+        scheduler.step({})
+        assert made.number not in [release.publication for release in source.released()]
+        if routed:
+            source.publish_more(made, {"0": Blocks([2, 3], TOKENS, LENGTH)}, last=True, prompt=OTHER)
+        own = to_read(reference or made.reference, LENGTH, "own")
+        own.prompt_token_ids = list(range(100, 100 + LENGTH))
+        scheduler.on_new_request(own)
+        until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
+
+
+def test_what_vllm_has_itself_is_not_declined_if_it_is_another_prompts(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    """Its reference says so already."""
+    scheduler = decode()
+    with fabric.client() as client:
+        source = prefill(client)
+        made = source.publish("theirs", THEIRS, prompt=OTHER)
+        reader = to_read(made.reference, LENGTH)
+        scheduler.on_new_request(reader)
+        until(lambda: "reader" in scheduler._port.news())
+        assert scheduler.matched_tokens(reader, 0) == (LENGTH, True)
+        assert scheduler.matched_tokens(reader, LENGTH - 1) == (0, False)
+        own = to_read(made.reference, LENGTH, "own")
+        own.prompt_token_ids = list(range(100, 100 + LENGTH))
+        scheduler.on_new_request(own)
+        until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
+
+
+@pytest.mark.parametrize(("check", "read"), [("compare", True), ("require", False), ("off", True)])
+def test_a_source_that_marks_nothing(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler], *, check: str, read: bool
+) -> None:
+    scheduler = decode(prompt_check=check)
+    with fabric.client() as client:
+        made = prefill(client).publish("theirs", THEIRS)
+        reader = to_read(made.reference, LENGTH)
+        scheduler.on_new_request(reader)
+        until(lambda: scheduler.matched_tokens(reader, 0) != (None, False))
+        scheduler.matched_tokens(reader, 0)
+        scheduler.allocated("reader", ([4, 5, 6],), LENGTH - 1)
+        assert bool(scheduler.step({}).starts) == read
+
+
+def test_a_client_that_compares_nothing_takes_what_it_is_given(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    scheduler = decode(prompt_check="off")
+    with fabric.client() as client:
+        made = prefill(client).publish("theirs", THEIRS, prompt=OTHER)
+        reader = to_read(made.reference, LENGTH)
+        scheduler.on_new_request(reader)
+        until(lambda: scheduler.matched_tokens(reader, 0) == (LENGTH - 1, True))
