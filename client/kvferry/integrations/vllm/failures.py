@@ -6,14 +6,13 @@ import logging
 
 from kvferry._wire.reference import parse_reference
 from kvferry.engine import ReadEnd
-from kvferry.errors import KvferryError, PromptMismatch
+from kvferry.errors import KvferryError
 
 logger = logging.getLogger(__name__)
 
 
 def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) -> None:
-    """Log a failed read in one line, with the names by which the source's log calls it and no secret. One of another
-    prompt is an error, since somebody has confused two requests.
+    """Log a failed read in one line, with the names by which the source's log calls it and no secret.
 
     Args:
         end: how it ended.
@@ -35,7 +34,7 @@ def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) 
             named = "a publication that has not come"
         source = f"{named}, engine {_shown(known.engine_id)} at {_shown(known.home)}"
     how = "was cancelled" if aborted else "failed" if end.read_id else "will not be read"
-    log = logger.info if aborted else logger.error if isinstance(end.error, PromptMismatch) else logger.warning
+    log = logger.info if aborted else logger.warning
     log("%s, engine %s, %s: %s: %s; source: %s", read, engine_id, how, type(end.error).__name__, end.error, source)
 
 
