@@ -126,6 +126,7 @@ def end_of(read: SchedulerRead) -> ReadEnd:
         staged_bytes=sum(share.staged_bytes for share in shares),
         verified=sum(share.verified for share in shares),
         unverified=sum(share.unverified for share in shares),
+        prompt=read.request.prompt.found,
     )
 
 

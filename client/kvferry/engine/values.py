@@ -273,6 +273,7 @@ class ReadEnd:
         source: what was read; None: no home has granted it.
         times: how long its stages took, for metrics.
         descriptors, staged_bytes, verified, unverified: of all ranks; see `ShareWork`.
+        prompt: whether the source has marked the same prompt; see `ReadStats.prompts`.
     """
 
     request_id: str
@@ -290,6 +291,7 @@ class ReadEnd:
     staged_bytes: int = 0
     verified: int = 0
     unverified: int = 0
+    prompt: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True)

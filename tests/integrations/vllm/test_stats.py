@@ -55,9 +55,12 @@ def test_what_vllm_writes_when_an_engine_dies_has_no_secret(*, nested: bool) -> 
     assert "secret" not in dumped
 
 
-def ended(error: KvferryError | None = None, handshake: float = 0.0, size: int = 1 << 20) -> ReadEnd:
+def ended(
+    error: KvferryError | None = None, handshake: float = 0.0, size: int = 1 << 20, prompt: str = "matched"
+) -> ReadEnd:
     times = ReadTimes(wait=0.2, grant=0.001, attach=0.003, handshake=handshake, move=0.04, judge=0.002)
-    return ReadEnd("r", "id", error, True, 1, b"", size, times=times, descriptors=40, staged_bytes=size // 4)
+    work: dict[str, Any] = {"descriptors": 40, "staged_bytes": size // 4}
+    return ReadEnd("r", "id", error, True, 1, b"", size, times=times, prompt=prompt, **work)
 
 
 def stats_of(*ends: ReadEnd, granted: bool = True) -> KvferryStats:
@@ -75,7 +78,7 @@ def over_the_wire(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_counts_of_several_engines_and_intervals_add_up() -> None:
-    one = stats_of(ended(handshake=0.5), ended(), ended(TransferExpired("late", read_id="id")))
+    one = stats_of(ended(handshake=0.5), ended(prompt="unmarked"), ended(TransferExpired("late", read_id="id")))
     two = stats_of(ended(), ended(TransferExpired("late", read_id="id")), ended(TransferCancelled("no", read_id="id")))
     two.aggregate(stats_of(ended(Unreachable("gone", address="a:1")), granted=False))
     kept = over_the_wire(two.to_dict())
@@ -91,6 +94,7 @@ def test_counts_of_several_engines_and_intervals_add_up() -> None:
         "cancelled": 1,
         "verified_blocks": 0,
         "unverified_blocks": 0,
+        "unmarked": 1,
     }
     assert total.data[REASONS] == {"TransferExpired": 2, "Unreachable": 1}
     assert total.data["staged"] == [0.25] * 3

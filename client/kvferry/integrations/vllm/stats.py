@@ -24,6 +24,7 @@ COUNTERS = {
     "cancelled": "Reads of requests that were aborted.",
     "verified_blocks": "Heads of blocks that were compared with the source's sums, and equal.",
     "unverified_blocks": "Heads of blocks that integrity mode has not compared.",
+    "unmarked": "Requests read that no mark has shown to be of their prompt.",
 }
 REASONS = "reasons"
 """Failed and refused reads by the class of their error, ``vllm:kvferry_failures_total``."""
@@ -101,9 +102,13 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
         else:
             self.count("read")
             self.count("bytes", end.bytes)
-            for name, blocks in (("verified_blocks", end.verified), ("unverified_blocks", end.unverified)):
-                if blocks:
-                    self.count(name, blocks)
+            for name, by in (
+                ("verified_blocks", end.verified),
+                ("unverified_blocks", end.unverified),
+                ("unmarked", int(end.prompt != "matched")),
+            ):
+                if by:
+                    self.count(name, by)
             self._measured(end)
 
     def _measured(self, end: ReadEnd) -> None:
