@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry import EmbeddedServer
-from tests.support.vllm_engines import PREFILL, Node, kvferry, make_model, prompt, request
+from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
+from tests.support.vllm_requests import alone, computed_as_another, offered, said
 
 BLOCK = 32
 LENGTHS = (31, 64, 100, 257)
@@ -41,13 +42,12 @@ def engines(node: EmbeddedServer, device: str, tmp_path: Path) -> Iterator[list[
 
 @pytest.mark.timeout(900)
 def test_decode_says_what_prefill_says(engines: list[Node]) -> None:
-    """One request at a time, since the rounding of bfloat16 depends on the batch. With another prompt of the same last
-    token, decode still says what prefill says: it reads the cache, and computes nothing of the prompt itself."""
+    """One request at a time, since the rounding of bfloat16 depends on the batch. Where prefill takes a prompt for
+    another one, decode goes on from that: it reads the cache, and computes nothing of the prompt itself."""
     prefill, decode = engines
     for seed, length in enumerate(LENGTHS):
-        tokens = prompt(seed, length)
-        (alone,) = prefill.generate(request(tokens))
-        for asked in (tokens, [*prompt(100 + seed, length - 1), tokens[-1]]):
-            (offer,) = prefill.generate(request(tokens, 1, PREFILL))
-            (answer,) = decode.generate(request(asked, params=offer["params"]))
-            assert (answer["tokens"], answer["finish"]) == (alone["tokens"], "length")
+        tokens, mistaken = prompt(seed, length), prompt(100 + seed, length)
+        expected = alone(prefill, [tokens])
+        assert said(decode.generate(request(tokens, 12, *offered(prefill, [tokens])))) == expected
+        params, other = computed_as_another(prefill, mistaken)
+        assert said(decode.generate(request(mistaken, 12, params))) == alone(prefill, [other])

@@ -186,7 +186,6 @@ def make_predicting_model(folder: Path, *, vocabulary: int, layers: int = 4) -> 
 def make_adapter(folder: Path, *, layers: int, rank: int = 8) -> Path:
     """A LoRA adapter for a model of `tests.support.vllm_engines.make_model`, which changes what it says."""
     import torch
-    from safetensors.torch import save_file
 
     torch.manual_seed(2)
     folder.mkdir()
@@ -196,7 +195,7 @@ def make_adapter(folder: Path, *, layers: int, rank: int = 8) -> Path:
         for projection in "qv":
             weights[name.format(layer, projection, "A")] = _random(rank, HIDDEN)
             weights[name.format(layer, projection, "B")] = _random(HEADS * HEAD_DIM, rank)
-    save_file(weights, folder / "adapter_model.safetensors")
+    torch.save(weights, folder / "adapter_model.bin")
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps({**described, "bias": "none", "task_type": "CAUSAL_LM"}))
     return folder

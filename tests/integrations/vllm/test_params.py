@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry import router_reference
-from kvferry._wire.reference import parse_reference
+from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.engine import ReadEnd
 from kvferry.errors import BadReference
 from kvferry.integrations.vllm.failures import log_failure
@@ -20,6 +20,7 @@ from kvferry.integrations.vllm.params import (
     read_reference,
     traceparent_of,
 )
+from kvferry.v1 import kv_transfer_pb2 as pb
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,8 @@ def test_what_is_no_traceparent_goes_nowhere() -> None:
 
 def test_what_a_client_names_writes_no_line_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """It may give its request a name, and make a reference."""
-    reference = router_reference("home:1\nERROR", "prefill\nERROR forged", router_key="key\nERROR")
+    names = {"home": "home:1\nERROR", "engine_id": "prefill\nERROR forged", "router_key": "key\nERROR"}
+    reference = format_reference(pb.Reference(**names, key=bytes(16)))
     end = ReadEnd("cmpl-r\nERROR", "", BadReference("no"), True, 0, b"", 0)
     log_failure(end, reference, "decode", aborted=False)
     [record] = caplog.records

@@ -196,6 +196,25 @@ def test_a_conversation_goes_back_and_forth(pair: Pair, home: NodeServerProcess)
     until(lambda: pinned(home) == 0)
 
 
+def test_a_conversation_is_not_continued_from_another_answer(pair: Pair, home: NodeServerProcess) -> None:
+    """The client has changed what decode has said, or its text was cut into tokens otherwise. The question is the
+    same, but what was published goes on otherwise: the server's policy fails the read, and its cache is as before."""
+    question = prompt(510, 70)
+    first = pair.prefill.complete(pair.body(question, max_tokens=1, kv_transfer_params=ASKED))
+    asked = {**first["kv_transfer_params"], "do_remote_decode": True}
+    turn = pair.decode.complete(pair.body(question, max_tokens=60, kv_transfer_params=asked))
+    said = turn["choices"][0]["token_ids"]
+    changed = [*question, *said[:30], said[30] ^ 1, *said[31:], *prompt(511, 20)]
+    back = turn["kv_transfer_params"]
+    with pytest.raises(HTTPError, match="500"):
+        pair.prefill.complete(pair.body(changed, kv_transfer_params=back))
+    assert pair.prefill.complete(pair.body(changed))["choices"][0]["token_ids"] == pair.alone(changed)
+    whole = [*question, *said, *prompt(511, 20)]
+    answer = pair.prefill.complete(pair.body(whole, kv_transfer_params=back))
+    assert answer["choices"][0]["token_ids"] == pair.alone(whole)
+    until(lambda: pinned(home) == 0)
+
+
 def at_once(pair: Pair, mine: dict[str, Any], theirs: dict[str, Any], decode: Server | None = None) -> tuple[Any, Any]:
     """What both servers say of what they are asked at the same time; an `HTTPError` where one refuses."""
 

@@ -16,7 +16,6 @@ from kvferry.integrations.vllm.failures import log_failure
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
 from kvferry.integrations.vllm.loads import Load, Loads
 from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
-from kvferry.integrations.vllm.prompts import prompt_of
 from kvferry.integrations.vllm.routed import BlockIds
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
@@ -352,7 +351,7 @@ class ConnectorScheduler:
         preempted with what it has generated.
         """
         request_id = request.request_id
-        load.prompt = prompt_of(request, names_inputs=self._setup.names_inputs)
+        load.prompt = self._sending.prompt(request)
         self._loads.lead(request_id, load)
         self._turns.add(request_id, load.reference)
         self._ask_next()

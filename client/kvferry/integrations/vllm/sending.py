@@ -95,9 +95,13 @@ class Sending:
         self._publishing.expect(request.request_id)
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
-        prompt = self._prompts[request.request_id] = prompt_of(request, names_inputs=self._setup.names_inputs)
+        prompt = self._prompts[request.request_id] = self.prompt(request)
         if reference:
             self._routed.expect(request, reference, prompt, traceparent_of(request))
+
+    def prompt(self, request: Any) -> Prompt:
+        """Return the prompt of a request that has arrived, which is made once if it is to be published, too."""
+        return self._prompts.get(request.request_id) or prompt_of(request, names_inputs=self._setup.names_inputs)
 
     def begin(self, scheduled: Mapping[str, int]) -> int:
         """Begin a step in which so many tokens of requests are computed; return its number, from 1."""
