@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Prompt, router_reference
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
@@ -106,6 +107,32 @@ def test_what_vllm_has_itself_is_not_declined_if_it_is_another_prompts(
         own.prompt_token_ids = list(range(100, 100 + LENGTH))
         scheduler.on_new_request(own)
         until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
+
+
+def test_a_failed_request_of_which_vllms_api_server_tells_is_not_declined_either(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    """It adds a request with the same parameters and a token for a prompt, which it aborts at once. Other publications
+    are free then."""
+    scheduler = decode()
+    with fabric.client() as client:
+        source = prefill(client)
+        kept, freed = (source.publish(name, THEIRS, prompt=OTHER) for name in ("kept", "freed"))
+        reader = to_read(kept.reference, LENGTH)
+        scheduler.on_new_request(reader)
+        until(lambda: scheduler.matched_tokens(reader, 0) == (LENGTH, True))
+        scheduler.allocated("reader", ([4, 5, 6],), LENGTH)
+        scheduler.step({})
+        reader.status = RequestStatus.FINISHED_ERROR
+        scheduler.finished(reader, ([],))
+        for made in (kept, freed):
+            told = to_read(made.reference, 1, f"told-{made.number}")
+            told.abort_immediately, told.status = True, RequestStatus.FINISHED_ABORTED
+            scheduler.on_new_request(told)
+            scheduler.finished(told, ([],))
+        released: list[int] = []
+        until(lambda: released.extend(each.publication for each in source.released(0.1)) or bool(released))
+        assert released == [freed.number]
 
 
 @pytest.mark.parametrize(("check", "read"), [("compare", True), ("require", False), ("off", True)])

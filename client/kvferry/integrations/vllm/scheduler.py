@@ -32,7 +32,7 @@ LEAST_TIME = 1.0
 
 MOST_HAD = 1024
 """References that are remembered of requests whose blocks vLLM has. A sample that comes after it was forgotten asks for
-a publication that was released."""
+a publication that was released. As many are remembered of those that came with another prompt."""
 
 
 class ConnectorScheduler:
@@ -68,6 +68,8 @@ class ConnectorScheduler:
         self._turns = Turns(settings.max_waiting)
         self._had: dict[str, None] = {}
         """References of which vLLM has the blocks in its prefix cache, or had them."""
+        self._mistaken: dict[str, None] = {}
+        """References that came with another prompt than that of their publications."""
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
         self._incarnation = self._port.token.incarnation
@@ -94,6 +96,12 @@ class ConnectorScheduler:
             return
         if not self._setup.reads:
             self._leave_unread(reference)
+            return
+        if getattr(request, "abort_immediately", False):
+            # No request: vLLM's API server has refused or failed one, and says so in this way, with a prompt of one
+            # token (vllm/v1/engine/async_llm.py, `notify_kv_transfer_request_rejected`; 0.32.0).
+            if reference not in self._mistaken and not self._loads.any_of(reference):
+                self._decline_reference(reference)
             return
         request_id = request.request_id
         until = self._now() + self._setup.settings.read_timeout
@@ -399,9 +407,7 @@ class ConnectorScheduler:
     def _has(self, reference: str) -> None:
         """Remember that vLLM has the blocks of a publication in its prefix cache."""
         if self._setup.caches_prefixes:
-            self._had[reference] = None
-            if len(self._had) > MOST_HAD:
-                del self._had[next(iter(self._had))]
+            _remember(self._had, reference)
 
     def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
         """Give up a request of which vLLM has all that could be read; return what `matched_tokens` does then."""
@@ -446,6 +452,8 @@ class ConnectorScheduler:
             return
         self._stats.read_ended(end, granted=load.error is None)
         load.error = end.error
+        if isinstance(end.error, PromptMismatch):
+            _remember(self._mistaken, load.reference)
         self._led(request_id)
         log_failure(end, load.reference, self._setup.spec.engine_id, aborted=load.aborted)
         load.failed = True
@@ -461,3 +469,9 @@ class ConnectorScheduler:
         self._stats.read_ended(end, granted=True)
         # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
         self._loads.pop(end.request_id)
+
+
+def _remember(references: dict[str, None], reference: str) -> None:
+    references[reference] = None
+    if len(references) > MOST_HAD:
+        del references[next(iter(references))]
