@@ -59,8 +59,9 @@ def test_what_is_no_traceparent_goes_nowhere() -> None:
 
 def test_what_a_client_names_writes_no_line_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """It may give its request a name, and make a reference."""
-    names = {"home": "home:1\nERROR", "engine_id": "prefill\nERROR forged", "router_key": "key\nERROR"}
-    reference = format_reference(pb.Reference(**names, key=bytes(16)))
+    reference = format_reference(
+        pb.Reference(home="home:1\nERROR", engine_id="prefill\nERROR forged", router_key="key\nERROR", key=bytes(16))
+    )
     end = ReadEnd("cmpl-r\nERROR", "", BadReference("no"), True, 0, b"", 0)
     log_failure(end, reference, "decode", aborted=False)
     [record] = caplog.records

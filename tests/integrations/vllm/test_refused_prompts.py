@@ -1,6 +1,6 @@
 """A publication is of another prompt than the request that reads it: what becomes of both.
 
-The home and the connector's scheduler are real, vLLM's steps are played. With real engines: test_prompt_marks.py.
+The home and the connector's scheduler are real, vLLM's steps are played. With real engines: test_exchanged_prompts.py.
 """
 
 from __future__ import annotations
@@ -130,9 +130,8 @@ def test_a_failed_request_of_which_vllms_api_server_tells_is_not_declined_either
             told.abort_immediately, told.status = True, RequestStatus.FINISHED_ABORTED
             scheduler.on_new_request(told)
             scheduler.finished(told, ([],))
-        released: list[int] = []
-        until(lambda: released.extend(each.publication for each in source.released(0.1)) or bool(released))
-        assert released == [freed.number]
+        [release] = source.released(20.0)
+        assert release.publication == freed.number
 
 
 @pytest.mark.parametrize(("check", "read"), [("compare", True), ("require", False), ("off", True)])
