@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from kvferry import Prompt
 from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE, Offers, leaves_open
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry.errors import (
@@ -117,6 +118,17 @@ def test_the_end_of_a_refused_step_leaves_the_earlier_ones_published(offers: Off
     # The same step may be told anew.
     offers.publish_more(number, pb.Publish(last=True))
     assert [step.step for step in told(offers)] == [0, 1]
+
+
+def test_a_refused_step_leaves_no_mark(offers: Offers) -> None:
+    number, prompt = publish(offers, last=False), Prompt(range(40))
+    kept, refused = (pb.Publish(groups=[pb.GroupBlocks(group="full", end_token=end)]) for end in (16, 32))
+    offers.publish_more(number, kept)
+    offers.publish_more(number, refused, prompt)
+    assert offers.refused(refused)
+    last = pb.Publish(last=True)
+    offers.publish_more(number, last)
+    assert [mark.end for mark in last.marks] == [16, 40]
 
 
 def test_a_step_of_what_was_released_meanwhile_was_taken(offers: Offers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MAX_MARKS, Prompt
@@ -17,13 +18,11 @@ class Marker:
         key: the key of the publication's reference.
         prompt: what the publication is computed from.
         ends: the ends that were marked.
-        published: the end of the tokens that were published.
     """
 
     key: bytes = field(repr=False)
     prompt: Prompt
     ends: set[int] = field(default_factory=set)
-    published: int = 0
 
     def follow(self, prompt: Prompt) -> None:
         """Go on with a longer prompt; `Prompt.unknown`: with the same.
@@ -36,16 +35,17 @@ class Marker:
             raise InvalidField("prompt", str(prompt), expected)
         self.prompt = prompt or self.prompt
 
-    def mark(self, step: pb.Publish) -> None:
+    def mark(self, step: pb.Publish, before: Sequence[pb.Publish] = ()) -> None:
         """Add to the next step the marks of the prompt's ends that were not marked, while there is room, and to the
-        last step that of the end of what is published."""
-        for group in step.groups:
-            self.published = max(self.published, group.end_token, group.state_token)
+        last step that of the end of what is published, with the steps before it."""
         # A prompt that is continued with each token has more ends than a publication may have marks: one is kept for
         # the end of what is published.
         ends = set(sorted(set(self.prompt.ends) - self.ends)[: MAX_MARKS - 1 - len(self.ends)])
-        if step.last and 0 < self.published <= self.prompt.known:
-            ends.add(self.published)
+        if step.last:
+            groups = (group for each in (*before, step) for group in each.groups)
+            published = max((max(group.end_token, group.state_token) for group in groups), default=0)
+            if 0 < published <= self.prompt.known:
+                ends.add(published)
         for end in sorted(ends - self.ends):
             step.marks.add(end=end, digest=self.prompt.mark(self.key, end))
         self.ends |= ends

@@ -252,7 +252,7 @@ class Offers:
         """
         held = self._incomplete(number)
         held.marker.follow(prompt)
-        held.marker.mark(step)
+        held.marker.mark(step, held.steps)
         first = held.steps[0]
         step.publication, step.request_id = number, first.request_id
         step.step = len(held.steps)
