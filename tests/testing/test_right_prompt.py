@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from kvferry import Blocks, Prompt, PromptInput, ReleaseOutcome, router_reference
 from kvferry._control.marker import Marker
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
-from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked, TransferError
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.references import without_marks
 from tests.support.waiting import until
 from tests.testing.fabric_engines import POISON, SOON, Engine
 from tests.testing.stepping_engines import MINE, THEIRS, TOKENS, VALUES, Decode, Prefill, begin, halfway
@@ -31,13 +31,6 @@ def publish(source: Engine, prompt: Prompt, request_id: str = "theirs", tokens: 
     source.write(VALUES[:, :, :tokens], ids)
     blocks = {"full": Blocks(ids, end_token=tokens)}
     return source.session.publish(request_id, blocks, prompt=prompt, **options).reference
-
-
-def without_marks(reference: str) -> str:
-    """The reference as a router would make it that wants to hide whose it is."""
-    parsed = parse_reference(reference)
-    del parsed.marks[:]
-    return format_reference(parsed)
 
 
 def untouched(engine: Engine) -> bool:

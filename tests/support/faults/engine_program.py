@@ -52,11 +52,11 @@ class Engine:
         """For the engine's other processes."""
         return str(self._cache.session.token)
 
-    def publish(self, request_id: str, ids: list[int], **options: Any) -> Any:
-        """Offer blocks."""
-        from kvferry import Blocks
+    def publish(self, request_id: str, ids: list[int], tokens: list[int], **options: Any) -> Any:
+        """Offer blocks, which were computed from these tokens."""
+        from kvferry import Blocks, Prompt
 
-        publication = self._cache.session.publish(request_id, {"full": Blocks(ids)}, **options)
+        publication = self._cache.session.publish(request_id, {"full": Blocks(ids)}, prompt=Prompt(tokens), **options)
         self._publications[publication.number] = publication
         return publication
 
@@ -77,15 +77,17 @@ class Engine:
 
     # The destination's.
 
-    def read(self, reference: str, ids: list[int], **options: Any) -> int:
-        """Begin a read; gives it a number."""
-        from kvferry import Blocks
+    def read(self, reference: str, ids: list[int], tokens: list[int], **options: Any) -> int:
+        """Begin a read for a prompt of these tokens; gives it a number."""
+        from kvferry import Blocks, Prompt
 
         number = next(self._numbers)
-        self._reads[number] = self._cache.read(reference, {"full": Blocks(ids)}, **options)
+        self._reads[number] = self._cache.read(reference, {"full": Blocks(ids)}, prompt=Prompt(tokens), **options)
         return number
 
-    def read_until_moving(self, reference: str, ids: list[int], stop: list[int], **options: Any) -> tuple[int, bool]:
+    def read_until_moving(
+        self, reference: str, ids: list[int], tokens: list[int], stop: list[int], **options: Any
+    ) -> tuple[int, bool]:
         """Begin a read and stop processes as soon as some of its bytes have arrived. 0 is this process.
 
         Returns:
@@ -93,7 +95,7 @@ class Engine:
         """
         from tests.support.waiting import stop as stop_processes
 
-        number = self.read(reference, ids, **options)
+        number = self.read(reference, ids, tokens, **options)
         read = self._reads[number]
         while not read.done():
             progress = read.progress()

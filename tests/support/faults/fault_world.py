@@ -22,6 +22,7 @@ from tests.support.faults.processes import SOON, EngineProcess, Node
 from tests.support.faults.reports import Job, Seen
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import free_port
+from tests.support.references import without_marks
 
 MODEL = Model(layers=4, heads=4, head_dim=16, num_blocks=256)
 BLOCKS = 64
@@ -47,12 +48,14 @@ class Request:
         publication: as its source knows it.
         ids: the source's blocks.
         content: bytes by (layer, component): ``uint8[blocks, heads, tokens, state_bytes]``.
+        tokens: its prompt.
         releases: that its source was told; one, in the end.
     """
 
     publication: Publication
     ids: list[int]
     content: Content
+    tokens: Sequence[int] = ()
     releases: list[Release] = field(default_factory=list)
 
 
@@ -117,8 +120,9 @@ class Source:
             for component in MODEL.components
         }
         self._write(ids, content)
-        publication = self.scheduler.call("publish", f"request-{len(self.requests)}", ids, **options)
-        request = self.requests[publication.number] = Request(publication, ids, content)
+        tokens = self._random.integers(0, 1 << 17, blocks * MODEL.block_tokens).tolist()
+        publication = self.scheduler.call("publish", f"request-{len(self.requests)}", ids, tokens, **options)
+        request = self.requests[publication.number] = Request(publication, ids, content, tokens)
         return request
 
     def collect(self, timeout: float = 0.0) -> list[Request]:
@@ -232,16 +236,17 @@ class Reader:
         self.process.ready()
         return self
 
-    def read(self, request: Request, **options: Any) -> Reading:
-        """Begin a read."""
+    def read(self, request: Request, *, tokens: Sequence[int] = (), **options: Any) -> Reading:
+        """Begin a read; with `tokens`, for another prompt, with a reference that does not say whose it is."""
         ids, began = self._take(len(request.ids)), now()
-        number = self.process.call("read", request.publication.reference, ids, **options)
+        reference = without_marks(request.publication.reference) if tokens else request.publication.reference
+        number = self.process.call("read", reference, ids, tokens or request.tokens, **options)
         return Reading(self, request, ids, number, began)
 
     def send_read(self, request: Request, **options: Any) -> Reading:
         """Begin a read in a process that is stopped, for when it goes on."""
         ids = self._take(len(request.ids))
-        self.process.send("read", request.publication.reference, ids, **options)
+        self.process.send("read", request.publication.reference, ids, request.tokens, **options)
         return Reading(self, request, ids, -1, now())
 
     def read_until_moving(
@@ -250,7 +255,8 @@ class Reader:
         """Begin a read and stop processes while its bytes are under way; whether that came about."""
         ids, began = self._take(len(request.ids)), now()
         pids = [0 if process is self.process else process.pid for process in stop]
-        self.process.send("read_until_moving", request.publication.reference, ids, pids, **options)
+        reference = request.publication.reference
+        self.process.send("read_until_moving", reference, ids, request.tokens, pids, **options)
         while not self.process.answers(0.01):
             if self.process in stop and self.process.stopped:
                 # It answers when it goes on.
