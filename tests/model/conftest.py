@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-EXAMPLES = int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "170"))
 
 MODEL = settings(
     max_examples=EXAMPLES,
@@ -21,7 +21,9 @@ MODEL = settings(
     report_multiple_bugs=False,
 )
 
-ROUTED = settings(MODEL, max_examples=max(1, EXAMPLES // 6))
+ROUTED = settings(MODEL, max_examples=max(1, EXAMPLES // 8))
+
+MISROUTED = settings(MODEL, max_examples=max(1, EXAMPLES // 6))
 
 OPERATED = settings(MODEL, max_examples=max(1, EXAMPLES // 5))
 

@@ -11,12 +11,18 @@ from kvferry._clock import from_duration, to_duration
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.right_prompt import PromptCheck
+from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import KvferryError, LeaseEnded, WrongKey
+from kvferry.geometry.blocks import Blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.model.clocks import PartyClock, Violation
 from tests.model.network import Network, Pipe
+from tests.model.prompts import Errand, OwnPrompt
 from tests.model.source import LAYERS, Memory, Offered, Routed
+from tests.support.parties import BLOCK
+from tests.support.references import without_marks
 
 PATIENCE = 6.0
 """Seconds that a reader waits for a publication."""
@@ -27,12 +33,18 @@ Piece: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 class Reader:
-    """One destination engine; `fell_behind`: its clock was paused once, so that only the home's answer counts."""
+    """One destination engine.
+
+    Attributes:
+        fell_behind: its clock was paused once, so that only the home's answer counts.
+        prompt_check: what it does with marks.
+    """
 
     def __init__(self, name: str, clock: PartyClock) -> None:
         self.engine = pb.EngineRef(engine_id=name, incarnation=name.encode().ljust(16, b"."))
         self.clock = clock
         self.fell_behind = False
+        self.prompt_check = PromptCheck.COMPARE
 
 
 @dataclass(eq=False)
@@ -50,6 +62,7 @@ class Share:
         copied_at: when its last copy ended.
         over: it does not rely on the lease any more: judged, given up or dead.
         good: its engine was given the bytes.
+        refused: it is the KV of another prompt, or may be.
         read_after_release: a rank copied a block when its source had it back.
     """
 
@@ -61,6 +74,7 @@ class Share:
     network: Network
     memory: Memory
     find: Callable[[pb.Accepted], Offered]
+    errand: Errand
     lease: ReaderLease | None = None
     pieces: list[Piece] = field(default_factory=list)
     copies: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -71,16 +85,28 @@ class Share:
     read_after_release: bool = False
     over: bool = False
     good: bool = False
+    refused: bool = False
     _pipe: Pipe[pb.ReadBlocksResponse] | None = None
     _ask_after: float = 0.0
     _deadline: float = 0.0
     _again_after: float | None = None
     _reported: bool = False
     _steps: GrantedSteps = field(default_factory=GrantedSteps)
+    _marked: set[int] = field(default_factory=set)
+    """Ends of the marks that it was told, as they came."""
+    _published: int = 0
+    """Where the complete blocks end that it was told of."""
+
+    def __post_init__(self) -> None:
+        self._own = OwnPrompt(self.errand, self.reader.prompt_check)
 
     def start(self) -> None:
         self._deadline = self.reader.clock.now() + PATIENCE
-        self._ask()
+        given = self.offered if isinstance(self.offered, Offered) else None
+        if self._own.refuses(parse_reference(self._reference), given):
+            self.over = self.refused = True
+        else:
+            self._ask()
 
     @property
     def relies(self) -> bool:
@@ -114,6 +140,7 @@ class Share:
         """A rank copies its next block."""
         copied = self.copies[rank]
         self.read_after_release |= self._found.free
+        self._own.check_moves(self._found, self._marked)
         copied.append(_of(self.memory.contents, self.pieces[len(copied)]))
         self.copied_at = self.reader.clock.now()
         self._look_whether_all_is_copied()
@@ -182,6 +209,7 @@ class Share:
             if self.lease is not None:
                 self.lease.end()
             self.lease, self.pieces, self._again_after, self._steps = None, [], None, GrantedSteps()
+            self._marked, self._published = set(), 0
 
         def on_message(message: pb.ReadBlocksResponse) -> None:
             kind = message.WhichOneof("message")
@@ -197,22 +225,23 @@ class Share:
                 self._steps.again()
             elif kind == "blocks":
                 self._take(message.blocks)
-                if self.progressive and self.pieces:
+                if self._compares(complete=False) and self.progressive and self.pieces:
                     self._begin()
             elif kind == "revoked":
                 self._leave(pipe)
                 self.give_up(cancel=False)
             elif kind == "complete":
                 self._leave(pipe)
-                self.granted = True
-                self._begin()
-                self._look_whether_all_is_copied()
+                if self._compares(complete=True):
+                    self.granted = True
+                    self._begin()
+                    self._look_whether_all_is_copied()
 
         def on_end(error: KvferryError | None) -> None:
             if self._pipe is not pipe:
                 return
             self._pipe = None
-            if isinstance(error, WrongKey):
+            if isinstance(error, WrongKey) and not self.errand.invented:
                 raise Violation(f"R13: {self.read_id} has the right key, and was told that it is another's")
             if error is not None and not error.retryable:
                 self.give_up(cancel=False)
@@ -230,25 +259,54 @@ class Share:
             complete = self._steps.take()
         except KvferryError as error:
             raise Violation(f"R1: a reader was told what its source did not publish: {error}") from error
+        self._marked |= {mark.end for mark in step.marks}
+        self._published = max((self._published, *(group.end_token for group in step.groups)))
         known = dict[int, set[int]]()
         for block, layers in self.pieces:
             known.setdefault(block, set()).update(layers)
         every: Sequence[int] = range(len(LAYERS))
-        granted = [(block, every) for found in complete.values() for block in found.ids.tolist()]
+        granted = [(block, every) for found in complete.values() for block in self._wanted(found)]
         unfinished = self._steps.unfinished
         if self.progressive and unfinished is not None:
             named = sorted(map(LAYERS.index, unfinished.layers))
-            granted += [(block, named) for found in unfinished.blocks.values() for block in found.ids.tolist()]
+            granted += [(block, named) for found in unfinished.blocks.values() for block in self._wanted(found)]
         for block, named_now in granted:
             if new := tuple(layer for layer in named_now if layer not in known.get(block, ())):
                 self.pieces.append((block, new))
 
+    def _wanted(self, blocks: Blocks) -> list[int]:
+        """Of blocks, those that it takes."""
+        limit = self._own.limit
+        ids: list[int] = blocks.ids.tolist()
+        return ids if limit is None else ids[: max(0, -(-(limit - blocks.first_token) // BLOCK))]
+
+    def _compares(self, *, complete: bool) -> bool:
+        """As `Acquisition._take`: what the home has told, before anything moves."""
+        if self.errand.invented:
+            raise Violation(f"R13: {self.read_id} was told blocks by a reference that nobody has made")
+        own = parse_reference(self._reference)
+        if not self._own.told(self._steps.marks, own, self._found, self._published, complete=complete):
+            self._refuse()
+        return not self.over
+
     def _begin(self) -> None:
-        """Its ranks begin, unless they have."""
-        self.copies = self.copies or {rank: [] for rank in self.ranks}
+        """Its ranks begin, unless they have; as `LeasedReads.takes`, and then `_follow`."""
+        if self._own.judges(self._found, self._published, complete=self.granted):
+            self.copies = self.copies or {rank: [] for rank in self.ranks}
+        else:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """It is not what it wants. Nothing is declined."""
+        self.refused = True
+        if not self.begun and len(self.ranks) == self.parties:
+            self.give_up(cancel=True)
+        else:
+            self._end()
+            self._report(pb.RANK_OUTCOME_FAILED, lambda _: None)
 
     def _look_whether_all_is_copied(self) -> None:
-        if self.granted and all(len(copied) == len(self.pieces) for copied in self.copies.values()):
+        if self.granted and not self.over and all(len(copied) == len(self.pieces) for copied in self.copies.values()):
             self.ended_at = self.reader.clock.now()
 
     def _leave(self, pipe: Pipe[pb.ReadBlocksResponse]) -> None:
@@ -281,14 +339,15 @@ class Share:
 
     @property
     def _reference(self) -> str:
-        return self.offered.reference if isinstance(self.offered, Routed) else self.offered.publication.reference
+        given = self.offered.reference if isinstance(self.offered, Routed) else self.offered.publication.reference
+        return self.errand.reference or given
 
     def _accepted(self, accepted: pb.Accepted) -> None:
         """R1, R13: under a router's key there is what was published under that very key, and nothing else."""
-        if not isinstance(self.offered, Routed):
+        if not isinstance(self.offered, Routed) or self.errand.invented:
             return
         found = self.find(accepted)
-        if found.routed is not self.offered or accepted.reference != found.publication.reference:
+        if found.routed is not self.offered or accepted.reference != without_marks(found.publication.reference):
             raise Violation(f"R1: {self.read_id} of {self.offered.name} was given publication {found.number}")
         self.offered = found
 
@@ -336,7 +395,7 @@ class Share:
             raise Violation(f"R1: a read that ended at {ended_at} counts, its deadline was {deadline}")
         if self.read_after_release:
             raise Violation("R1: a read counts that copied blocks after they were released")
-        contents = self._found.contents
+        contents = self._own.taken(self._found)
         pieces = {(block, layer) for block, layers in self.pieces for layer in layers}
         if pieces != {(block, layer) for block in contents for layer in range(len(LAYERS))}:
             raise Violation(f"R1: {sorted(pieces)} count, all layers of blocks {sorted(contents)} were published")
@@ -344,6 +403,8 @@ class Share:
         for rank, copied in self.copies.items():
             if copied != published:
                 raise Violation(f"R1: rank {rank} was given {copied}, published was {published}")
+            written = {number for piece in copied for number in piece}
+            self._own.check_good(self._found, [self.memory.origins.get(number) for number in written])
 
     def _report(self, outcome: pb.RankOutcome.ValueType, end: object) -> None:
         lease = cast(ReaderLease, self.lease)
@@ -372,6 +433,7 @@ def shares(
     scheduled: bool,
     at: tuple[Network, Memory],
     find: Callable[[pb.Accepted], Offered],
+    errand: Errand,
     *,
     progressive: bool = False,
 ) -> Sequence[Share]:
@@ -379,7 +441,7 @@ def shares(
     network, memory = at
     groups = [tuple(range(ranks))] if scheduled else [(rank,) for rank in range(ranks)]
     return [
-        Share(reader, offered, read_id, ranks, group, network, memory, find, progressive=progressive)
+        Share(reader, offered, read_id, ranks, group, network, memory, find, errand, progressive=progressive)
         for group in groups
     ]
 

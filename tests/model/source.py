@@ -6,7 +6,7 @@ Its engine is the least careful one that keeps the contract: it overwrites block
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
@@ -17,13 +17,14 @@ from kvferry._control.publications import Offers, Publication, ReleaseOutcome, l
 from kvferry._wire.authority import incarnation_of
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
-from kvferry.errors import BadBlock, InvalidField, KvferryError, PeerRestarted, WrongSession
+from kvferry.errors import BadBlock, InvalidField, KvferryError, PeerRestarted, RouterKeyUsed, WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.registrations import Registration
 from tests.model.clocks import PartyClock, Violation
 from tests.model.host import ADVERTISE, Host, Pulled
 from tests.model.network import Call, Network, Pipe
+from tests.model.prompts import WHOLE, Request, Said
 from tests.support.parties import BLOCK, registration
 
 ENGINE_ID = "prefill"
@@ -40,15 +41,24 @@ def registered(ref: EngineRef) -> Registration:
 
 
 class Memory:
-    """Contents of the source's blocks: for each layer a number that changes with every write."""
+    """Contents of the source's blocks: for each layer a number that changes with every write.
+
+    Attributes:
+        origins: the request that each number was computed from, and which of its blocks it is.
+    """
 
     def __init__(self) -> None:
         self.contents = dict.fromkeys(range(1, BLOCKS + 1), (0,) * len(LAYERS))
+        self.origins: dict[int, tuple[Request, int]] = {}
         self._writes = 0
 
-    def write(self, block: int, first: int = 0, end: int = len(LAYERS)) -> None:
+    def write(
+        self, block: int, first: int = 0, end: int = len(LAYERS), origin: tuple[Request, int] | None = None
+    ) -> None:
         """Write layers `first` to `end` of a block."""
         self._writes += 1
+        if origin is not None:
+            self.origins[self._writes] = origin
         before = self.contents[block]
         self.contents[block] = (*before[:first], *(self._writes,) * (end - first), *before[end:])
 
@@ -58,6 +68,8 @@ class Routed:
     """A reference that a router made, and sent to source and readers at once."""
 
     reference: str
+    request: Request = WHOLE
+    """What it was made for."""
     declined: bool = False
 
     @property
@@ -71,6 +83,7 @@ class Offered:
 
     source: Source
     publication: Publication
+    said: Said
     routed: Routed | None = None
     contents: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Of its blocks, unfinished ones included."""
@@ -86,6 +99,7 @@ class Offered:
     """Somebody who has the reference gave up."""
     reported: bool = False
     """A rank that has read it said so."""
+    outcome: ReleaseOutcome | None = None
 
     @property
     def number(self) -> int:
@@ -104,6 +118,8 @@ class Sending:
     offered: Offered
     step: pb.Publish
     blocks: tuple[int, ...]
+    before: Said
+    """What was said before it."""
     call: Call | None = None
     after: float = 0.0
 
@@ -169,21 +185,34 @@ class Source:
         expected_reads: int,
         routed: Routed | None = None,
         by_layers: bool = False,
+        said: Said | None = None,
     ) -> Offered:
-        """With `by_layers`, of the blocks only the first layer; then it is not the last step."""
+        """With `by_layers`, of the blocks only the first layer; then it is not the last step.
+
+        Raises:
+            RouterKeyUsed: the router has used its reference twice.
+        """
+        said = said or Said()
+        before = replace(said)
         step = pb.Publish(request_id="request", last=last and not by_layers, expected_reads=expected_reads)
-        blocks = self._add_blocks(step, 0, count, by_layers=by_layers)
+        blocks = self._add_blocks(step, 0, count, said.request, by_layers=by_layers)
+        _end(step, said.request)
         if routed is not None:
             step.router_key, step.key = routed.name, parse_reference(routed.reference).key
-        offered = Offered(self, self.offers.publish(ADVERTISE, step), routed)
+        try:
+            publication = self.offers.publish(ADVERTISE, step, prompt=said.step(step))
+        except RouterKeyUsed:
+            self._take(None, blocks)
+            raise
+        offered = Offered(self, publication, said, routed)
         self.offered[offered.number] = offered
-        self._send(offered, step, blocks)
+        self._send(offered, step, blocks, before)
         return offered
 
     def publish_more(self, offered: Offered, count: int, *, last: bool, by_layers: bool = False) -> None:
         """With `by_layers`, the next layer of the unfinished blocks; if they have them all, that, and the first layer
         of others."""
-        number = offered.number
+        number, before = offered.number, replace(offered.said)
         begun = self.offers.unfinished(number)
         step = pb.Publish(last=last and not by_layers)
         blocks: tuple[int, ...] = ()
@@ -192,14 +221,19 @@ class Source:
             step.unfinished.layers.append(LAYERS[offered.computed - 1])
         else:
             self._compute(offered, begun, len(LAYERS))
-            blocks = self._add_blocks(step, len(offered.contents), count, by_layers=by_layers)
+            request = offered.said.request
+            blocks = self._add_blocks(step, len(offered.contents), count, request, by_layers=by_layers)
             if not by_layers:
                 follow(begun, step)
             elif begun:
                 # Unlike the SDK's sources: both in one step.
                 step.groups.extend(begun)
-        self.offers.publish_more(number, step)
-        self._send(offered, step, blocks)
+            if not begun:
+                _end(step, request)
+        # Its number, which tells the first of those that follow, is set when it is added.
+        step.step = 1
+        self.offers.publish_more(number, step, offered.said.step(step))
+        self._send(offered, step, blocks, before)
 
     def abort(self, offered: Offered) -> None:
         def answered(answer: object) -> None:
@@ -219,6 +253,7 @@ class Source:
             offered.releases += 1
             if offered.releases > 1 or offered.free:
                 raise Violation(f"R3: publication {offered.number} was released {offered.releases} times")
+            offered.outcome = release.outcome
             self._check_outcome(offered, release.outcome)
             self._take(offered, tuple(offered.contents))
         if self._usable_at is not None and now >= self._usable_at:
@@ -346,12 +381,12 @@ class Source:
 
     # Its publishes.
 
-    def _send(self, offered: Offered, step: pb.Publish, blocks: tuple[int, ...]) -> None:
+    def _send(self, offered: Offered, step: pb.Publish, blocks: tuple[int, ...], before: Said) -> None:
         offered.contents |= {block: self.memory.contents[block] for block in blocks}
         offered.complete = step.last
         if step.unfinished.groups:
             offered.computed = 1
-        sending = Sending(offered, step, blocks)
+        sending = Sending(offered, step, blocks, before)
         self.sendings.append(sending)
         self._attempt(sending)
 
@@ -384,7 +419,7 @@ class Source:
         offered = sending.offered
         self.sendings.remove(sending)
         self.offers.sent(offered.number, self.clock.now())
-        offered.complete = False
+        offered.complete, offered.said = False, sending.before
         for block in sending.blocks:
             del offered.contents[block]
         self._take(None, sending.blocks)
@@ -401,12 +436,14 @@ class Source:
         self.sendings.remove(sending)
         self.offers.sent(sending.offered.number, self.clock.now())
 
-    def _add_blocks(self, step: pb.Publish, first: int, count: int, *, by_layers: bool) -> tuple[int, ...]:
+    def _add_blocks(
+        self, step: pb.Publish, first: int, count: int, request: Request, *, by_layers: bool
+    ) -> tuple[int, ...]:
         """Write free blocks, or only their first layer, and add them to a step. Returns them."""
         blocks = tuple(self.free[:count])
         del self.free[:count]
-        for block in blocks:
-            self.memory.write(block, end=1 if by_layers else len(LAYERS))
+        for index, block in enumerate(blocks, first):
+            self.memory.write(block, end=1 if by_layers else len(LAYERS), origin=(request, index))
         if by_layers:
             step.unfinished.CopyFrom(pb.Unfinished(groups=[group(first, blocks)], layers=LAYERS[:1]))
         elif blocks:
@@ -416,7 +453,8 @@ class Source:
     def _compute(self, offered: Offered, begun: Sequence[pb.GroupBlocks], end: int) -> None:
         """Write the next layers of unfinished blocks, up to `end`."""
         for block in [block for blocks in begun for block in blocks.run_starts]:
-            self.memory.write(block, offered.computed, end)
+            index = list(offered.contents).index(block)
+            self.memory.write(block, offered.computed, end, (offered.said.request, index))
             offered.contents[block] = self.memory.contents[block]
         offered.computed = end
 
@@ -458,6 +496,14 @@ def group(first: int, blocks: Sequence[int]) -> pb.GroupBlocks:
         run_starts=blocks,
         run_counts=[1] * len(blocks),
     )
+
+
+def _end(step: pb.Publish, request: Request) -> None:
+    """A request may stop where its prompt ends."""
+    if step.last and step.groups and request.stops:
+        (blocks,) = step.groups
+        if blocks.end_token - BLOCK < request.length < blocks.end_token:
+            blocks.end_token = request.length
 
 
 def _error_of(response: pb.NotifyResponse) -> KvferryError | None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.model.conftest import EXAMPLES, LYING, MODEL, OPERATED, ROUTED
+from tests.model.conftest import EXAMPLES, LYING, MISROUTED, MODEL, OPERATED, ROUTED
 from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
+from tests.model.misrouted import MisroutedMachine
 from tests.model.operated import OperatedMachine
 from tests.model.routed import RoutedLyingMachine, RoutedMachine
 
@@ -33,3 +34,7 @@ def test_the_rules_hold_for_references_that_a_router_makes() -> None:
 
 def test_the_rules_hold_for_them_beside_a_liar() -> None:
     run_state_machine_as_test(RoutedLyingMachine, settings=ROUTED)
+
+
+def test_nothing_of_another_prompt_counts_whatever_a_router_confuses() -> None:
+    run_state_machine_as_test(MisroutedMachine, settings=MISROUTED)

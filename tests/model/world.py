@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._control.publications import ReleaseOutcome
 from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.reference import router_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -17,10 +18,13 @@ from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.reads import LeaseState
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES
 from tests.model.clocks import PartyClock, RealTime, Violation
+from tests.model.confusion import Router
 from tests.model.host import ADVERTISE, TIMES, Host
 from tests.model.network import LIFE, Network, Pipe
+from tests.model.prompts import OTHER, PLAIN, Errand, Said
 from tests.model.readers import Reader, Share, shares
 from tests.model.source import ENGINE_ID, Memory, Offered, Routed, Source
+from tests.support.references import without_marks
 
 BOUNDED = 30.0
 """Seconds of a network that loses nothing within which everything published is released: the longest of hold and final,
@@ -40,6 +44,7 @@ class World:
             Reader(f"decode-{index}", PartyClock(self.time, 7000.0, rate)) for index, rate in enumerate(reader_rates)
         ]
         self.host: Host | None = Host(self.home_clock)
+        self.router = Router()
         self.offered: list[Offered] = []
         self.routed: list[Routed] = []
         self.shares: list[Share] = []
@@ -58,9 +63,15 @@ class World:
         expected_reads: int,
         routed: Routed | None = None,
         by_layers: bool = False,
+        said: Said | None = None,
     ) -> None:
         published = self.source.publish(
-            count, last=last, expected_reads=expected_reads, routed=routed, by_layers=by_layers
+            count,
+            last=last,
+            expected_reads=expected_reads,
+            routed=routed,
+            by_layers=by_layers,
+            said=said or self.router.said(routed),
         )
         self.offered.append(published)
 
@@ -68,7 +79,7 @@ class World:
         """A router makes a reference."""
         number = next(self._numbers)
         made = router_reference(ADVERTISE, ENGINE_ID, router_key=f"room-{number}", key=_secret(number)[:16])
-        self.routed.append(Routed(made))
+        self.routed.append(Routed(made, self.router.request()))
         return self.routed[-1]
 
     def read(
@@ -79,9 +90,11 @@ class World:
         *,
         scheduled: bool,
         progressive: bool = False,
+        errand: Errand | None = None,
     ) -> None:
+        errand = errand or self.router.errand(offered)
         at, read_id = (self.network, self.memory), f"read-{next(self._numbers)}"
-        found = shares(reader, offered, read_id, ranks, scheduled, at, self._find, progressive=progressive)
+        found = shares(reader, offered, read_id, ranks, scheduled, at, self._find, errand, progressive=progressive)
         self.shares += found
         for share in found:
             share.start()
@@ -205,7 +218,8 @@ class World:
         for share in self.shares:
             if share.reader.fell_behind or not share.relies:
                 continue
-            if share.offered is offered or share.blocks.intersection(blocks):
+            offers = share.offered is offered and not share.errand.invented
+            if offers or share.blocks.intersection(blocks):
                 raise Violation(f"R2: blocks {blocks} change under a live lease of {share.reader.engine.engine_id}")
 
     def check_home(self) -> None:
@@ -351,6 +365,42 @@ class World:
             served += 1
         if served < 2:
             raise Violation("R13: beside a liar, nothing can be published any more")
+
+    def check_right_reader(self) -> None:
+        """R14, R3: with nothing lost any more, what was refused to the wrong reader reaches the right one."""
+        if self.host is None or self.host.home.draining:
+            self.stop_home()
+            self.start_home()
+        self.flow()
+        self.pass_time(CALL_TIMEOUT + LIFE)
+        since = self.time.now
+        until = since + 2 * BOUNDED
+        # Until the source has seen a home that has just started.
+        while self.time.now < until and not (self.source.can_publish and self.time.now > since + 3):
+            self.flow()
+            self.pass_time(0.75)
+        self.publish(1, last=True, expected_reads=1, said=Said(PLAIN))
+        offered = self.offered[-1]
+        self.flow()
+        wrong, right = self.readers
+        for reader, request in ((wrong, OTHER), (wrong, OTHER), (right, PLAIN)):
+            # The home has to say it: the reference does not.
+            errand = Errand(request, reference=without_marks(offered.publication.reference))
+            self.read(reader, offered, 1, scheduled=True, errand=errand)
+            share = self.shares[-1]
+            while not share.over and self.time.now < until:
+                self.flow()
+                while share.copying():
+                    share.copy(0)
+                self.flow()
+                self.pass_time(0.1)
+            if share.refused != (request is OTHER) or share.good == share.refused:
+                raise Violation(f"R14: the read of {request} ends as refused {share.refused}, good {share.good}")
+        while not offered.free and self.time.now < until:
+            self.flow()
+            self.pass_time(0.1)
+        if offered.outcome is not ReleaseOutcome.READ:
+            raise Violation(f"R3: publication {offered.number} ended as {offered.outcome}, its reader has read it")
 
     def close(self) -> None:
         self.network.close()
