@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from tests.support.node_servers import free_port
 from tests.support.repository import ROOT
 from tests.support.vllm_engines import VOCABULARY, installed
@@ -117,6 +119,14 @@ class Instance:
         """Abort a request until it has been answered: what has not arrived yet is not aborted."""
         while not wait([waiting], 0.2).done:
             self.post("/abort_request", {"rid": rid})
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A counter of all its ranks, which it shows with ``--enable-metrics``."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            shown = answer.read().decode()
+        families = [each for each in text_string_to_metric_families(shown) if each.name == name]
+        samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_total"]
+        return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
     def tail(self, size: int = 4000) -> str:
         """The end of its log."""

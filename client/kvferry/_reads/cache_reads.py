@@ -278,4 +278,5 @@ def _result(read: _OwnRead) -> ReadResult | None:
         source_ranks=share.planned.source_ranks,
         confirmed=read.confirmed,
         verification=share.verification,
+        prompt=read.request.prompt.found,
     )

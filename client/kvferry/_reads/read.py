@@ -50,6 +50,7 @@ class ReadResult:
         confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline
             decided.
         verification: the result of integrity mode; None if it is off.
+        prompt: "matched": the source has marked this prompt; "unmarked": it has not; "unknown": nothing was compared.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class ReadResult:
     source_ranks: tuple[int, ...]
     confirmed: bool
     verification: Verification | None = None
+    prompt: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -13,92 +12,19 @@ import torch
 from prometheus_client import REGISTRY
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from kvferry import EngineSpec, Group, Release, ReleaseOutcome, router_reference
-from kvferry.errors import EngineUnknown, InvalidField, KvferryError
+from kvferry import EngineSpec, Group, Prompt, Release, ReleaseOutcome
+from kvferry.errors import EngineUnknown, InvalidField
 from kvferry.integrations.sglang import holding
-from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.counts import Counts
 from kvferry.integrations.sglang.manager import KvferryManager
-from kvferry.integrations.sglang.prompt_lengths import MAKES_RECEIVERS, tell_prompt
+from kvferry.integrations.sglang.prompts import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
 from kvferry.integrations.sglang.receiver import KvferryReceiver
 from kvferry.integrations.sglang.sender import KvferrySender
-
-ROOM = 417
-SOURCE = Source("prefill-0", "127.0.0.1:7300")
-GIVEN = router_reference("127.0.0.1:7300", "vllm-0")
-
-
-class PlayedRead:
-    """A read of one rank."""
-
-    error: KvferryError | None = None
-    result: Any
-    ended = quiet = cancelled = False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def exception(self, timeout: float) -> KvferryError | None:
-        return self.error
-
-    def cancel(self) -> bool:
-        self.cancelled = True
-        return self.quiet
-
-
-class PlayedManager(KvferryManager):
-    """A manager whose ports are played: what they were told is in `told`."""
-
-    def __init__(self, *, leader: bool = True) -> None:
-        self.leader = leader
-        self.told: list[str] = []
-        self.asked: object = None
-        self.released: Release | None = None
-        self.current = PlayedRead()
-        self._reads: dict[int, Any] = {}
-        self._requests = WeakValueDictionary()
-        self._breathed = 0.0
-        self._port = None
-        self.kv_args = SimpleNamespace(state_types=[], page_size=16)
-        self.pools: Any = SimpleNamespace(window="")
-        self.aux: Any = SimpleNamespace(payload=lambda row, tokens: b"row")
-        self.sources: Any = SimpleNamespace(get=lambda address: (SOURCE, ""), forget=lambda address: None)
-        self.counts = Counts.of(0)
-
-    own_source = SOURCE
-
-    @property
-    def port(self) -> Any:
-        return SimpleNamespace(abort=lambda publication: self.told.append("abort"))
-
-    def publish(self, reference: str, room: int, blocks: Any, payload: bytes) -> Any:
-        self.told.append("publish")
-        return SimpleNamespace(number=1)
-
-    def take_release(self, publication: Any) -> Release | None:
-        return self.released
-
-    def read(self, reference: str, room: int, blocks: Any, tokens: Any = None) -> Any:
-        assert reference in (room_reference(SOURCE, ROOM), GIVEN)
-        self.asked = tokens
-        self._reads[room] = self.current
-        return self.current
-
-    def decline(self, reference: str) -> None:
-        self.told.append("decline")
-
-
-def reading(manager: PlayedManager) -> KvferryReceiver:
-    receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
-    receiver.expect_prompt(30)
-    receiver.init(0)
-    assert receiver.poll() == KVPoll.WaitingForInput
-    receiver.send_metadata(np.array([3, 4]), 0, [], decode_prefix_len=0)
-    assert receiver.poll() == KVPoll.Transferring
-    return receiver
+from tests.integrations.sglang.played import GIVEN, PROMPT, ROOM, PlayedManager, reading
 
 
 def test_pages_of_a_failed_read_are_held_until_it_is_quiet() -> None:
@@ -176,11 +102,15 @@ class HoldingQueue(Queue):
 
 
 def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the hook on the method that makes receivers, as SGLang installs a plug-in's."""
+    """Install the hooks on the methods that make senders and receivers, as SGLang installs a plug-in's."""
+    hooks = {MAKES_SENDERS: tell_sender, MAKES_RECEIVERS: tell_receiver}
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(HookRegistry, "_hooks", {MAKES_RECEIVERS: [(HookType.AFTER, tell_prompt, None)]})
-    name = MAKES_RECEIVERS.rpartition(".")[2]
-    monkeypatch.setattr(DecodePreallocQueue, name, getattr(DecodePreallocQueue, name))
+    monkeypatch.setattr(HookRegistry, "_hooks", {each: [(HookType.AFTER, hook, None)] for each, hook in hooks.items()})
+    for queue, name in (
+        (PrefillBootstrapQueue, "create_sender"),
+        (DecodePreallocQueue, "_create_receiver_and_enqueue"),
+    ):
+        monkeypatch.setattr(queue, name, getattr(queue, name))
     HookRegistry.apply_hooks()
 
 
@@ -199,9 +129,10 @@ def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: py
     wrapped(monkeypatch)
     assert held.enable_deferred_kv_release
     assert math.isinf(held.deferred_kv_release_timeout)
-    # It goes on, to what this test does not play.
-    with pytest.raises(AttributeError):
-        KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+    # They go on, to what this test does not play.
+    for mode in (DisaggregationMode.DECODE, DisaggregationMode.PREFILL):
+        with pytest.raises(AttributeError):
+            KvferryManager(SimpleNamespace(), mode, None)
 
 
 def test_sglang_keeps_rooms_of_63_bits_and_no_larger() -> None:
@@ -300,7 +231,7 @@ def test_what_another_make_of_engine_prefills_is_read_while_it_is_computed(addre
     """SGLang's own prefill publishes all at once."""
     manager = PlayedManager()
     receiver = KvferryReceiver(manager, address, ROOM)
-    tell_prompt(SimpleNamespace(kv_receiver=receiver), None, SimpleNamespace(origin_input_ids=[7] * 30))
+    receiver.expect_prompt("r", 30, PROMPT)
     receiver.init(0)
     assert receiver.poll() == KVPoll.WaitingForInput
     receiver.send_metadata(np.array([3]), 0, [], decode_prefix_len=16)
@@ -312,7 +243,7 @@ def test_a_reference_that_a_request_carries_is_declined_only_if_it_is_aborted(ab
     """After a failure the router may let another engine read it."""
     manager = PlayedManager()
     receiver = KvferryReceiver(manager, f"{GIVEN}:1", ROOM)
-    receiver.expect_prompt(16)
+    receiver.expect_prompt("r", 16, Prompt.unknown)
     receiver.init(0)
     receiver.send_metadata(np.array([3]), 0, [], decode_prefix_len=0)
     assert receiver.poll() == KVPoll.Transferring
@@ -329,7 +260,7 @@ def test_a_prompt_of_another_length_fails() -> None:
     for tokens in (16, 17, 29, 30, 31, 32, 33):
         manager = PlayedManager()
         manager.aux.write = lambda row, payload, room, tokens=tokens: tokens
-        manager.current.result = lambda timeout: SimpleNamespace(payload=b"row", bytes=64)
+        manager.current.result = lambda timeout: SimpleNamespace(payload=b"row", bytes=64, prompt="matched")
         receiver = reading(manager)
         manager.current.ended = True
         assert (receiver.poll() == KVPoll.Success) == (tokens == 30)
@@ -341,7 +272,7 @@ def test_a_window_is_read_only_of_a_source_that_says_how_long_its_prompt_is() ->
         manager = PlayedManager()
         manager.pools.window = window
         manager.aux.write = lambda row, payload, room: None
-        manager.current.result = lambda timeout: SimpleNamespace(payload=b"", bytes=64)
+        manager.current.result = lambda timeout: SimpleNamespace(payload=b"", bytes=64, prompt="unmarked")
         receiver = reading(manager)
         manager.current.ended = True
         assert (receiver.poll() == KVPoll.Success) == good
@@ -359,13 +290,17 @@ def test_a_prompt_whose_length_sglang_has_not_told_is_not_read() -> None:
         receiver.failure_exception()
 
 
-def test_decode_does_not_start_where_sglang_would_not_tell_it_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_does_not_start_where_sglang_would_not_tell_it_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holding, "_queues_that_hold", ["HoldingQueue"])
-    with pytest.raises(InvalidField, match="length of each prompt"):
-        KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
-    monkeypatch.delattr(DecodePreallocQueue, "_create_receiver_and_enqueue")
-    with pytest.raises(InvalidField, match="length of each prompt"):
-        KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+    for mode, queue, name in (
+        (DisaggregationMode.PREFILL, PrefillBootstrapQueue, "create_sender"),
+        (DisaggregationMode.DECODE, DecodePreallocQueue, "_create_receiver_and_enqueue"),
+    ):
+        with pytest.raises(InvalidField, match="tells the backend each prompt"):
+            KvferryManager(SimpleNamespace(), mode, None)
+        monkeypatch.delattr(queue, name)
+        with pytest.raises(InvalidField, match="tells the backend each prompt"):
+            KvferryManager(SimpleNamespace(), mode, None)
 
 
 def test_every_release_is_counted_and_told_to_its_request_once() -> None:
@@ -392,17 +327,16 @@ def test_every_release_is_counted_and_told_to_its_request_once() -> None:
 
 def test_reads_are_counted_by_how_they_ended() -> None:
     def counted() -> dict[str, float]:
-        found = {
-            outcome: REGISTRY.get_sample_value("kvferry_reader_reads_total", {"tp_rank": "0", "outcome": outcome})
-            or 0.0
-            for outcome in ("done", "failed", "cancelled")
-        }
-        return {**found, "bytes": REGISTRY.get_sample_value("kvferry_reader_bytes_total", {"tp_rank": "0"}) or 0.0}
+        def value(name: str, **labels: str) -> float:
+            return REGISTRY.get_sample_value(f"kvferry_reader_{name}_total", {"tp_rank": "0", **labels}) or 0.0
+
+        found = {outcome: value("reads", outcome=outcome) for outcome in ("done", "failed", "cancelled")}
+        return {**found, "bytes": value("bytes"), "EngineUnknown": value("failures", reason="EngineUnknown")}
 
     before = counted()
     manager = PlayedManager()
     manager.aux.write = lambda row, payload, room: 30
-    manager.current.result = lambda timeout: SimpleNamespace(payload=b"row", bytes=64)
+    manager.current.result = lambda timeout: SimpleNamespace(payload=b"row", bytes=64, prompt="matched")
     receiver = reading(manager)
     manager.current.ended = True
     assert receiver.poll() == KVPoll.Success
@@ -413,4 +347,4 @@ def test_reads_are_counted_by_how_they_ended() -> None:
     failed.abort()
     reading(PlayedManager()).abort()
     added = {name: value - before[name] for name, value in counted().items()}
-    assert added == {"done": 1, "failed": 1, "cancelled": 1, "bytes": 64}
+    assert added == {"done": 1, "failed": 1, "cancelled": 1, "bytes": 64, "EngineUnknown": 1}

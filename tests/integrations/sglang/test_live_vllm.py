@@ -25,7 +25,7 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.repository import ROOT
 from tests.support.sglang_engines import ANSWER_TIMEOUT, Instance, add_tokenizer, some_room
-from tests.support.vllm_engines import PREFILL, Node, Server, kvferry, prompt, request
+from tests.support.vllm_engines import PREFILL, VOCABULARY, Node, Server, kvferry, prompt, request
 from tests.support.vllm_flash_attention import environment
 from tests.support.vllm_requests import pinned
 from tests.support.waiting import until
@@ -35,6 +35,8 @@ pytestmark = pytest.mark.timeout(900)
 PROMPTS = [prompt(seed, length) for seed, length in enumerate([100, 33, 32, 16, 7, 1, 257])]
 STEP = 64
 """Tokens that vLLM computes in a step: the longest prompts come in several parts."""
+TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
+"""Of the model: layers, K and V, heads, their size, float32."""
 
 
 def carried(reference: str) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def pair(model: Path, home: NodeServerProcess, tmp_path_factory: pytest.TempPath
     finally:
         single.close()
     add_tokenizer(model)
-    sglang = Instance(model, folder / "decode.log", "decode", home.address, tokenizer=True)
+    sglang = Instance(model, folder / "decode.log", "decode", home.address, "--enable-metrics", tokenizer=True)
     try:
         with Client(home.address) as client:
             yield Pair(model, home, vllm, sglang.ready(), client, alone)
@@ -167,16 +169,44 @@ def test_sglang_has_no_log_probability_of_the_first_token(pair: Pair) -> None:
     assert all(value < 0 for value, _, _ in found)
 
 
-def test_decode_continues_what_vllm_has_computed(pair: Pair) -> None:
-    """Given another prompt of the same length, SGLang says what vLLM's prompt is continued with."""
-    assert pair.dispatch(PROMPTS[0], other=prompt(77, len(PROMPTS[0])))["output_ids"] == pair.alone[0]
+def test_sglang_reads_the_cache_of_the_whole_prompt(pair: Pair) -> None:
+    """It computes nothing of the prompt: each token of it has come from vLLM."""
+    for tokens in PROMPTS:
+        before = pair.sglang.counted("kvferry_reader_bytes")
+        pair.dispatch(tokens)
+        assert pair.sglang.counted("kvferry_reader_bytes") - before == len(tokens) * TOKEN_BYTES
+
+
+def test_two_requests_whose_references_were_swapped_are_both_refused(pair: Pair) -> None:
+    """And not declined: given rightly, each of them is read."""
+    wanted = [PROMPTS[0], PROMPTS[-1]]
+    before = pair.sglang.counted("kvferry_reader_failures", reason="PromptMismatch")
+    references = [pair.prefill(tokens, PREFILL)["kv_transfer_params"]["kvferry_reference"] for tokens in wanted]
+    for reference, tokens in zip(references, reversed(wanted), strict=True):
+        assert "PromptMismatch" in str(pair.sglang.generate(tokens, **carried(reference)))
+    assert pair.sglang.counted("kvferry_reader_failures", reason="PromptMismatch") - before == 2
+    answers = [
+        pair.sglang.generate(tokens, **carried(reference)) for reference, tokens in zip(references, wanted, strict=True)
+    ]
+    assert [answer["output_ids"] for answer in answers] == [pair.alone[0], pair.alone[-1]]
+    until(lambda: pinned(pair.home) == 0)
+
+
+@pytest.mark.parametrize("token", [0, 70, 256])
+def test_a_prompt_that_differs_in_one_token_is_refused(pair: Pair, token: int) -> None:
+    """Asked at once, while vLLM computes in several steps."""
+    other = [*PROMPTS[-1][:token], (PROMPTS[-1][token] + 1) % VOCABULARY, *PROMPTS[-1][token + 1 :]]
+    assert "PromptMismatch" in str(pair.dispatch(PROMPTS[-1], other=other))
+    assert pair.dispatch(PROMPTS[-1])["output_ids"] == pair.alone[-1]
+    until(lambda: pinned(pair.home) == 0)
 
 
 def test_what_is_not_the_whole_prompt_fails_by_name(pair: Pair) -> None:
-    # Also if it has as many pages.
-    for other in (PROMPTS[0], [*PROMPTS[1], 7], PROMPTS[1][:-1]):
-        answer = pair.dispatch(PROMPTS[1], other=other)
-        assert "a prompt of 33 tokens" in str(answer) or "BlocksShort" in str(answer), answer
+    for other in (PROMPTS[0], PROMPTS[1][:-1]):
+        assert "PromptMismatch" in str(pair.dispatch(PROMPTS[1], other=other))
+    # What begins with all of it is no other prompt, but needs more, also if it has as many pages.
+    longer = pair.dispatch(PROMPTS[1], other=[*PROMPTS[1], 7])
+    assert "a prompt of 33 tokens" in str(longer) or "BlocksShort" in str(longer), longer
     # Of an answer of several tokens, the cache has more than the prompt.
     params = pair.prefill(PROMPTS[1], PREFILL, 3)["kv_transfer_params"]
     longer = pair.sglang.generate(PROMPTS[1], **carried(params["kvferry_reference"]))

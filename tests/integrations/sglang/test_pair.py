@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(900)
 PROMPTS = [prompt(seed, length) for seed, length in enumerate([100, 33, 16, 7, 1, 200])]
 CHUNK = 64
 """Tokens that prefill computes at once: the longest prompts come in several parts."""
+TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
+"""Of the model: layers, K and V, heads, their size, float32."""
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Pair:
 
 
 def start(model: Path, folder: Path, mode: str, home: NodeServerProcess, before: Instance | None = None) -> Instance:
-    more = ["--chunked-prefill-size", str(CHUNK)] if mode == "prefill" else []
+    more = ["--chunked-prefill-size", str(CHUNK)] if mode == "prefill" else ["--enable-metrics"]
     environment = {"KVFERRY_ENGINE_ID": mode, "KVFERRY_READ_TIMEOUT": "60"}
     return Instance(model, folder / f"{mode}.log", mode, home.address, *more, environment=environment, before=before)
 
@@ -80,15 +82,12 @@ def test_many_requests_at_once(pair: Pair) -> None:
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_decode_continues_what_prefill_has_read(pair: Pair) -> None:
-    """Given another prompt of the same length, decode says what prefill's prompt is continued with."""
-    room = some_room()
-    other = prompt(77, len(PROMPTS[0]))
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(pair.prefill.generate, PROMPTS[0], **named(pair.prefill, room))
-        answer = pool.submit(pair.decode.generate, other, **named(pair.prefill, room)).result()
-        first.result()
-    assert answer["output_ids"] == pair.alone[0]
+def test_decode_reads_the_cache_of_the_whole_prompt(pair: Pair) -> None:
+    """It computes nothing of the prompt: each token of it has come from prefill."""
+    for tokens in PROMPTS:
+        before = pair.decode.counted("kvferry_reader_bytes")
+        served(pair.prefill, pair.decode, some_room(), tokens)
+        assert pair.decode.counted("kvferry_reader_bytes") - before == len(tokens) * TOKEN_BYTES
 
 
 def test_log_probabilities_of_the_first_token_come_from_prefill(pair: Pair) -> None:
@@ -99,9 +98,9 @@ def test_log_probabilities_of_the_first_token_come_from_prefill(pair: Pair) -> N
     assert found[0][0] != 0
 
 
-@pytest.mark.parametrize("other", [PROMPTS[0], [*PROMPTS[1], 7]], ids=["more-pages", "as-many-pages"])
-def test_prompts_of_different_lengths_fail_by_name(pair: Pair, other: list[int]) -> None:
-    room = some_room()
+@pytest.mark.parametrize("more", [67, 1], ids=["more-pages", "as-many-pages"])
+def test_a_prompt_that_begins_with_the_whole_of_prefills_fails_by_name(pair: Pair, more: int) -> None:
+    room, other = some_room(), [*PROMPTS[1], *prompt(77, more)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(pair.prefill.generate, PROMPTS[1], **named(pair.prefill, room))
         answer = pool.submit(pair.decode.generate, other, **named(pair.prefill, room)).result()

@@ -39,8 +39,8 @@ def test_ranks_of_other_sizes_say_the_same(
     tmp_path: Path,
     alone: list[list[int]],
 ) -> None:
-    """Also together, after one of them was aborted, with what prefill has in its prefix cache, and with what decode has
-    in its own, which it does not read again."""
+    """Also together, after one of them was aborted, after one was of another prompt, with what prefill has in its
+    prefix cache, and with what decode has in its own, which it does not read again."""
     instances = [
         Instance(model, tmp_path / "prefill.log", "prefill", home.address, tp=source),
         Instance(model, tmp_path / "decode.log", "decode", home.address, *more, tp=destination),
@@ -56,6 +56,13 @@ def test_ranks_of_other_sizes_say_the_same(
             waiting = pool.submit(decode.generate, PROMPTS[0], rid="aborted", **named(prefill, room))
             decode.abort("aborted", waiting)
             assert "abort" in str(waiting.result())
+            # Whichever rank finds it out first, nobody declines what was published.
+            room = some_room()
+            waiting = pool.submit(prefill.generate, PROMPTS[0], **named(prefill, room))
+            refused = decode.generate([*PROMPTS[0][:-1], PROMPTS[0][-1] ^ 1], **named(prefill, room))
+            assert "output_ids" not in refused
+            assert "PromptMismatch" in decode.log.read_text()
+            assert "UNREAD" in str(waiting.result())
         assert served(prefill, decode, some_room(), PROMPTS[0])["output_ids"] == alone[0]
         until(lambda: pinned(home) == 0)
         for instance in instances:

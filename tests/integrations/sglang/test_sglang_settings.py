@@ -22,6 +22,7 @@ def test_every_variable_is_read() -> None:
             "KVFERRY_READ_TIMEOUT": "30",
             "KVFERRY_START_TIMEOUT": "5",
             "KVFERRY_LAYER_NAMES": "layers.{}",
+            "KVFERRY_PROMPT_CHECK": "require",
             "KVFERRY_TLS_CA": "/ca.pem",
         }
     )
@@ -29,6 +30,7 @@ def test_every_variable_is_read() -> None:
     assert found.allowed_homes == ("10.0.0.*:7300", "10.0.1.1:7300")
     assert (found.directory, found.read_timeout, found.start_timeout) == ("file:///homes.json", 30.0, 5.0)
     assert found.layer_names.format(3) == "layers.3"
+    assert found.prompt_check == "require"
     assert found.tls is not None
     assert found.tls.ca == Path("/ca.pem")
 
@@ -41,6 +43,7 @@ def test_every_variable_is_read() -> None:
         ("KVFERRY_READ_TIMEOUT", "0"),
         ("KVFERRY_START_TIMEOUT", "inf"),
         ("KVFERRY_LAYER_NAMES", "layers"),
+        ("KVFERRY_PROMPT_CHECK", "on"),
     ],
 )
 def test_wrong_values_name_their_variable(name: str, given: str) -> None:

@@ -35,6 +35,8 @@ ASK_TIMEOUT = 5.0
 AGAIN = 0.5
 """Seconds until a question that failed is repeated."""
 MAX_BODY = 4096
+MAX_RID = 128
+"""Characters of SGLang's id of a request that are shown."""
 MAX_DIGITS = 10
 MAX_CONNECTIONS = 64
 """Connections to a bootstrap server, each of which has a thread; a further one ends the oldest."""
@@ -75,6 +77,11 @@ def room_reference(source: Source, room: int) -> str:
 def room_name(room: int) -> str:
     """Return the name of a request, which may be logged: the room itself is as good as the reference."""
     return "room-" + hashlib.sha256(f"kvferry sglang name\0{room}".encode()).hexdigest()[:16]
+
+
+def request_name(room: int, rid: str) -> str:
+    """Return the name of a request at one of its sides, with the id that it has there, which a client may choose."""
+    return f"{room_name(room)} {ascii(rid)[1:-1][:MAX_RID]}"
 
 
 class Given(NamedTuple):

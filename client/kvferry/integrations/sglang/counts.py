@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry._control.publications import Release
+from kvferry._reads.read import ReadResult
+from kvferry.errors import PromptMismatch
 from kvferry.integrations import metrics
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class Counts:
 
     rank: str
     reads: Counter
+    failures: Counter
+    prompts: Counter
     bytes: Counter
     publications: Counter
     releases: Counter
@@ -36,22 +40,33 @@ class Counts:
         from prometheus_client import Counter
 
         labels = ["tp_rank"]
-        return cls(
+        made = cls(
             str(rank),
             Counter(*metrics.READS, [*labels, "outcome"]),
+            Counter(*metrics.FAILURES, [*labels, "reason"]),
+            Counter(*metrics.PROMPTS, [*labels, "prompt"]),
             Counter(*metrics.BYTES, labels),
             Counter(*metrics.PUBLISHED, labels),
             Counter(*metrics.RELEASED, [*labels, "outcome"]),
         )
+        # There from the start, so that an alert sees the first one.
+        made.failures.labels(made.rank, PromptMismatch.__name__)
+        return made
 
-    def read(self, size: int) -> None:
-        """Count a good read, in which this rank has read so many bytes."""
+    def read(self, result: ReadResult) -> None:
+        """Count this rank's share of a good read."""
         self.reads.labels(self.rank, "done").inc()
-        self.bytes.labels(self.rank).inc(size)
+        self.prompts.labels(self.rank, result.prompt).inc()
+        self.bytes.labels(self.rank).inc(result.bytes)
 
-    def read_failed(self, outcome: str) -> None:
-        """Count a read that is "failed" or "cancelled"."""
-        self.reads.labels(self.rank, outcome).inc()
+    def read_failed(self, reason: str) -> None:
+        """Count a read that has failed, and the class of its error."""
+        self.reads.labels(self.rank, "failed").inc()
+        self.failures.labels(self.rank, reason).inc()
+
+    def read_cancelled(self) -> None:
+        """Count a read that was cancelled."""
+        self.reads.labels(self.rank, "cancelled").inc()
 
     def published(self) -> None:
         """Count a publication."""

@@ -23,16 +23,17 @@ from kvferry._cache import Cache
 from kvferry._client import Client
 from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
+from kvferry._prompt import Prompt
 from kvferry._reads.read import Read
 from kvferry.engine import SchedulerPort
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
-from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
+from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source
 from kvferry.integrations.sglang.counts import Counts
 from kvferry.integrations.sglang.holding import holds_until_quiet
 from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
-from kvferry.integrations.sglang.prompt_lengths import tells_prompts
+from kvferry.integrations.sglang.prompts import MAKES_RECEIVERS, MAKES_SENDERS, tells_prompts
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
 
@@ -68,13 +69,13 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self.kv_args = args
         mode: Literal["prefill", "decode"] = disaggregation_mode.value
-        if mode == "decode":
-            for is_so, does in (
-                (holds_until_quiet(), "holds the pages of failed requests until they are quiet"),
-                (tells_prompts(), "tells the backend the length of each prompt"),
-            ):
-                if not is_so:
-                    raise InvalidField("version of SGLang", version("sglang"), f"one whose decode {does}, as 0.5.23's")
+        prefills = mode == "prefill"
+        for is_so, does in (
+            (prefills or holds_until_quiet(), "holds the pages of failed requests until they are quiet"),
+            (tells_prompts(MAKES_SENDERS if prefills else MAKES_RECEIVERS), "tells the backend each prompt"),
+        ):
+            if not is_so:
+                raise InvalidField("version of SGLang", version("sglang"), f"one whose {mode} {does}, as 0.5.23's")
         parallel = get_parallel()
         pool, draft = args.kvferry_pools
         check_supported(args, parallel, get_disagg(), get_memory(), draft)
@@ -168,9 +169,11 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     # For senders, on rank 0.
 
-    def publish(self, reference: str, room: int, blocks: dict[str, Blocks], payload: bytes) -> Publication:
+    def publish(
+        self, reference: str, name: str, blocks: dict[str, Blocks], payload: bytes, prompt: Prompt
+    ) -> Publication:
         """Publish a request's blocks under the reference that decode makes too. Raises `KvferryError`."""
-        publication = self.port.publish(room_name(room), blocks, payload=payload, reference=reference)
+        publication = self.port.publish(name, blocks, payload=payload, reference=reference, prompt=prompt)
         self.counts.published()
         return publication
 
@@ -198,17 +201,26 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     # For receivers.
 
-    def read(self, reference: str, room: int, blocks: dict[str, Blocks], tokens: tuple[int, int] | None = None) -> Read:
-        """Start to read this rank's share: what is published of `tokens`, as it is published; None: all, when it is
-        complete. Raises `KvferryError`."""
+    def read(
+        self,
+        reference: str,
+        room: int,
+        name: str,
+        blocks: dict[str, Blocks],
+        tokens: tuple[int, int] | None,
+        prompt: Prompt,
+    ) -> Read:
+        """Start to read this rank's share of a prompt: what is published of `tokens`, as it is published; None: all,
+        when it is complete. Every rank gives the same name. Raises `KvferryError`."""
         read = self._cache.read(
             reference,
             blocks,
             tokens,
-            read_id=room_name(room),
+            read_id=name,
             parties=self.parties,
             progressive=tokens is not None,
             timeout=self._settings.read_timeout,
+            prompt=prompt,
         )
         self._reads[room] = read
         return read

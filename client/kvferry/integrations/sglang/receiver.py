@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, StateType
 
-from kvferry._reads.read import Read
-from kvferry.errors import KvferryError
+from kvferry._prompt import Prompt
+from kvferry._reads.read import Read, ReadState
+from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token, first_token_payload
 from kvferry.integrations.sglang.aux_rows import BadPayload
-from kvferry.integrations.sglang.bootstrap import given_reference, room_is_usable, room_reference
+from kvferry.integrations.sglang.bootstrap import given_reference, request_name, room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
 from kvferry.integrations.sglang.request_failed import REPEATED, RequestFailed
@@ -49,9 +50,12 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._row = -1
         self._first = 0
         self._prompt_tokens: int | None = None
+        self._name = ""
+        self._prompt = Prompt.unknown
         self._read: Read | None = None
         self._good = self._repeated = False
         self._failure = ""
+        self._is_anothers = False
         if not room_is_usable(bootstrap_room):
             self.fail("the request's bootstrap_room is not from 1 to 2**63 - 1")
         elif not mgr.claim(self.bootstrap_room, self):
@@ -63,9 +67,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Whether it can read into SGLang's host pool."""
         return False
 
-    def expect_prompt(self, tokens: int) -> None:
-        """Take how many tokens the prompt has: see `prompt_lengths`."""
+    def expect_prompt(self, rid: str, tokens: int, prompt: Prompt) -> None:
+        """Take SGLang's id of the request, how many tokens its prompt has, and what is known of it: see `prompts`."""
+        self._name = request_name(self.bootstrap_room, rid)
         self._prompt_tokens = tokens
+        self._prompt = prompt
 
     def init(self, prefill_dp_rank: int) -> None:
         """Look for the prefill instance."""
@@ -96,9 +102,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             return
         try:
             blocks = self._blocks(kv_indices, state_indices or ())
-            self._read = self.kv_mgr.read(self._reference, self.bootstrap_room, blocks, self._tokens())
+            self._read = self.kv_mgr.read(
+                self._reference, self.bootstrap_room, self._name, blocks, self._tokens(), self._prompt
+            )
         except KvferryError as error:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(error)
 
     def poll(self) -> Any:
         """Return the state of the request on this rank."""
@@ -114,21 +122,26 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         error = self._read.exception(0)
         if error is not None:
             self.kv_mgr.sources.forget(self._address)
-            return self.fail(f"{type(error).__name__}: {error}")
+            return self.fail(error)
         return self._take(self._read)
 
-    def fail(self, reason: str, outcome: str = "failed") -> Any:
-        """Fail the request; `outcome` is counted."""
+    def fail(self, reason: str | Exception) -> Any:
+        """Fail the request. It is counted by the class of the error, if there is one."""
         if not self._failure:
-            self._failure = reason
-            self.kv_mgr.counts.read_failed(outcome)
+            name = type(reason).__name__ if isinstance(reason, Exception) else RequestFailed.__name__
+            self._failure = f"{name}: {reason}" if isinstance(reason, Exception) else reason
+            self._is_anothers = isinstance(reason, PromptMismatch)
+            self.kv_mgr.counts.read_failed(name)
         return KVPoll.Failed
 
     def abort(self) -> None:
         """Abort the request, if it was not read already."""
-        if not self._good:
-            self.fail("aborted", "cancelled")
-            self._give_up(aborted=True)
+        if self._good:
+            return
+        if not self._failure:
+            self._failure = "aborted"
+            self.kv_mgr.counts.read_cancelled()
+        self._give_up(aborted=True)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Stop reading. SGLang calls this on every rank when one of them has failed."""
@@ -138,13 +151,25 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
 
         A reference that the request carried may have another reader after a read that has failed. A repetition must not
-        end the request that it repeats.
+        end the request that it repeats, nor a request that of another prompt, whose reader may still come.
         """
-        if self._reference and not self._repeated and (aborted or self._given is None or self._read is None):
+        tried = aborted or self._given is None or self._read is None
+        if self._reference and tried and not self._repeated and not self._may_be_anothers():
             self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()
             self.abort_notified = True
+
+    def _may_be_anothers(self) -> bool:
+        """Return whether what is published is of another prompt, as far as this rank knows. If another rank has failed
+        before this one was told what is published, that may be why."""
+        if self._is_anothers or self._read is None:
+            return self._is_anothers
+        state = self._read.state
+        if state is ReadState.FAILED:
+            # Since SGLang has polled.
+            return isinstance(self._read.exception(0), PromptMismatch)
+        return state is ReadState.WAITING and not self._failure
 
     def clear(self) -> None:
         """Forget the request: SGLang has taken its pages back, or uses them."""
@@ -169,7 +194,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             try:
                 self._reference = room_reference(source, self.bootstrap_room)
             except KvferryError as error:
-                return self.fail(f"{type(error).__name__}: {error}")
+                return self.fail(error)
         return KVPoll.WaitingForInput
 
     def _take(self, read: Read) -> Any:
@@ -181,13 +206,13 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         try:
             tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
         except BadPayload as error:
-            return self.fail(f"{type(error).__name__}: {error}")
+            return self.fail(error)
         if tokens is None and self.kv_mgr.pools.window:
             return self.fail("prefill has not said how many tokens its prompt has, which a window's pages do not show")
         if tokens is not None and tokens != self._prompt_tokens:
             return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has {self._prompt_tokens}")
         self._good = True
-        self.kv_mgr.counts.read(read.result(0).bytes)
+        self.kv_mgr.counts.read(read.result(0))
         return KVPoll.Success
 
     def _tokens(self) -> tuple[int, int] | None:

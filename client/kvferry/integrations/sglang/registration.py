@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.integrations.sglang.holding import BACKEND, hold_until_quiet
-from kvferry.integrations.sglang.prompt_lengths import MAKES_RECEIVERS, tell_prompt
+from kvferry.integrations.sglang.prompts import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ def register() -> None:
     HookRegistry.register(f"{_UTILS}.setup_state_kv_args", _keep_pools, HookType.BEFORE)
     queue = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
     HookRegistry.register(queue, hold_until_quiet, HookType.AFTER)
-    HookRegistry.register(MAKES_RECEIVERS, tell_prompt, HookType.AFTER)
+    HookRegistry.register(MAKES_SENDERS, tell_sender, HookType.AFTER)
+    HookRegistry.register(MAKES_RECEIVERS, tell_receiver, HookType.AFTER)
     resolve = "sglang.srt.mem_cache.kv_cache_builder.resolve_decode_retraction_backup"
     HookRegistry.register(resolve, _retract_without_a_device, HookType.BEFORE)
 

@@ -10,9 +10,10 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric, StateType
 
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._prompt import Prompt
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.sglang.bootstrap import room_is_usable, room_reference
+from kvferry.integrations.sglang.bootstrap import request_name, room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
 from kvferry.integrations.sglang.request_failed import REPEATED, RequestFailed
@@ -44,6 +45,8 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._tokens = 0
         self._wanted = -1
         self._row = -1
+        self._name = ""
+        self._prompt = Prompt.unknown
         self._sent = False
         self._publication: Publication | None = None
         self._release: Release | None = None
@@ -55,6 +58,11 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
             self._failure = REPEATED
         elif mgr.leader:
             self._reference = room_reference(mgr.own_source, bootstrap_room)
+
+    def expect_prompt(self, rid: str, prompt: Prompt) -> None:
+        """Take SGLang's id of the request, and its prompt: see `prompts`."""
+        self._name = request_name(self.bootstrap_room, rid)
+        self._prompt = prompt
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Take how many pages will come, and the request's row of the auxiliary buffers."""
@@ -80,7 +88,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
             return
         try:
             payload = self.kv_mgr.aux.payload(self._row, self._tokens)
-            self._publication = self.kv_mgr.publish(self._reference, self.bootstrap_room, self._blocks(), payload)
+            self._publication = self.kv_mgr.publish(self._reference, self._name, self._blocks(), payload, self._prompt)
         except KvferryError as error:
             self._failure = f"{type(error).__name__}: {error}"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client
+from kvferry._control.right_prompt import PromptCheck
 from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry.errors import InvalidField
 
@@ -31,6 +32,7 @@ class Settings:
         start_timeout: ``KVFERRY_START_TIMEOUT``, seconds for which the engine waits for its node server.
         layer_names: ``KVFERRY_LAYER_NAMES``, how the layers are called, with ``{}`` for their numbers: engines read
             from each other only layers of the same names.
+        prompt_check: ``KVFERRY_PROMPT_CHECK``, "compare", "require" or "off": see `Client`.
         tls: ``KVFERRY_TLS_CA``, ``KVFERRY_TLS_CERT`` and ``KVFERRY_TLS_KEY``, names of PEM files; None: no TLS.
 
     Raises:
@@ -44,6 +46,7 @@ class Settings:
     read_timeout: float = READ_TIMEOUT
     start_timeout: float = OPEN_TIMEOUT
     layer_names: str = LAYER_NAMES
+    prompt_check: str = PromptCheck.COMPARE.value
     tls: TlsConfig | None = None
 
     @classmethod
@@ -56,6 +59,9 @@ class Settings:
         layers = environment.get("KVFERRY_LAYER_NAMES", LAYER_NAMES)
         if layers.count("{}") != 1:
             raise InvalidField("KVFERRY_LAYER_NAMES", layers, "a name with {} in place of the layer's number")
+        check = environment.get("KVFERRY_PROMPT_CHECK", "") or PromptCheck.COMPARE.value
+        if check not in (each.value for each in PromptCheck):
+            raise InvalidField("KVFERRY_PROMPT_CHECK", check, "require, compare or off")
         homes = environment.get("KVFERRY_ALLOWED_HOMES", "")
         return cls(
             address=address,
@@ -65,12 +71,19 @@ class Settings:
             read_timeout=_seconds(environment, "KVFERRY_READ_TIMEOUT", READ_TIMEOUT),
             start_timeout=_seconds(environment, "KVFERRY_START_TIMEOUT", OPEN_TIMEOUT),
             layer_names=layers,
+            prompt_check=check,
             tls=_tls(environment),
         )
 
     def client(self) -> Client:
         """Make the client of a process."""
-        return Client(self.address, tls=self.tls, allowed_homes=self.allowed_homes, directory=self.directory or None)
+        return Client(
+            self.address,
+            tls=self.tls,
+            allowed_homes=self.allowed_homes,
+            directory=self.directory or None,
+            prompt_check=self.prompt_check,
+        )
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
