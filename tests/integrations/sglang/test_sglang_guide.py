@@ -32,7 +32,7 @@ def test_the_commands_move_a_request_as_they_are_printed(tmp_path: Path) -> None
         "sglang serve": [*added(PAGE, "--device cpu"), "--disaggregation-bootstrap-port", bootstrap],
         "sglang_router": ["--prometheus-port", str(free_port())],
     }
-    environment = {**installed(), **ENVIRONMENT, "KVFERRY_LISTEN": "127.0.0.1:0"}
+    environment = {**installed(), **ENVIRONMENT, "KVFERRYD_LISTEN": "127.0.0.1:0"}
     with Followed(PAGE, tmp_path, instead, more, environment) as followed:
         printed = followed.follow({"/generate": answered, "/metrics": has_read})
         answer = json.loads(next(said for command, said in printed.items() if "/generate" in command))

@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from kvferry import Prompt
 from kvferry._reads.read import ReadState
-from kvferry.errors import PromptMismatch
+from kvferry.errors import EngineUnknown, KvferryError, PromptMismatch
 from kvferry.integrations.sglang.bootstrap import room_name
 from kvferry.integrations.sglang.prompts import prompt_of, tell_receiver, tell_sender
 from kvferry.integrations.sglang.receiver import KvferryReceiver
@@ -142,11 +142,23 @@ def test_what_is_of_another_prompt_is_not_declined(
     assert manager.told == []
 
 
-def test_a_rank_that_has_not_compared_yet_declines_nothing_for_another() -> None:
-    """The other rank may have found out that it is of another prompt."""
+@pytest.mark.parametrize(
+    ("state", "error", "declined"),
+    [
+        (ReadState.WAITING, None, False),
+        (ReadState.FAILED, PromptMismatch("it is of another prompt"), False),
+        (ReadState.FAILED, EngineUnknown("it has ended"), True),
+        (ReadState.READING, None, True),
+    ],
+)
+def test_a_rank_declines_for_another_only_what_it_knows_to_be_its_own(
+    state: ReadState, error: KvferryError | None, declined: bool
+) -> None:
+    """The other rank may have found out that it is of another prompt, and this one may know that since it was polled,
+    or not yet."""
     manager = PlayedManager()
     receiver = reading(manager)
-    manager.current.state = ReadState.WAITING
+    manager.current.state, manager.current.error = state, error
     receiver.ensure_abort_notified(force_arm=True)
     assert manager.current.cancelled
-    assert manager.told == []
+    assert manager.told == ["decline"] * declined

@@ -163,9 +163,13 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def _may_be_anothers(self) -> bool:
         """Return whether what is published is of another prompt, as far as this rank knows. If another rank has failed
         before this one was told what is published, that may be why."""
-        if self._failure or self._read is None:
+        if self._is_anothers or self._read is None:
             return self._is_anothers
-        return self._read.state is ReadState.WAITING
+        state = self._read.state
+        if state is ReadState.FAILED:
+            # Since SGLang has polled.
+            return isinstance(self._read.exception(0), PromptMismatch)
+        return state is ReadState.WAITING and not self._failure
 
     def clear(self) -> None:
         """Forget the request: SGLang has taken its pages back, or uses them."""
