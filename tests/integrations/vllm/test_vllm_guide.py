@@ -34,7 +34,7 @@ def test_the_ten_commands_move_a_request_as_they_are_printed(tmp_path: Path) -> 
     }
     more = {"vllm serve": added(PAGE, "--dtype"), "vllm-router": ["--prometheus-port", str(free_port())]}
     environment = {name: value for name, value in installed().items() if "MULTIPROCESSING" not in name}
-    environment["KVFERRY_LISTEN"] = "127.0.0.1:0"
+    environment["KVFERRYD_LISTEN"] = "127.0.0.1:0"
     with Followed(PAGE, tmp_path, instead, more, environment) as followed:
         printed = followed.follow({"/v1/completions": answered, "/metrics": has_read})
         answer = json.loads(next(said for command, said in printed.items() if "/v1/completions" in command))
