@@ -29,7 +29,7 @@ from kvferry.errors import (
     PeerRestarted,
     TransferStuck,
 )
-from kvferry.geometry.blocks import Blocks, published_end
+from kvferry.geometry.blocks import Blocks, taken_end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,8 +164,8 @@ class CacheReads:
         """See `leased_reads.Owner`."""
         if read.acquired is None:
             return
-        tokens = read.wanted.tokens
-        if self._reads.takes(read, published_end(read.acquired.blocks) if tokens is None else tokens[1]) is not None:
+        wanted = read.wanted
+        if self._reads.takes(read, taken_end(read.acquired.blocks, wanted.blocks, wanted.tokens)) is not None:
             return
         self._reads.begin(read)
         share = RankRead(_order(read, read.acquired), read.cancellation)

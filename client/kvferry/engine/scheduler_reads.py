@@ -31,7 +31,7 @@ from kvferry.errors import (
     TransferStuck,
     WrongState,
 )
-from kvferry.geometry.blocks import Blocks, published_end
+from kvferry.geometry.blocks import Blocks, taken_end
 from kvferry.planner.request_blocks import promised, written
 
 CANCEL_AGAIN = 10.0
@@ -183,10 +183,9 @@ class Reads:
                     raise InvalidField("tokens", None, expected)
                 offered = promised(self._spec.groups, offered, blocks)
             own = read.request.prompt
-            if prompt:
-                own.prompt = prompt
-            check_within(own.prompt, tokens)
-            error = self._reads.takes(read, published_end(offered) if tokens is None else tokens[1])
+            check_within(prompt or own.prompt, tokens)
+            own.prompt = prompt or own.prompt
+            error = self._reads.takes(read, taken_end(offered, blocks, tokens))
             if error is not None:
                 self._forget(read)
                 raise error

@@ -169,9 +169,22 @@ def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
     return {name: _one(of) for name, of in parts.items()}
 
 
-def published_end(blocks: Mapping[str, Blocks]) -> int:
-    """Return the end of the tokens that the blocks of all groups hold, or that a state has seen."""
-    return max((max(each.end_token or 0, each.state_token) for each in blocks.values()), default=0)
+def taken_end(offered: Mapping[str, Blocks], wanted: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> int:
+    """Return the end of the tokens that a read takes, or that a state which it takes has seen.
+
+    Args:
+        offered: the source's blocks, by group.
+        wanted: the destination's.
+        tokens: the tokens asked; None: what the source offers, as far as the destination's blocks say no other end.
+    """
+    ends = [0 if tokens is None else tokens[1]]
+    for name, mine in wanted.items():
+        ends.append(mine.state_token)
+        if tokens is None and mine.end_token is not None:
+            ends.append(mine.end_token)
+        elif tokens is None and name in offered:
+            ends.append(offered[name].end_token or 0)
+    return max(ends)
 
 
 def _one(parts: Sequence[Blocks]) -> Blocks:
