@@ -49,6 +49,33 @@ def test_a_prompt_that_is_continued_with_each_token_is_marked_where_it_counts() 
     assert marks[-1].digest == prompt.mark(publication_key(SECRET, number), 250)
 
 
+def test_what_a_refused_step_said_of_the_prompt_is_forgotten() -> None:
+    """The engine has lost what it generated, and publishes less, of other tokens."""
+    offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
+    step = pb.Publish(request_id="r", groups=[pb.GroupBlocks(group="full", end_token=48)])
+    number = offers.publish("home:1", step, prompt=prompt).number
+    refused = pb.Publish(groups=[pb.GroupBlocks(group="full", first_token=48, end_token=60)], last=True)
+    offers.publish_more(number, refused, prompt.followed_by(range(10)))
+    assert [mark.end for mark in refused.marks] == [60]
+    assert offers.refused(refused)
+    last = pb.Publish(groups=[pb.GroupBlocks(group="full", first_token=48, end_token=52)], last=True)
+    other = prompt.followed_by([7, 8, 9])
+    offers.publish_more(number, last, other)
+    key = publication_key(SECRET, number)
+    assert {mark.end: mark.digest for mark in last.marks} == {end: other.mark(key, end) for end in (52, 53)}
+
+
+def test_what_a_refused_step_published_is_not_marked_again() -> None:
+    offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
+    number = offers.publish("home:1", pb.Publish(request_id="r"), prompt=prompt).number
+    refused = pb.Publish(groups=[pb.GroupBlocks(group="full", end_token=40)])
+    offers.publish_more(number, refused)
+    assert offers.refused(refused)
+    last = pb.Publish(groups=[pb.GroupBlocks(group="full", end_token=32)], last=True)
+    offers.publish_more(number, last)
+    assert [mark.end for mark in last.marks] == [32]
+
+
 def held(count: int) -> Offers:
     """A source of so many publications, each with all the payload it may have."""
     offers = Offers(ENGINE, SECRET)

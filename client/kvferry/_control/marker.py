@@ -23,6 +23,11 @@ class Marker:
     key: bytes = field(repr=False)
     prompt: Prompt
     ends: set[int] = field(default_factory=set)
+    _settled: Prompt = field(init=False, repr=False)
+    """The prompt when the last step had been sent."""
+
+    def __post_init__(self) -> None:
+        self.settle()
 
     def follow(self, prompt: Prompt) -> None:
         """Go on with a longer prompt; `Prompt.unknown`: with the same.
@@ -51,5 +56,10 @@ class Marker:
         self.ends |= ends
 
     def unmark(self, step: pb.Publish) -> None:
-        """Take back the marks of a step that no home has accepted."""
+        """Forget a step that no home has accepted: what is published instead may be of other tokens."""
         self.ends -= {mark.end for mark in step.marks}
+        self.prompt = self._settled
+
+    def settle(self) -> None:
+        """Record that no step is being sent: none is taken back any more."""
+        self._settled = self.prompt

@@ -295,6 +295,8 @@ class Offers:
         held = self._held.get(number)
         if held is not None:
             held.sending -= 1
+            if not held.sending:
+                held.marker.settle()
             held.release_at = now + self.final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN
             self._next_deadline = min(self._next_deadline, held.release_at)
 
