@@ -88,8 +88,9 @@ class Prompt:
         self.ends: tuple[int, ...] = (self.known,) if self.known else ()
         name = self.adapter.encode()
         begun = hashlib.sha256(_BEGIN + struct.pack("<I", len(name)) + name)
-        self._first = self._furthest = (begun, 0)
-        """States of the digest, each after this number of tokens: of none, and of the most so far."""
+        self._first = self._latest = self._furthest = (begun, 0)
+        """States of the digest, each after this number of tokens: of none, where it was asked for last, and of the most
+        so far. With the second, marks that lie close to each other, in their order, cost no more than one."""
         self._digests: dict[int, bytes] = {}
         for end in self.ends:
             self.digest(end)
@@ -128,7 +129,8 @@ class Prompt:
         made._tokens = self._tokens + more
         made.adapter, made.inputs = self.adapter, self.inputs
         made.ends = (*self.ends, made.known) if made.known > self.known else self.ends
-        made._first, made._furthest, made._digests = self._first, self._furthest, dict(self._digests)
+        made._first, made._latest, made._furthest = self._first, self._latest, self._furthest
+        made._digests = dict(self._digests)
         return made
 
     def continues(self, other: Prompt) -> bool:
@@ -146,12 +148,12 @@ class Prompt:
             raise InvalidField("end", end, f"1 to {self.known}, as far as the prompt is known")
         found = self._digests.get(end)
         if found is None:
-            furthest = self._furthest
-            begun, hashed = furthest if furthest[1] <= end else self._first
+            begun, hashed = next(each for each in (self._furthest, self._latest, self._first) if each[1] <= end)
             state = begun.copy()
             state.update(self._tokens[4 * hashed : 4 * end])
-            if end > furthest[1]:
-                self._furthest = state.copy(), end
+            self._latest = state.copy(), end
+            if end > self._furthest[1]:
+                self._furthest = self._latest
             for each in self.inputs:
                 if each.offset < end:
                     name = each.identifier.encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import pickle
 import threading
 import traceback
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -271,3 +273,36 @@ def test_several_threads_share_a_prompt() -> None:
     with ThreadPoolExecutor(4) as pool:
         for right in pool.map(ask, range(4)):
             assert all(right)
+
+
+class CountedHash:
+    """SHA-256 that counts the bytes it is given."""
+
+    bytes = 0
+
+    def __init__(self, begun: bytes | Any) -> None:
+        self._state = hashlib.sha256(begun) if isinstance(begun, bytes) else begun
+
+    def update(self, data: bytes) -> None:
+        CountedHash.bytes += len(data)
+        self._state.update(data)
+
+    def copy(self) -> CountedHash:
+        return CountedHash(self._state.copy())
+
+    def digest(self) -> bytes:
+        return self._state.digest()
+
+
+@pytest.mark.parametrize("carried", [lambda prompt: prompt, copy.copy], ids=["as made", "copied"])
+def test_no_source_makes_a_reader_hash_its_prompt_for_each_mark(
+    carried: Callable[[Prompt], Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source may mark 64 ends just before that of a reader's long prompt, and a scheduler compares them in a step."""
+    monkeypatch.setattr("kvferry._prompt.hashlib", SimpleNamespace(sha256=CountedHash))
+    tokens = np.arange(10_000)
+    prompt = carried(Prompt(tokens))
+    monkeypatch.setattr(CountedHash, "bytes", 0)
+    for end in range(len(tokens) - 64, len(tokens)):
+        prompt.digest(end)
+    assert CountedHash.bytes <= 4 * len(tokens)
