@@ -183,3 +183,18 @@ def test_a_home_of_another_version_takes_over_between_two_steps(newer: str) -> N
     steps.add([*after, pb.Blocks(step=2, groups=[chunk])])
     assert steps.take() == {"full": Blocks([1], 0, 16)}
     assert steps.unfinished is None
+
+
+def test_a_newer_home_tells_the_marks_that_an_older_one_kept_to_itself() -> None:
+    """A read that goes on under it is compared all the same. What was told before stays as it was."""
+    first, later, other = (
+        pb.PromptMark(end=end, digest=digest * 16) for end, digest in ((4, b"a"), (8, b"b"), (4, b"c"))
+    )
+    steps = GrantedSteps()
+    steps.add([pb.Blocks(step=0, marks=[first]), pb.Blocks(step=1)])
+    steps.again()
+    steps.add([pb.Blocks(step=0, marks=[other]), pb.Blocks(step=1, marks=[later])])
+    assert steps.marks == {4: b"a" * 16, 8: b"b" * 16}
+    steps.again()
+    with pytest.raises(InvalidField, match="at most 64"):
+        steps.add([pb.Blocks(step=0, marks=[pb.PromptMark(end=end, digest=bytes(16)) for end in range(9, 73)])])

@@ -67,6 +67,9 @@ class GrantedSteps:
                 self._fresh.append(step)
             elif digest != self._digests[self._told]:
                 raise InvalidField("step of a publication", step.step, "what it was before its home restarted")
+            else:
+                # An older home has kept them to itself.
+                self._mark(mark for mark in step.marks if mark.end not in self.marks)
             self._told += 1
 
     def _mark(self, marks: Iterable[pb.PromptMark]) -> None:
@@ -102,8 +105,7 @@ class GrantedSteps:
 
 def _digest(step: pb.Blocks) -> bytes:
     """Of what a step promises in the end. What is unfinished, and what marks the prompt, is left out: a home that was
-    replaced by one of another version tells it from then on, or tells it no more, and what it tells again has no
-    effect."""
+    replaced by one of another version tells it from then on, or tells it no more."""
     if step.HasField("unfinished") or step.marks:
         step = pb.Blocks(step=step.step, groups=step.groups)
     return hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
