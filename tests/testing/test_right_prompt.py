@@ -243,6 +243,49 @@ def test_a_source_says_one_prompt_per_publication(fabric: Fabric) -> None:
     source.session.publish_more(publication, {"full": Blocks(range(6), end_token=24)}, last=True, prompt=longer)
 
 
+SHORT = Prompt(IDS[:12])
+KEY = bytes(16)
+
+
+def hinting(prompt: Prompt, ends: tuple[int, ...]) -> pb.Reference:
+    """A reference with marks."""
+    return pb.Reference(key=KEY, marks=[pb.PromptMark(end=end, digest=prompt.mark(KEY, end)) for end in ends])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["known before", "known when it attaches"])
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        (hinting(OURS, (TOKENS,)), "mismatch"),
+        (hinting(OURS, (12, TOKENS)), "unmarked"),
+        (hinting(SHORT, ()), "unmarked"),
+        (hinting(Prompt([1] * 12), (12,)), "mismatch"),
+    ],
+    ids=["a longer prompt", "a part of it", "no marks", "another prompt"],
+)
+def test_marks_in_a_reference_refuse_where_an_older_home_tells_none(
+    reference: pb.Reference, found: str, late: bool
+) -> None:
+    own = ReaderPrompt(Prompt.unknown if late else SHORT)
+    try:
+        own.refuse(reference)
+        own.told({}, reference, "theirs", complete=True)
+        own.prompt = SHORT
+        own.judge(12, complete=True)
+    except PromptMismatch:
+        assert found == "mismatch"
+    else:
+        assert own.found == found
+
+
+def test_a_mark_that_a_router_adds_hides_no_longer_prompt() -> None:
+    """It knows the reader's prompt and the key."""
+    own, reference = ReaderPrompt(SHORT), hinting(SHORT, (12,))
+    own.refuse(reference)
+    with pytest.raises(PromptMismatch):
+        own.told({TOKENS: ANOTHER.mark(KEY, TOKENS)}, reference, "theirs", complete=True)
+
+
 TOKEN = st.integers(0, 2)
 
 

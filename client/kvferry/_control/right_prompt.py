@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvferry._arguments import described
 from kvferry._prompt import Prompt
@@ -60,17 +60,20 @@ class ReaderPrompt:
         self._check = check
         self._request_id, self._engine_id = request_id, engine_id
         self._marks: Mapping[int, bytes] = {}
+        self._hinted: Mapping[int, bytes] = {}
+        """The marks in the reference. They may refuse a read, and prove nothing: a router may have written them. With
+        an older home there are no others."""
         self._source, self._source_request_id = pb.Reference(), ""
 
     def refuse(self, reference: pb.Reference) -> None:
-        """Compare what the reference itself says. It may refuse a read, and proves nothing: a router may have written
-        it.
+        """Compare what the reference itself says.
 
         Raises:
             PromptMismatch: the reference is that of another prompt.
         """
         self._source, self._source_request_id = reference, reference.request_id
-        self._compare({mark.end: mark.digest for mark in reference.marks})
+        self._hinted = {mark.end: mark.digest for mark in reference.marks}
+        self._compare(self._hinted)
 
     def told(self, marks: Mapping[int, bytes], reference: pb.Reference, request_id: str, *, complete: bool) -> None:
         """Compare the marks that the home has told so far.
@@ -105,18 +108,24 @@ class ReaderPrompt:
         """
         if self._check is PromptCheck.OFF:
             return
+        self._compare(self._hinted)
         self._compare(self._marks)
         if not complete:
             return
-        length = len(self.prompt)
         self.found = "unmarked" if self.prompt else "unknown"
-        if any(until <= end <= self.prompt.known for end in self._marks):
+        if self._covers(self._marks, until):
             self.found = "matched"
-        elif self.prompt and any(end > length for end in self._marks):
+        elif self._longer(self._marks) or (self._longer(self._hinted) and not self._covers(self._hinted, until)):
             # It goes on where this prompt has ended, and its source knows how: it is of another prompt.
             raise self._error(PromptMismatch, "another prompt, of which this one may be a part")
         elif self._check is PromptCheck.REQUIRE:
             raise self._error(PromptUnmarked, "a prompt that no mark names")
+
+    def _covers(self, marks: Iterable[int], until: int) -> bool:
+        return any(until <= end <= self.prompt.known for end in marks)
+
+    def _longer(self, marks: Iterable[int]) -> bool:
+        return bool(self.prompt) and any(end > len(self.prompt) for end in marks)
 
     def _compare(self, marks: Mapping[int, bytes]) -> None:
         if self._check is PromptCheck.OFF:
