@@ -278,19 +278,19 @@ def test_several_threads_share_a_prompt() -> None:
 class CountedHash:
     """SHA-256 that counts the bytes it is given."""
 
-    bytes = 0
+    count = 0
 
-    def __init__(self, begun: bytes | Any) -> None:
+    def __init__(self, begun: Any) -> None:
         self._state = hashlib.sha256(begun) if isinstance(begun, bytes) else begun
 
     def update(self, data: bytes) -> None:
-        CountedHash.bytes += len(data)
+        CountedHash.count += len(data)
         self._state.update(data)
 
     def copy(self) -> CountedHash:
         return CountedHash(self._state.copy())
 
-    def digest(self) -> bytes:
+    def digest(self) -> Any:
         return self._state.digest()
 
 
@@ -302,7 +302,7 @@ def test_no_source_makes_a_reader_hash_its_prompt_for_each_mark(
     monkeypatch.setattr("kvferry._prompt.hashlib", SimpleNamespace(sha256=CountedHash))
     tokens = np.arange(10_000)
     prompt = carried(Prompt(tokens))
-    monkeypatch.setattr(CountedHash, "bytes", 0)
+    monkeypatch.setattr(CountedHash, "count", 0)
     for end in range(len(tokens) - 64, len(tokens)):
         prompt.digest(end)
-    assert CountedHash.bytes <= 4 * len(tokens)
+    assert CountedHash.count <= 4 * len(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvferry import Blocks, Cache, EngineSpec, Group, GroupKind, Prompt
@@ -25,7 +26,7 @@ REQUIRED = "require"
 def engine(fabric: Fabric, name: str, groups: Sequence[Group] = (FULL, STATE), check: str = "compare") -> Cache:
     full, states = np.ones((2, 8, 4, 1, 2), np.uint16), np.ones((8, 1, 2), np.uint16)
     planes = formats.vllm_flash_attention({"attention": full}, FULL)
-    tensors = {"attention": full}
+    tensors: dict[str, npt.NDArray[np.uint16]] = {"attention": full}
     if STATE in groups:
         planes += tuple(planes_of_tensor(states, ("block", "head", "content"), STATE, "recurrent", ("ssm",)))
         tensors["recurrent"] = states
