@@ -10,12 +10,13 @@ import pytest
 
 from kvferry import Blocks, Cache, EngineSpec, Group, GroupKind, Prompt
 from kvferry.engine import SchedulerPort
-from kvferry.errors import InvalidField, PromptUnmarked
+from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked
 from kvferry.geometry import formats
 from kvferry.geometry.tensors import planes_of_tensor
 from kvferry.testing import Fabric
 from tests.support.waiting import until
 from tests.testing.fabric_engines import SOON
+from tests.testing.stepping_engines import THEIRS, TOKENS, Decode, Prefill
 
 FULL, STATE = Group("full", block_tokens=4, num_blocks=8), Group("state", GroupKind.STATE, num_blocks=8)
 IDS = list(range(24))
@@ -94,3 +95,21 @@ def test_a_prompt_that_does_not_go_with_the_tokens_leaves_the_request_as_it_was(
     source.publish_more(publication, rest, last=True, prompt=PROMPT)
     until(lambda: (offer := port.granted("mine")) is not None and offer.complete)
     port.attach("mine", blocks(16, 16), (0, 16))
+
+
+def test_a_read_of_another_prompt_hands_out_no_payload(fabric: Fabric) -> None:
+    """It has the first token of somebody else's answer. That it is another prompt shows with the last step only: where
+    the reader's ends, this one goes on."""
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    begun = Prompt(IDS[:8])
+    prefill.session.publish_more(prefill.publication, {}, last=False, prompt=begun)
+    prefill.compute(8)
+    decode.worker.start(decode.attached(prefill, prompt=Prompt(IDS[:TOKENS])))
+    rest = {"full": Blocks(THEIRS[2:], 8, TOKENS + 2)}
+    longer = begun.followed_by([*IDS[8:20], 1, 2, 3])
+    assert longer.ends == (8, TOKENS + 1)
+    prefill.session.publish_more(prefill.publication, rest, last=True, prompt=longer, payload=b"first token")
+    decode.until(lambda: decode.ended)
+    (end,) = decode.ended
+    assert isinstance(end.error, PromptMismatch)
+    assert end.payload == b""

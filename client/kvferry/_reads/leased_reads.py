@@ -323,6 +323,8 @@ class LeasedReads(Generic[SomeRead]):
         try:
             read.request.prompt.judge(read.until, complete=read.complete)
         except TransferError as error:
+            # It may begin the answer to another prompt.
+            read.payload = b""
             self.fail(read, error)
             self._judge_time(read)
 

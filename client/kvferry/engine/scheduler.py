@@ -301,7 +301,8 @@ class SchedulerPort(OneProcess):
             tokens: the tokens wanted, ``[a, b)``; None: all that was published, of an offer that is complete.
             allow_overlap: accept blocks that another read of the engine writes to, or that the engine has published.
                 For engines that know that the bytes do not overlap.
-            prompt: the prompt of this request, for engines that did not have it when they called `acquire`.
+            prompt: the prompt of this request, for engines that did not have it when they called `acquire`. Until then
+                nothing is compared: they use nothing of the offer's payload before this has returned.
 
         Returns:
             The grant: the offer with these blocks, for `WorkerPort.start` on every rank. If it is not `complete`,
