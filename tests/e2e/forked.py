@@ -65,7 +65,7 @@ def is_value(cls: type) -> bool:
         dataclasses.is_dataclass(cls)
         or issubclass(cls, dict)
         or issubclass(cls, (enum.Enum, Exception))
-        or cls in (kvferry.Blocks, kvferry.geometry.model.Group)
+        or cls in (kvferry.Blocks, kvferry.Prompt, kvferry.geometry.model.Group)
     )
 
 

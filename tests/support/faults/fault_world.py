@@ -28,7 +28,7 @@ MODEL = Model(layers=4, heads=4, head_dim=16, num_blocks=256)
 BLOCKS = 64
 """Of a request: with one descriptor in a chunk a read is a thousand chunks, so that a fault finds it under way."""
 
-TIMES = Times(ttl=2.0, max_ttl=2.0, engine_ttl=3.0, hold=3.5, final=20.0, max_wait=20.0)
+TIMES = Times(ttl=3.0, max_ttl=3.0, engine_ttl=3.0, hold=3.5, final=20.0, max_wait=20.0)
 READING: dict[str, Any] = {
     "ucx_tls": "tcp",
     "chunk_descriptors": 1,
