@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -202,15 +203,26 @@ def test_cancelled_while_it_reads(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_a_publication_taken_back(pair: Pair) -> None:
+def test_a_publication_taken_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = pair
+    accept, accepted = Acquisition._accept, threading.Event()
+
+    def seen(waiting: Acquisition, answer: pb.Accepted, sent_at: float) -> bool:
+        accepted.set()
+        return accept(waiting, answer, sent_at)
+
+    monkeypatch.setattr(Acquisition, "_accept", seen)
     publication = source.scheduler.publish("taken-back", {"full": Blocks([1])}, last=False)
     destination.scheduler.acquire("mine", publication.reference)
+    assert accepted.wait(30)
     source.scheduler.abort(publication)
-    # Whichever comes first at the home, the abort or the question.
-    with pytest.raises((PublicationAborted, PublicationReleased)):
+    with pytest.raises(PublicationAborted):
         destination.grant("mine")
     source.release_of(publication)
+    # Whoever asks only now; once the source has acknowledged the release, its home has forgotten the publication.
+    destination.scheduler.acquire("late", publication.reference)
+    with pytest.raises((PublicationReleased, PublicationStale)):
+        destination.grant("late")
 
 
 def test_one_that_never_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
