@@ -138,8 +138,11 @@ def test_at_its_deadline_it_says_who_is_late(world: PlayedRank, moving: bool, mo
     if not moving:
         world.transfers[0].landed(10)
         world.worked()
+    told: list[bool] = []
+    read._cancellation.interrupt_by(lambda: told.append(read in world.ended))
     monkeypatch.setattr("kvferry._reads.rank_reads.now", lambda: now() + 2 * LONG)
-    world.until(lambda: world.ended)
+    world.until(lambda: told)
+    assert told == [True], "the acquisition of the read would have said that the read was cancelled"
     assert isinstance(read.error, TransferStuck if moving else PublicationTimeout)
     assert read.quiet is not moving
 

@@ -356,14 +356,15 @@ class RankReads(OneProcess):
             problem = f"read {read_id}: its source did not publish all of its blocks in time"
             stuck = PublicationTimeout(problem, engine_id=read.order.engine_id, publication=read.order.publication)
         try:
-            read._cancellation.cancel()
             if read._transfer is not None:
                 read._transfer.cancel()
                 if isinstance(stuck, TransferError):
                     read._transfer.tell(stuck)
         finally:
-            # Also after an exception: a share that stayed in `_running` would be overdue again at every check.
+            # Also after an exception: a share that stayed in `_running` would be overdue again at every check. Before the
+            # cancel, which ends the acquisition of the same read: that would tell first that the read was cancelled.
             self._end(read, stuck)
+            read._cancellation.cancel()
 
     def _end(self, read: RankRead, error: KvferryError | None) -> None:
         self._running.discard(read)
