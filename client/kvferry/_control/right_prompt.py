@@ -12,6 +12,9 @@ from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked, Transfe
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 
+LONGER = "another prompt, of which this one may be a part"
+
+
 class PromptCheck(enum.Enum):
     """What a reader does with the marks of a publication."""
 
@@ -75,6 +78,18 @@ class ReaderPrompt:
         self._hinted = {mark.end: mark.digest for mark in reference.marks}
         self._compare(self._hinted)
 
+    def spare(self, reference: pb.Reference) -> None:
+        """Compare what the reference says before its publication is declined: that of another prompt may have another
+        reader.
+
+        Raises:
+            PromptMismatch: the reference is that of another prompt, or of a longer one.
+        """
+        self.refuse(reference)
+        self._marks = {mark.end: mark.digest for mark in reference.marks}
+        if self._check is not PromptCheck.OFF and self.prompt and min(self._marks, default=0) > len(self.prompt):
+            raise self._error(PromptMismatch, LONGER)
+
     def told(self, marks: Mapping[int, bytes], reference: pb.Reference, request_id: str, *, complete: bool) -> None:
         """Compare the marks that the home has told so far.
 
@@ -117,7 +132,7 @@ class ReaderPrompt:
             self.found = "matched"
         elif self._longer(self._marks) or (self._longer(self._hinted) and not self._covers(self._hinted, until)):
             # It goes on where this prompt has ended, and its source knows how: it is of another prompt.
-            raise self._error(PromptMismatch, "another prompt, of which this one may be a part")
+            raise self._error(PromptMismatch, LONGER)
         elif self._check is PromptCheck.REQUIRE:
             raise self._error(PromptUnmarked, "a prompt that no mark names")
 
@@ -141,8 +156,9 @@ class ReaderPrompt:
         marks = sorted(self._marks)
         marked = f"marked at {', '.join(map(str, marks[:3]))}" if marks else "not marked"
         length = f"{len(self.prompt)} tokens" if self.prompt else "tokens unknown"
+        own = f"request {self._request_id!r}" if self._request_id else "a request"
         return kind(
-            f"request {self._request_id!r} ({length}) was given the KV cache of {what}: that of {source}, {marked}; "
+            f"{own} ({length}) was given the KV cache of {what}: that of {source}, {marked}; "
             "the router, or whoever chose the reference, may have confused two requests",
             request_id=self._request_id,
             tokens=len(self.prompt),

@@ -109,6 +109,59 @@ def test_what_vllm_has_itself_is_not_declined_if_it_is_another_prompts(
         until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
 
 
+@pytest.mark.parametrize("ends", ["found-here", "shorter", "aborted", "aborted-later", "not-reading"])
+def test_who_will_not_read_declines_no_other_prompts_publication(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler], *, ends: str
+) -> None:
+    """vLLM has all of the reader's own prompt already, or aborts it, before the connector has asked what was granted."""
+    scheduler = decode(reads=ends != "not-reading")
+    length = LENGTH - 1 if ends == "shorter" else LENGTH
+    with fabric.client() as client:
+        source = prefill(client)
+        kept, freed = (source.publish(name, THEIRS, prompt=OTHER) for name in ("kept", "freed"))
+        reader = to_read(kept.reference, length)
+        if ends == "shorter":
+            reader.prompt_token_ids = list(range(100, 100 + length))
+        scheduler.on_new_request(reader)
+        if ends in ("found-here", "shorter"):
+            assert scheduler.matched_tokens(reader, length - 1) == (0, False)
+        elif ends != "not-reading":
+            if ends == "aborted-later":
+                until(lambda: "reader" in scheduler._port.news())
+            reader.status = RequestStatus.FINISHED_ABORTED
+            scheduler.finished(reader, ([],))
+        told = to_read(freed.reference, LENGTH, "told")
+        told.abort_immediately, told.status = True, RequestStatus.FINISHED_ABORTED
+        scheduler.on_new_request(told)
+        [release] = source.released(20.0)
+        assert release.publication == freed.number
+        if ends == "not-reading":
+            return
+        own = to_read(kept.reference, LENGTH, "own")
+        own.prompt_token_ids = list(range(100, 100 + LENGTH))
+        scheduler.on_new_request(own)
+        until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
+
+
+def test_a_router_s_reference_is_not_declined_after_a_grant_that_has_named_another_prompt(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    """Nothing is known before: it names no marks."""
+    scheduler = decode()
+    with fabric.client() as client:
+        source = prefill(client)
+        reference = router_reference(fabric.address, "prefill")
+        source.publish("theirs", THEIRS, reference=reference, prompt=OTHER)
+        reader = to_read(reference, LENGTH)
+        scheduler.on_new_request(reader)
+        until(lambda: scheduler._port.news() == ["reader"])
+        assert scheduler.matched_tokens(reader, LENGTH - 1) == (0, False)
+        own = to_read(reference, LENGTH, "own")
+        own.prompt_token_ids = list(range(100, 100 + LENGTH))
+        scheduler.on_new_request(own)
+        until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
+
+
 def test_a_failed_request_of_which_vllms_api_server_tells_is_not_declined_either(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler]
 ) -> None:
