@@ -128,11 +128,11 @@ class LeaseHolder(OneProcess):
         )
 
     def check(self, reference: str, prompt: Prompt) -> None:
-        """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` for one that
-        is not of this prompt, as far as it says. Makes no RPC."""
+        """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` for one of
+        another prompt, as far as it says. Makes no RPC."""
         parsed = parse_reference(reference)
         self._homes.of(parsed)
-        ReaderPrompt(prompt, self._prompt_check, engine_id=self._reader.engine_id).spare(parsed)
+        ReaderPrompt(prompt, self._prompt_check, engine_id=self._reader.engine_id).refuse(parsed)
 
     def acquire(
         self,

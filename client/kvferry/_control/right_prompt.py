@@ -11,7 +11,6 @@ from kvferry._prompt import Prompt
 from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked, TransferError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-
 LONGER = "another prompt, of which this one may be a part"
 
 
@@ -78,18 +77,6 @@ class ReaderPrompt:
         self._hinted = {mark.end: mark.digest for mark in reference.marks}
         self._compare(self._hinted)
 
-    def spare(self, reference: pb.Reference) -> None:
-        """Compare what the reference says before its publication is declined: that of another prompt may have another
-        reader.
-
-        Raises:
-            PromptMismatch: the reference is that of another prompt, or of a longer one.
-        """
-        self.refuse(reference)
-        self._marks = {mark.end: mark.digest for mark in reference.marks}
-        if self._check is not PromptCheck.OFF and self.prompt and min(self._marks, default=0) > len(self.prompt):
-            raise self._error(PromptMismatch, LONGER)
-
     def told(self, marks: Mapping[int, bytes], reference: pb.Reference, request_id: str, *, complete: bool) -> None:
         """Compare the marks that the home has told so far.
 
@@ -150,6 +137,10 @@ class ReaderPrompt:
             if not hmac.compare_digest(self.prompt.mark(self._source.key, end), marks[end]):
                 self._marks = marks
                 raise self._error(PromptMismatch, "another prompt")
+        if self.prompt and min(marks, default=0) > len(self.prompt):
+            # Sources mark the end of their prompt first: what comes later cannot make it this one.
+            self._marks = marks
+            raise self._error(PromptMismatch, LONGER)
 
     def _error(self, kind: type[TransferError], what: str) -> TransferError:
         source = f"request {self._source_request_id!r} of engine {self._source.engine_id!r}"

@@ -439,7 +439,7 @@ class ConnectorScheduler:
         try:
             self._port.decline(reference, prompt=prompt)
         except KvferryError as error:
-            level = logging.ERROR if isinstance(error, PromptMismatch) else logging.INFO
+            level = logging.WARNING if isinstance(error, PromptMismatch) else logging.INFO
             logger.log(level, "did not decline a publication: %s", error)
             return error
         return None
