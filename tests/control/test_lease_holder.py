@@ -20,6 +20,7 @@ from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder, ReadRep
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.teller import Message, Teller
+from kvferry._prompt import Prompt
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref
 from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, LeaseEnded
@@ -99,7 +100,7 @@ def test_any_time_before_the_end_of_time_is_a_deadline(holding: Holding, timeout
     ("text", "error"), [("nonsense", BadReference), (reference("192.0.2.1:50051"), HomeNotAllowed)], ids=["bad", "far"]
 )
 def test_what_cannot_be_read_is_refused_before_any_call(holding: Holding, text: str, error: type[Exception]) -> None:
-    for refused in (lambda: ask(holding, 1.0, text), lambda: holding.holder.check(text)):
+    for refused in (lambda: ask(holding, 1.0, text), lambda: holding.holder.check(text, Prompt.unknown)):
         with pytest.raises(error):
             refused()
     with pytest.raises(error):

@@ -433,8 +433,8 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     assert cast(Any, port.attach("mine", LOCAL, (1, 2), allow_overlap=True, prompt=PROMPT)) == "a grant"
     assert reads.last() == ("attach", ("mine", LOCAL, (1, 2)), {"allow_overlap": True, "prompt": PROMPT})
     assert (port.cancel("mine"), reads.last()) == (True, ("cancel", ("mine",), {}))
-    port.decline("reference")
-    assert reads.last() == ("decline", ("reference",), {})
+    port.decline("reference", prompt=PROMPT)
+    assert reads.last() == ("decline", ("reference", PROMPT), {})
     port.collect(WorkerOutput(1))
     assert reads.last() == ("collect", (WorkerOutput(1),), {})
     assert port.cancels() == ["one"]

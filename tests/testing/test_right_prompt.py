@@ -167,6 +167,21 @@ def test_a_scheduler_learns_of_it_with_the_grant_or_when_it_attaches(fabric: Fab
     assert port.stats().granted == 0
 
 
+def test_a_scheduler_declines_no_publication_of_another_prompt(fabric: Fabric) -> None:
+    source, port = Engine(fabric, "p"), Decode(fabric).scheduler
+    for prompt in (OURS, Prompt(IDS[:-3])):
+        with pytest.raises(PromptMismatch, match="a request"):
+            port.decline(publish(source, ANOTHER), prompt=prompt)
+    hidden = without_marks(publish(source, ANOTHER))
+    port.acquire("told by the home", hidden, prompt=OURS)
+    until(lambda: port.news() == ["told by the home"])
+    with pytest.raises(PromptMismatch, match="told by the home"):
+        port.decline(hidden, prompt=OURS)
+    port.decline(publish(source, OURS, "mine"), prompt=OURS)
+    (release,) = source.session.released(SOON)
+    assert (release.request_id, release.outcome) == ("mine", ReleaseOutcome.DECLINED)
+
+
 def test_a_routers_own_reference_is_compared_as_well(fabric: Fabric) -> None:
     """Both were asked at once, and the router gave them the reference of another request."""
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")

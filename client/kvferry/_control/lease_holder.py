@@ -127,9 +127,12 @@ class LeaseHolder(OneProcess):
             progressive=progressive,
         )
 
-    def check(self, reference: str) -> None:
-        """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read. Makes no RPC."""
-        self._homes.of(parse_reference(reference))
+    def check(self, reference: str, prompt: Prompt) -> None:
+        """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` for one of
+        another prompt, as far as it says. Makes no RPC."""
+        parsed = parse_reference(reference)
+        self._homes.of(parsed)
+        ReaderPrompt(prompt, self._prompt_check, engine_id=self._reader.engine_id).refuse(parsed)
 
     def acquire(
         self,

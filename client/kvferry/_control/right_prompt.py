@@ -11,6 +11,8 @@ from kvferry._prompt import Prompt
 from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked, TransferError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
+LONGER = "another prompt, of which this one may be a part"
+
 
 class PromptCheck(enum.Enum):
     """What a reader does with the marks of a publication."""
@@ -117,7 +119,7 @@ class ReaderPrompt:
             self.found = "matched"
         elif self._longer(self._marks) or (self._longer(self._hinted) and not self._covers(self._hinted, until)):
             # It goes on where this prompt has ended, and its source knows how: it is of another prompt.
-            raise self._error(PromptMismatch, "another prompt, of which this one may be a part")
+            raise self._error(PromptMismatch, LONGER)
         elif self._check is PromptCheck.REQUIRE:
             raise self._error(PromptUnmarked, "a prompt that no mark names")
 
@@ -135,14 +137,19 @@ class ReaderPrompt:
             if not hmac.compare_digest(self.prompt.mark(self._source.key, end), marks[end]):
                 self._marks = marks
                 raise self._error(PromptMismatch, "another prompt")
+        if self.prompt and min(marks, default=0) > len(self.prompt):
+            # Sources mark the end of their prompt first: what comes later cannot make it this one.
+            self._marks = marks
+            raise self._error(PromptMismatch, LONGER)
 
     def _error(self, kind: type[TransferError], what: str) -> TransferError:
         source = f"request {self._source_request_id!r} of engine {self._source.engine_id!r}"
         marks = sorted(self._marks)
         marked = f"marked at {', '.join(map(str, marks[:3]))}" if marks else "not marked"
         length = f"{len(self.prompt)} tokens" if self.prompt else "tokens unknown"
+        own = f"request {self._request_id!r}" if self._request_id else "a request"
         return kind(
-            f"request {self._request_id!r} ({length}) was given the KV cache of {what}: that of {source}, {marked}; "
+            f"{own} ({length}) was given the KV cache of {what}: that of {source}, {marked}; "
             "the router, or whoever chose the reference, may have confused two requests",
             request_id=self._request_id,
             tokens=len(self.prompt),

@@ -337,17 +337,23 @@ class SchedulerPort(OneProcess):
         """
         return self._reads.take_steps()
 
-    def decline(self, reference: str) -> None:
+    def decline(self, reference: str, *, prompt: Prompt = Prompt.unknown) -> None:
         """Tell the source's home that nobody will read a publication, after a full prefix hit or a rejected request.
 
         The source then gets its blocks back at once, not only when the hold ends. The port forgets reads of the
         publication to which no blocks were attached.
 
+        Args:
+            reference: the reference that came with the request.
+            prompt: the prompt of this request. A publication of another one is not declined: its own reader may still
+                come.
+
         Raises:
+            PromptMismatch: the publication is of another prompt, as far as its reference or a read of it has said.
             BadReference, HomeNotAllowed: see `acquire`.
             Closed: the port is closed.
         """
-        self._reads.decline(reference)
+        self._reads.decline(reference, arguments.instance("prompt", prompt, Prompt, "a Prompt"))
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the read of a request. If blocks are attached, `finished` returns its end; if not, it is forgotten.

@@ -26,6 +26,7 @@ from kvferry.errors import (
     Closed,
     InvalidField,
     LimitReached,
+    PromptMismatch,
     TransferCancelled,
     TransferExpired,
     TransferStuck,
@@ -203,12 +204,15 @@ class Reads:
             self._gained.clear()
         return found
 
-    def decline(self, reference: str) -> None:
+    def decline(self, reference: str, prompt: Prompt) -> None:
         """See `SchedulerPort.decline`."""
-        self._holder.check(reference)
+        self._holder.check(reference, prompt)
         with self._lock:
             self._check_open()
             reads = [read for read in self._by_id.values() if read.request.is_for(reference)]
+            for read in reads:
+                if prompt and isinstance(read.error, PromptMismatch):
+                    raise read.error
             early = [read for read in reads if read.stage in (ReadStage.WAITING, ReadStage.GRANTED)]
             leases = [read.acquired.lease for read in early if read.acquired is not None]
             for read in early:

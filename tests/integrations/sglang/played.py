@@ -86,7 +86,7 @@ class PlayedManager(KvferryManager):
         self._reads[room] = self.current
         return self.current
 
-    def decline(self, reference: str) -> None:
+    def decline(self, reference: str, prompt: Prompt = Prompt.unknown) -> None:
         self.told.append("decline")
 
 

@@ -53,7 +53,7 @@ class Port:
     def abort(self, publication: Publication) -> None:
         self.calls.append(("abort", publication.number))
 
-    def decline(self, reference: str) -> None:
+    def decline(self, reference: str, **_: Any) -> None:
         self.calls.append(("decline", reference))
 
     def take(self) -> list[tuple[Any, ...]]:

@@ -51,11 +51,20 @@ def prefill(client: Client) -> EngineSession:
     return client.register_cache(EngineSpec("prefill", (GROUP,)), tensors=memory).session
 
 
+@pytest.mark.parametrize("shorter", [0, 3])
 @pytest.mark.parametrize("routed", [False, True], ids=["after-prefill", "both-at-once"])
 def test_it_is_refused_before_a_byte_moves_and_stays_for_its_own_reader(
-    fabric: Fabric, decode: Callable[..., ConnectorScheduler], caplog: pytest.LogCaptureFixture, *, routed: bool
+    fabric: Fabric,
+    decode: Callable[..., ConnectorScheduler],
+    caplog: pytest.LogCaptureFixture,
+    *,
+    routed: bool,
+    shorter: int,
 ) -> None:
+    """Also if the reader's is the beginning of it, and its source still computes it."""
     scheduler = decode()
+    length = LENGTH - shorter
+    allocated = [4, 5, 6][: -(-length // TOKENS)]
     with fabric.client() as client:
         source = prefill(client)
         reference = router_reference(fabric.address, "prefill") if routed else ""
@@ -66,13 +75,16 @@ def test_it_is_refused_before_a_byte_moves_and_stays_for_its_own_reader(
             reference=reference,
             prompt=OTHER,
         )
-        reader = to_read(reference or made.reference, LENGTH)
+        reader = to_read(reference or made.reference, length)
+        if shorter:
+            reader.prompt_token_ids = list(range(100, 100 + length))
         scheduler.on_new_request(reader)
         # vLLM can only be told once it has allocated blocks.
-        until(lambda: scheduler.matched_tokens(reader, 0) == (LENGTH, True))
-        scheduler.allocated("reader", ([4, 5, 6],), LENGTH)
+        until(lambda: scheduler.matched_tokens(reader, 0) != (None, False))
+        assert scheduler.matched_tokens(reader, 0) == (length, True)
+        scheduler.allocated("reader", (allocated,), length)
         metadata = scheduler.step({})
-        assert (metadata.starts, metadata.received, metadata.lost) == ([], {"reader"}, {4, 5, 6})
+        assert (metadata.starts, metadata.received, metadata.lost) == ([], {"reader"}, set(allocated))
         [line] = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert all(part in line.getMessage() for part in ("PromptMismatch", "router", "'reader'", "'theirs'"))
         stats = scheduler.take_stats()
@@ -104,6 +116,59 @@ def test_what_vllm_has_itself_is_not_declined_if_it_is_another_prompts(
         assert scheduler.matched_tokens(reader, 0) == (LENGTH, True)
         assert scheduler.matched_tokens(reader, LENGTH - 1) == (0, False)
         own = to_read(made.reference, LENGTH, "own")
+        own.prompt_token_ids = list(range(100, 100 + LENGTH))
+        scheduler.on_new_request(own)
+        until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
+
+
+@pytest.mark.parametrize("ends", ["found-here", "shorter", "aborted", "aborted-later", "not-reading"])
+def test_who_will_not_read_declines_no_other_prompts_publication(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler], *, ends: str
+) -> None:
+    """vLLM has all of the reader's own prompt already, or aborts it, before the connector has asked for the grant."""
+    scheduler = decode(reads=ends != "not-reading")
+    length = LENGTH - 1 if ends == "shorter" else LENGTH
+    with fabric.client() as client:
+        source = prefill(client)
+        kept, freed = (source.publish(name, THEIRS, prompt=OTHER) for name in ("kept", "freed"))
+        reader = to_read(kept.reference, length)
+        if ends == "shorter":
+            reader.prompt_token_ids = list(range(100, 100 + length))
+        scheduler.on_new_request(reader)
+        if ends in ("found-here", "shorter"):
+            assert scheduler.matched_tokens(reader, length - 1) == (0, False)
+        elif ends != "not-reading":
+            if ends == "aborted-later":
+                until(lambda: "reader" in scheduler._port.news())
+            reader.status = RequestStatus.FINISHED_ABORTED
+            scheduler.finished(reader, ([],))
+        told = to_read(freed.reference, LENGTH, "told")
+        told.abort_immediately, told.status = True, RequestStatus.FINISHED_ABORTED
+        scheduler.on_new_request(told)
+        [release] = source.released(20.0)
+        assert release.publication == freed.number
+        if ends == "not-reading":
+            return
+        own = to_read(kept.reference, LENGTH, "own")
+        own.prompt_token_ids = list(range(100, 100 + LENGTH))
+        scheduler.on_new_request(own)
+        until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
+
+
+def test_a_router_s_reference_is_not_declined_after_a_grant_that_has_named_another_prompt(
+    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
+) -> None:
+    """Nothing is known before: it names no marks."""
+    scheduler = decode()
+    with fabric.client() as client:
+        source = prefill(client)
+        reference = router_reference(fabric.address, "prefill")
+        source.publish("theirs", THEIRS, reference=reference, prompt=OTHER)
+        reader = to_read(reference, LENGTH)
+        scheduler.on_new_request(reader)
+        until(lambda: scheduler._port.news() == ["reader"])
+        assert scheduler.matched_tokens(reader, LENGTH - 1) == (0, False)
+        own = to_read(reference, LENGTH, "own")
         own.prompt_token_ids = list(range(100, 100 + LENGTH))
         scheduler.on_new_request(own)
         until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))

@@ -233,12 +233,12 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         """Forget a read whose pages SGLang has taken back, or uses."""
         self._reads.pop(room, None)
 
-    def decline(self, reference: str) -> None:
-        """Tell prefill that nobody will read a request; returns at once."""
+    def decline(self, reference: str, prompt: Prompt = Prompt.unknown) -> None:
+        """Tell prefill that nobody will read a request, unless it is known to be of another prompt; returns at once."""
         if self._port is None:
             return
         try:
-            self._port.decline(reference)
+            self._port.decline(reference, prompt=prompt)
         except KvferryError as error:
             logger.warning("a request could not be declined: %s", error)
 

@@ -155,7 +155,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """
         tried = aborted or self._given is None or self._read is None
         if self._reference and tried and not self._repeated and not self._may_be_anothers():
-            self.kv_mgr.decline(self._reference)
+            self.kv_mgr.decline(self._reference, self._prompt)
         if self._read is not None:
             self._read.cancel()
             self.abort_notified = True

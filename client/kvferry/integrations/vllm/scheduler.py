@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from kvferry._prompt import Prompt
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.vllm.failures import log_failure
@@ -94,14 +95,14 @@ class ConnectorScheduler:
         if not reference or reference in self._had:
             # It was read for another sample, which has ended already: vLLM has its blocks, or computes them.
             return
-        if not self._setup.reads:
-            self._leave_unread(reference)
-            return
         if getattr(request, "abort_immediately", False):
             # No request: vLLM's API server has refused or failed one, and says so in this way, with a prompt of one
             # token (vllm/v1/engine/async_llm.py, `notify_kv_transfer_request_rejected`; 0.32.0).
             if reference not in self._mistaken and not self._loads.any_of(reference):
                 self._decline_reference(reference)
+            return
+        if not self._setup.reads:
+            self._leave_unread(request, reference)
             return
         request_id = request.request_id
         until = self._now() + self._setup.settings.read_timeout
@@ -339,7 +340,7 @@ class ConnectorScheduler:
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks
 
-    def _leave_unread(self, reference: str) -> None:
+    def _leave_unread(self, request: Any, reference: str) -> None:
         """Handle that an engine is asked to read that does not: it computes the prompt. vLLM may give out blocks of a
         producer to which a step still writes, and its reading agents were not made before graphs were captured."""
         self._stats.count("not_granted")
@@ -350,7 +351,7 @@ class ConnectorScheduler:
                 "Give kv_role kv_consumer and role both to engines that others read from and that read, too",
                 self._setup.spec.engine_id,
             )
-        self._decline_reference(reference)
+        self._decline_reference(reference, self._sending.prompt(request))
 
     def _lead(self, request: Any, load: Load) -> None:
         """Acquire the publication of a request, which others of the same reference then follow, when it is its turn.
@@ -411,9 +412,9 @@ class ConnectorScheduler:
 
     def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
         """Give up a request of which vLLM has all that could be read; return what `matched_tokens` does then."""
+        self._decline(request_id)
         if load.error is None and not load.follows:
             self._has(load.reference)
-        self._decline(request_id)
         return 0, False
 
     def _decline(self, request_id: str) -> None:
@@ -423,20 +424,25 @@ class ConnectorScheduler:
             return
         self._led(request_id)
         self._turns.end(request_id)
-        self._port.cancel(request_id)
+        # Before the port forgets what it was told of the publication.
         self._give_back(load)
+        self._port.cancel(request_id)
 
     def _give_back(self, load: Load) -> None:
         """Tell the source's home that nobody will read a publication, unless another request here still may, or it is
         of another prompt: its own reader may still come."""
         if not isinstance(load.error, PromptMismatch) and not self._loads.any_of(load.reference):
-            self._decline_reference(load.reference)
+            load.error = self._decline_reference(load.reference, load.prompt) or load.error
 
-    def _decline_reference(self, reference: str) -> None:
+    def _decline_reference(self, reference: str, prompt: Prompt = Prompt.unknown) -> KvferryError | None:
+        """Decline a publication; return why it could not be."""
         try:
-            self._port.decline(reference)
+            self._port.decline(reference, prompt=prompt)
         except KvferryError as error:
-            logger.info("could not decline a publication: %s", error)
+            level = logging.WARNING if isinstance(error, PromptMismatch) else logging.INFO
+            logger.log(level, "did not decline a publication: %s", error)
+            return error
+        return None
 
     def _refuse(self, request_id: str, error: KvferryError) -> None:
         """Handle a request that will not be granted: vLLM is told as soon as it has allocated blocks."""
