@@ -112,7 +112,9 @@ def verdict(stated: Collection[int], of: Request, reader: Request, until: int, *
         return "mismatch"
     if any(until <= end for end in compared):
         return "matched"
-    return "mismatch" if complete and any(end > reader.length for end in stated) else "unmarked"
+    beyond = [end for end in stated if end > reader.length]
+    # If all are, and more may come, the source has marked the end of a longer prompt first.
+    return "mismatch" if beyond and (complete or len(beyond) == len(stated)) else "unmarked"
 
 
 @dataclass

@@ -361,8 +361,8 @@ class RankReads(OneProcess):
                 if isinstance(stuck, TransferError):
                     read._transfer.tell(stuck)
         finally:
-            # Also after an exception: a share that stayed in `_running` would be overdue again at every check. Before the
-            # cancel, which ends the acquisition of the same read: that would tell first that the read was cancelled.
+            # Also after an exception: a share that stayed in `_running` would be overdue again at every check. Before
+            # the cancel, which ends the acquisition of this read: it would tell first that the read was cancelled.
             self._end(read, stuck)
             read._cancellation.cancel()
 
