@@ -50,9 +50,8 @@ $(NODE): tests/support/nodejs/package.json tests/support/nodejs/package-lock.jso
 demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTINATION=)
 	@.venv/bin/kvferry demo $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
 
-# Tests wait more than they compute, but with three processes on two cores some wait too long. A file's tests stay in one
-# process; its sockets need a short path. Files start in their own order: by size, those of few and long tests would be
-# last. Those that cut a cable come alone: a cut that the load of others prolongs outlasts UCX's patience, which then ends
+# Tests wait more than they compute, but with three processes on two cores some wait too long. A process that has run its
+# tests takes some of the other's. Sockets need a short path. Tests that cut a cable come alone: a cut that the load of others prolongs outlasts UCX's patience, which then ends
 # its process.
 WORKERS ?= 2
 ALONE := tests/faults/test_network.py
@@ -61,7 +60,7 @@ PYTEST := PYTHONHASHSEED=0 .venv/bin/pytest --basetemp "$$base"
 
 test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
-		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore $(ALONE))
+		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist worksteal --ignore $(ALONE))
 
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
 # multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones. UCX is the same: one of its
