@@ -51,8 +51,8 @@ demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTI
 	@.venv/bin/kvferry demo $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
 
 # Tests wait more than they compute, but with three processes on two cores some wait too long. A process that has run its
-# tests takes some of the other's. Sockets need a short path. Tests that cut a cable come alone: a cut that the load of others prolongs outlasts UCX's patience, which then ends
-# its process.
+# tests takes some of the other's. Sockets need a short path. Tests that cut a cable come alone: a cut that the load of
+# others prolongs outlasts UCX's patience, which then ends its process.
 WORKERS ?= 2
 ALONE := tests/faults/test_network.py
 # With the same hashes in every run, hypothesis draws the same examples from sets, too.

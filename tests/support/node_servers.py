@@ -66,9 +66,9 @@ def wait_serving(address: str, alive: Callable[[], bool]) -> bool:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without settings of kvferry, and without what kvferryd sets where it runs. Node servers have no admin listener unless they are told
-    to: only one could have its default port. Nor has it a terminal's size, which pytest-xdist's workers are given:
-    readline sets it in the process that starts them."""
+    """This process's environment without settings of kvferry, and without what kvferryd sets where it runs. Node
+    servers have no admin listener unless they are told to: only one could have its default port. Nor has it a
+    terminal's size, which pytest-xdist's workers are given: readline sets it in the process that starts them."""
     ours = ("KVFERRY_", "KVFERRYD_", "GRPC_VERBOSITY")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours) and name not in SIZE}
     return {**kept, "KVFERRYD_ADMIN": "", **more}
