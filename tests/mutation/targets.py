@@ -46,6 +46,7 @@ POLLS = ("tests/server/servicers/test_poll_blocks.py",)
 WORK = ("tests/engine/test_work_queue.py",)
 OWN_READS = ("tests/reads/test_cache_reads.py",)
 READ_ENDINGS = ("tests/e2e/test_read_endings.py",)
+HOSTILE = ("tests/api/test_hostile_arguments.py",)
 OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py")
 RANK = ("tests/reads/test_rank_decisions.py",)
 ENGINE_READS = ("tests/engine/test_read_decisions.py",)
@@ -84,6 +85,9 @@ ROUTERS = (
 )
 FABRIC_ROUTERS = ("tests/testing/test_fabric_routers.py",)
 PORT = ("tests/engine/test_port_decisions.py",)
+PROMPTS = ("tests/api/test_prompt_values.py",)
+RIGHT_PROMPT = ("tests/testing/test_right_prompt.py", "tests/testing/test_right_prompt_taken.py")
+OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py")
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 PROGRESSIVE = ("tests/testing/test_progressive_reads.py", "tests/testing/test_progressive_layers.py")
 VLLM = (
@@ -304,6 +308,11 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
     "client/kvferry/_control/home_session.py": Target((SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
+    "client/kvferry/_prompt.py": Target((PROMPTS, RIGHT_PROMPT, HOSTILE)),
+    "client/kvferry/_control/marker.py": Target((RIGHT_PROMPT, OFFERS)),
+    "client/kvferry/_control/right_prompt.py": Target(
+        (RIGHT_PROMPT,), {"ReaderPrompt._error: 3 -> 4": "how many ends a message shows"}
+    ),
     "client/kvferry/_control/acknowledger.py": Target((ACKNOWLEDGED, WATCHES, SENT_AGAIN)),
     "client/kvferry/_control/watcher.py": Target((WATCHES,)),
     "client/kvferry/_control/teller.py": Target((TOLD,)),

@@ -54,6 +54,7 @@ def test_kv_of_another_prompt_is_refused_before_a_byte_moves(
         with pytest.raises(PromptMismatch, match="router") as found:
             read.result(SOON)
         assert read.quiet
+        assert f"({TOKENS} tokens)" in str(found.value)
         values = found.value.values
         assert (values["source_request_id"], values["engine_id"], values["reader"]) == ("theirs", "p", "d")
         assert (values["tokens"], values["marked"]) == (str(TOKENS), str(TOKENS))
@@ -139,6 +140,15 @@ def test_unmarked_kv_is_accepted_and_counted_or_refused(fabric: Fabric) -> None:
         until(lambda: port.granted("silent") is not None)
         with pytest.raises(PromptUnmarked):
             port.attach("silent", {"full": Blocks(MINE)}, (0, TOKENS))
+
+
+def test_a_reader_that_has_no_name_for_an_image_is_not_refused_for_it(fabric: Fabric) -> None:
+    """It knows its prompt up to the image, and the source marks none of that."""
+    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+    reference = publish(prefill, Prompt(IDS, inputs=[PromptInput(3, 4, "a")]))
+    (read,) = decode.read(reference, MINE, tokens=(0, TOKENS), prompt=Prompt(IDS, inputs=[PromptInput(3, 4)]))
+    read.result(SOON)
+    assert decode.workers[0].stats().reads.prompts["unmarked"] == 1
 
 
 def test_nothing_is_compared_where_that_is_off(fabric: Fabric) -> None:

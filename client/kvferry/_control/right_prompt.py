@@ -90,8 +90,7 @@ class ReaderPrompt:
             PromptMismatch, PromptUnmarked: see `judge`.
         """
         self._source, self._source_request_id = reference, request_id
-        if len(marks) != len(self._marks):
-            self._compare(marks)
+        self._compare(marks)
         self._marks = dict(marks)
         if complete and self.prompt:
             # Whatever part of it is read.
