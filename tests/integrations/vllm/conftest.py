@@ -7,12 +7,17 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvferry import EngineSpec
+from kvferry.testing import Fabric
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 
 # Read by Triton when it is imported, which vLLM does: its kernels then run on host memory.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -57,3 +62,27 @@ def pair(home: NodeServerProcess, tmp_path: Path) -> Iterator[Callable[..., tupl
     yield make
     for node in nodes:
         node.close()
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric() as made:
+        yield made
+
+
+@pytest.fixture
+def decode(fabric: Fabric) -> Iterator[Callable[..., ConnectorScheduler]]:
+    """Make the connector's schedulers of decode engines, whose steps a test plays."""
+    from kvferry.integrations.vllm.scheduler import ConnectorScheduler
+    from tests.integrations.vllm.played_setup import GROUP, setup_of
+
+    made: list[ConnectorScheduler] = []
+
+    def make(**options: Any) -> ConnectorScheduler:
+        setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True, **options)
+        made.append(ConnectorScheduler(setup))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry import EngineSpec, Group
+import torch
+
+from kvferry import Client, EngineSession, EngineSpec, Group
 from kvferry.engine import Tails
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import REFERENCE
@@ -61,3 +63,9 @@ def to_read(reference: str, tokens: int, request_id: str = "reader") -> Any:
 def of_text(token_ids: Iterable[int]) -> dict[str, Any]:
     """What vLLM's request says of a prompt of these tokens."""
     return {"prompt_token_ids": list(token_ids), "prompt_embeds": None, "mm_features": [], "lora_request": None}
+
+
+def prefill(client: Client) -> EngineSession:
+    """An engine that publishes."""
+    memory = {"l": torch.zeros((BLOCKS, TOKENS, 16), dtype=torch.uint8)}
+    return client.register_cache(EngineSpec("prefill", (GROUP,)), tensors=memory).session

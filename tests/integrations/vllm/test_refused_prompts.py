@@ -6,49 +6,21 @@ The home and the connector's scheduler are real, vLLM's steps are played. With r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-import torch
 from vllm.v1.request import RequestStatus
 
-from kvferry import Blocks, Client, EngineSession, EngineSpec, Prompt, router_reference
+from kvferry import Blocks, Prompt, router_reference
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.stats import REASONS
 from kvferry.testing import Fabric
-from tests.integrations.vllm.played_setup import BLOCKS, GROUP, TOKENS, setup_of, to_read
+from tests.integrations.vllm.played_setup import TOKENS, prefill, to_read
 from tests.support.waiting import until
 
 LENGTH = 2 * TOKENS + 1
 OTHER = Prompt(range(100, 100 + LENGTH))
 THEIRS = {"0": Blocks([1, 2, 3], 0, LENGTH)}
-
-
-@pytest.fixture
-def fabric() -> Iterator[Fabric]:
-    with Fabric() as made:
-        yield made
-
-
-@pytest.fixture
-def decode(fabric: Fabric) -> Iterator[Callable[..., ConnectorScheduler]]:
-    made: list[ConnectorScheduler] = []
-
-    def make(**options: Any) -> ConnectorScheduler:
-        setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True, **options)
-        made.append(ConnectorScheduler(setup))
-        return made[-1]
-
-    yield make
-    for scheduler in made:
-        scheduler.close()
-
-
-def prefill(client: Client) -> EngineSession:
-    """An engine that publishes."""
-    memory = {"l": torch.zeros((BLOCKS, TOKENS, 16), dtype=torch.uint8)}
-    return client.register_cache(EngineSpec("prefill", (GROUP,)), tensors=memory).session
 
 
 @pytest.mark.parametrize("shorter", [0, 3])

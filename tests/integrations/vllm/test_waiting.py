@@ -5,44 +5,17 @@ vLLM asks for each in each of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from vllm.v1.request import RequestStatus
 
-from kvferry import Blocks, Client, EngineSession, EngineSpec, router_reference
+from kvferry import Blocks, EngineSpec, router_reference
 from kvferry.integrations.vllm.scheduler import LEAST_TIME, ConnectorScheduler
 from kvferry.testing import Fabric
-from tests.integrations.vllm.played_setup import BLOCKS, GROUP, TOKENS, setup_of, to_read
+from tests.integrations.vllm.played_setup import GROUP, TOKENS, prefill, setup_of, to_read
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def fabric() -> Iterator[Fabric]:
-    with Fabric() as made:
-        yield made
-
-
-@pytest.fixture
-def decode(fabric: Fabric) -> Iterator[Callable[..., ConnectorScheduler]]:
-    made: list[ConnectorScheduler] = []
-
-    def make(**options: Any) -> ConnectorScheduler:
-        setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True, **options)
-        made.append(ConnectorScheduler(setup))
-        return made[-1]
-
-    yield make
-    for scheduler in made:
-        scheduler.close()
-
-
-def prefill(client: Client) -> EngineSession:
-    """An engine that publishes."""
-    memory = {"l": torch.zeros((BLOCKS, TOKENS, 16), dtype=torch.uint8)}
-    return client.register_cache(EngineSpec("prefill", (GROUP,)), tensors=memory).session
 
 
 def asked(scheduler: ConnectorScheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
