@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu gpu-bundle lint format reliability house errors soak mutate
+.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors soak mutate
 .PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
@@ -123,6 +123,10 @@ test-sglang: $(SGLANG_VENV) ## Run the tests that need a real SGLang (PYTEST_ARG
 # torch that was built for CUDA: make setup TORCH=...
 test-gpu: setup ## Run the tests of GPUs and measure, docs/gpu.md (DEVICE=cpu, PYTEST_ARGS=)
 	@.venv/bin/python -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(PYTEST_ARGS)
+
+# Without qemu or Debian's packages it says so and runs nothing. KVM is not needed.
+test-rdma: setup ## Run the tests of RDMA in emulated machines with soft-RoCE (PYTEST_ARGS=)
+	@.venv/bin/python -m tests.rdma $(PYTEST_ARGS)
 
 GPU_PYTHON ?= 3.12
 GPU_CUDA ?= cu12,cu13

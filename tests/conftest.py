@@ -22,6 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 KNOWN_SKIPS = (
     "there is no GPU",
+    # These run in machines that `make test-rdma` boots.
+    "there is no RDMA device",
+    "machines with RDMA are started by",
     "network namespaces need",
     "network namespaces cannot be made here",
     # Of the doctor's, which change what their process sees.

@@ -1,0 +1,1 @@
+"""Tests of two hosts: two machines that are joined by cables."""

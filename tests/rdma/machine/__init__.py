@@ -1,0 +1,1 @@
+"""A machine that qemu emulates, with Debian's kernel, its soft-RoCE cards and this host's files."""

@@ -1,0 +1,1 @@
+"""Tests that need verbs: they run where there is an RDMA device."""
