@@ -97,7 +97,7 @@ def test_no_read_fails_that_was_not_asked_to(fabric: Fabric) -> None:
 
 
 def test_a_lease_ends_while_bytes_are_under_way() -> None:
-    with Fabric(ttl=0.5, max_ttl=0.5, hold=0.5) as fabric:
+    with Fabric(ttl=1.5, max_ttl=1.5, hold=1.5) as fabric:
         prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
         publication = prefill.publish(VALUES, THEIRS)
         with fabric.hold_reads() as held:
@@ -166,6 +166,24 @@ def test_a_source_that_died_cannot_be_read_and_its_successor_can() -> None:
         assert isinstance(late.exception(SOON), (PeerRestarted, EngineUnknown))
         decode.read(successor.publish(VALUES, THEIRS).reference, MINE)[0].result(SOON)
         assert decode.holds(VALUES, MINE)
+
+
+def test_a_read_that_nobody_ends_ends_when_its_home_has_lost_the_source() -> None:
+    # As over a network card: the rank's memory is there, and nothing says that its bytes do not come any more.
+    with Fabric(engine_ttl=0.1, ttl=4.5, max_ttl=4.5) as fabric:
+        prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+        publication = prefill.publish(VALUES, THEIRS)
+        with fabric.hold_reads() as held:
+            (read,) = decode.read(publication.reference, MINE, timeout=SOON)
+            held.wait()
+            fabric.kill(prefill.scheduler)
+            error = read.exception(SOON)
+            assert isinstance(error, TransferFailed)
+            assert "its home has lost it" in error.message
+            assert not error.quiet
+            held.release()
+            assert read.wait_quiet(SOON)
+            assert error.quiet
 
 
 def test_an_engine_that_died_is_unknown_after_its_ttl() -> None:

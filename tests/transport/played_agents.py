@@ -107,6 +107,10 @@ class Agent:
         self.handles.append(Handle(self, peer, chunk))
         return self.handles[-1]
 
+    def over_tcp(self, peer: str) -> bool:
+        self.own()
+        return self.agents.over_tcp
+
     def remove_peer(self, name: str) -> None:
         self.own()
         del self.peers[name]
@@ -133,6 +137,7 @@ class Agents:
     refused: int = 0
     no_space: Exception | None = None
     may_end: bool = True
+    over_tcp: bool = True
 
     def reading(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> Agent:
         if self.refusal is not None:

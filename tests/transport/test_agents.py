@@ -44,6 +44,15 @@ def test_a_handle_is_useless_after_its_release_and_after_its_agents_end(
     assert memory.right()
 
 
+def test_a_connection_over_tcp_is_seen(source: Source, memory: Memory) -> None:
+    agent = ReadingAgent("connected", [memory.region], NixlOptions(ucx_tls="tcp"))
+    agent.add_peer(source.info)
+    handle = agent.warm_up(source.name)
+    assert wait_for(handle, handle.post()) is HandleState.DONE
+    assert agent.over_tcp(source.name)
+    assert agent.destroy()
+
+
 def test_a_reading_agent_refuses_other_threads(source: Source, memory: Memory) -> None:
     agent = ReadingAgent("owned", [memory.region], NixlOptions())
     errors: list[BaseException] = []

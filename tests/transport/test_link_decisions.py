@@ -72,6 +72,7 @@ class World:
         self.next: HandleState | str = MOVING
         self.removed: list[str] = []
         self.refusal: Exception | None = None
+        self.tcp = True
         self.link = Link(INFO, cast(ReadingAgent, self), OPTIONS, self.clock, lambda: self.cpu)
 
     def clock(self) -> float:
@@ -84,6 +85,9 @@ class World:
 
     def warm_up(self, peer: str) -> Handle:
         return self.first
+
+    def over_tcp(self, peer: str) -> bool:
+        return self.tcp
 
     def make(self, peer: str, chunk: Descriptors) -> Handle:
         if self.refusal is not None:
@@ -249,6 +253,16 @@ def test_a_read_is_stuck_a_fence_time_after_its_transfer_has_ended(world: World)
     assert world.poll()
     assert world.link.fence_at() is None
     assert not world.link.stuck(1e6)
+
+
+def test_what_a_card_moves_is_stuck_after_a_second() -> None:
+    world = World()
+    world.tcp = False
+    world.link.open()
+    world.posted().cancel()
+    assert world.link.fence_at() == 101.0
+    assert not world.link.stuck(101.0)
+    assert world.link.stuck(101.001)
 
 
 def test_a_share_waits_for_the_first_answer_from_when_it_came() -> None:

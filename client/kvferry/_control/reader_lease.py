@@ -40,6 +40,7 @@ class ReaderLease:
         self._next_renewal = sent_at + self.renew_every
         self._renewable = True
         self._ended = False
+        self._source_lost = False
         self._lock = threading.Lock()
 
     @property
@@ -65,6 +66,17 @@ class ReaderLease:
         """Whether its read has ended, so that the lease is no longer needed."""
         with self._lock:
             return self._ended
+
+    @property
+    def source_lost(self) -> bool:
+        """Whether its home has said that the source is lost: what has not arrived does not come any more."""
+        with self._lock:
+            return self._source_lost
+
+    def lose_source(self) -> None:
+        """Record that its home says so."""
+        with self._lock:
+            self._source_lost = True
 
     def live(self, now: float) -> bool:
         """Return whether bytes that arrive now count."""

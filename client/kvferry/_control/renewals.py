@@ -80,7 +80,8 @@ class Renewals:
             home: connection to the home that granted it.
             sender: the reader.
             name: name of the lease in logs. Must not contain its id, which is a secret.
-            extended: called with the new deadline after each acknowledged renewal. Must not block.
+            extended: called with the new deadline after each acknowledged renewal, when `ReaderLease.source_lost` is
+                known. Must not block.
             lost: called once if the home has no record of the lease; it is then no longer renewed. Must not block.
 
         Raises:
@@ -201,6 +202,8 @@ class Renewals:
             remaining = from_duration(result.renewed.remaining)
             more = result.renewed.revoked == pb.REVOKE_REASON_UNSPECIFIED
             kept.lease.renewed(sent_at, now(), remaining, more=more)
+            if result.renewed.revoked == pb.REVOKE_REASON_SOURCE_LOST:
+                kept.lease.lose_source()
             with self._changed:
                 self._failing.discard(kept.lease)
             kept.extended(kept.lease.deadline)

@@ -220,13 +220,21 @@ class LeasedReads(Generic[SomeRead]):
     def _acquire(self, read: SomeRead) -> None:
         try:
             self._holder.acquire(
-                read.request, read.cancellation, lambda _: self._owner.on_renewed(read), partial(self._told, read)
+                read.request, read.cancellation, lambda _: self._renewed(read), partial(self._told, read)
             )
         except KvferryError as error:
             self._told(read, error)
         except Exception as error:
             logger.exception("read %s could not be acquired", read.read_id)
             self._told(read, TransferFailed(f"read {read.read_id}: {error!r}"))
+
+    def _renewed(self, read: SomeRead) -> None:
+        """Take a renewal of the lease of a read."""
+        acquired = read.acquired
+        if acquired is not None and acquired.lease.source_lost:
+            with self.lock:
+                self._lose_source(read)
+        self._owner.on_renewed(read)
 
     def _told(self, read: SomeRead, told: Told) -> None:
         """Take what an acquisition tells."""
@@ -318,6 +326,13 @@ class LeasedReads(Generic[SomeRead]):
             self._judge_prompt(read)
         if read.error is None:
             self._owner.on_more(read, told)
+
+    def _lose_source(self, read: SomeRead) -> None:
+        """End a read whose source is lost: a network card tells late, or never, that nobody sends any more."""
+        if read.stage in (ReadStage.GRANTED, ReadStage.READING) and read.silent:
+            engine_id, problem = read.request.reference.engine_id, "its home has lost it, so it cannot be read any more"
+            self.fail(read, TransferFailed(f"engine {engine_id!r}: {problem}", peer=engine_id, problem=problem))
+            self._judge_time(read)
 
     def _judge_prompt(self, read: SomeRead) -> None:
         try:

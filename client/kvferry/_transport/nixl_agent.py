@@ -10,7 +10,7 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -21,6 +21,7 @@ from kvferry._memory.current_device import device_of, enter_device, on_device
 from kvferry._transport import nixl_binding
 from kvferry._transport.bounds import RegionMap, check_agent, check_indices, check_raw, check_table
 from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
@@ -188,9 +189,11 @@ class _Peer:
     Attributes:
         regions: what it may be read from.
         tables: those prepared for it, by identity: the table, and NIXL's numbers of its local and remote lists.
+        sockets: those of this process before it was added.
     """
 
     regions: RegionMap
+    sockets: Mapping[str, int]
     tables: OrderedDict[int, tuple[DescriptorTable, int, int]]
 
 
@@ -214,6 +217,7 @@ class ReadingAgent:
         if binding is None:
             enter_device(chosen_device(regions, options))
         self._nixl = nixl_binding.load() if binding is None else binding
+        self._real = binding is None
         self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
         # For the bytes of a first read. Kept until the agent is gone: a first read that is stuck may still write.
@@ -256,6 +260,7 @@ class ReadingAgent:
             NixlError: the peer cannot be reached.
         """
         info.check()
+        sockets = open_sockets()
         answer = self._call("loadRemoteMD", info.name, lambda: self._agent.loadRemoteMD(info.metadata))
         answered = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
         try:
@@ -266,7 +271,13 @@ class ReadingAgent:
             if answered not in self._added:
                 self._call("invalidateRemoteMD", info.name, lambda: self._agent.invalidateRemoteMD(answered))
             raise BadAgentMetadata(f"agent {info.name!r}: {problem}", agent=info.name, problem=problem)
-        self._added[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), OrderedDict())
+        self._added[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), sockets, OrderedDict())
+
+    @_owned
+    def over_tcp(self, peer: str) -> bool:
+        """Whether the connection to a peer that has answered may be one of TCP. True also where that is not known:
+        something else of this process may have opened a TCP connection meanwhile."""
+        return not self._real or tcp_since(self._added[peer].sockets)
 
     @_owned
     def remove_peer(self, peer: str) -> None:

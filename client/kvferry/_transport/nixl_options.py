@@ -48,7 +48,7 @@ class NixlOptions:
         warm_up_timeout: seconds for a new peer to answer a first read of a few bytes.
         fence_time: seconds after the end of a transfer until a chunk of it that is still under way counts as stuck, and
             its agent is retired. This is long, because destroying an agent while it reads was seen to kill the source
-            on TCP.
+            on TCP. Where no TCP connection was made to the source, it is one second at most.
         retired_agents: the most agents that are retired and not destroyed yet; they finish their other reads first.
         cuda_device: the device that is set where NIXL is called; None: that of the memory. It is set by torch, which a
             process whose cache is on a device must have imported.

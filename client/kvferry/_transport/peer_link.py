@@ -39,6 +39,10 @@ COPIED = 64 << 10
 STALLED = 0.25
 """Seconds after which a peer from which no chunk has arrived counts as stalled."""
 
+CARD_FENCE = 1.0
+"""Seconds after the end of a transfer until a chunk of it counts as stuck, at most, where a network card moves the
+bytes: nobody at the source takes part, so the end of the agent harms nobody, and a chunk takes milliseconds."""
+
 RATE_FIRST = 1e9
 """Bytes per second that are assumed of a peer before its first chunk was measured."""
 
@@ -98,6 +102,7 @@ class Link:
         """Whether its posts return only when the bytes are here (CMA): so it was the last time."""
         self._agent = agent
         self._options = options
+        self._fence = options.fence_time
         self._clock = clock
         self._cpu_time = cpu_time
         self._added = False
@@ -139,21 +144,20 @@ class Link:
     def stuck(self, now: float) -> bool:
         """Whether a chunk is under way whose transfer ended more than the fence time ago, or the first read has taken
         more than its time-out and the fence time."""
-        fence = self._options.fence_time
-        if self._warming is not None and now > self._opened_at + self._options.warm_up_timeout + fence:
+        if self._warming is not None and now > self._opened_at + self._options.warm_up_timeout + self._fence:
             return True
-        return any(_abandoned(chunk, now - fence) for chunk in self.posted if not chunk.lost)
+        return any(_abandoned(chunk, now - self._fence) for chunk in self.posted if not chunk.lost)
 
     def fence_at(self) -> float | None:
         """When the agent may be destroyed as far as this peer is concerned; None: at once. Reads that gave an error do
         not count: their connection is gone."""
         waits = [
-            (self._clock() if chunk.owner.ended_at is None else chunk.owner.ended_at) + self._options.fence_time
+            (self._clock() if chunk.owner.ended_at is None else chunk.owner.ended_at) + self._fence
             for chunk in self.posted
             if not chunk.lost
         ]
         if self._warming is not None and not self._warming_lost:
-            waits.append(self._opened_at + self._options.warm_up_timeout + self._options.fence_time)
+            waits.append(self._opened_at + self._options.warm_up_timeout + self._fence)
         return max(waits, default=None)
 
     def open(self) -> None:
@@ -368,6 +372,8 @@ class Link:
             self._warming = None
             if self.state is LinkState.WARMING:
                 self.state = LinkState.READY
+                if not self._agent.over_tcp(self.info.name):
+                    self._fence = min(CARD_FENCE, self._fence)
         else:
             self._warming_lost = True
             self._break(self._error("its first read failed"))

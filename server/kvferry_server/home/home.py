@@ -269,6 +269,7 @@ class Home:
                 self.sources.end_engine(happened.engine, Standing.REPLACED)
                 self._drop_feeds(happened.engine)
             elif isinstance(happened, RankDied):
+                self.sources.lose_rank(happened.engine)
                 lost = RankLost(happened.rank, happened.node, happened.node_lost)
                 self._push(Process(happened.engine, Role.SCHEDULER), lost)
         self.records.advance(MAX_ENDED_AT_ONCE)

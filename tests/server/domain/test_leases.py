@@ -152,6 +152,22 @@ def test_the_end_of_the_source_shortens_no_lease(scene: Scene, standing: Standin
     assert scene.report(lease, 0).verdict is Verdict.VALID
 
 
+def test_a_lost_rank_shortens_no_lease_and_ends_nothing_that_was_published(scene: Scene) -> None:
+    publication = scene.publish()
+    lease = scene.grant()
+    expires = lease.expires
+    scene.sources.lose_rank(P)
+    scene.wait(5)
+    assert scene.renew(lease) == expires - scene.clock.time
+    assert lease.revoked is RevokeReason.SOURCE_LOST
+    assert publication.stage is PublicationStage.PUBLISHED
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+
+
+def test_a_rank_may_be_lost_after_its_engine_was_forgotten(scene: Scene) -> None:
+    scene.sources.lose_rank(E)
+
+
 def test_a_lost_watch_stops_renewals_until_it_is_back(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
