@@ -21,6 +21,7 @@ SUITES = {
     "model",
     "mutation",
     "package",
+    "rdma",
     "repository",
     "soak",
 }
