@@ -56,7 +56,9 @@ class _RevokeReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     REVOKE_REASON_ABORTED: _RevokeReason.ValueType  # 1
     """REVOKE_REASON_ABORTED: the source aborted the request."""
     REVOKE_REASON_SOURCE_LOST: _RevokeReason.ValueType  # 2
-    """REVOKE_REASON_SOURCE_LOST: the source engine is gone or was replaced."""
+    """REVOKE_REASON_SOURCE_LOST: the source engine, or one of its ranks, is gone, or it was replaced. The reader fails the
+    read, because the rest of its bytes may never come.
+    """
     REVOKE_REASON_FINAL_DEADLINE: _RevokeReason.ValueType  # 3
     """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
     REVOKE_REASON_OPERATOR: _RevokeReason.ValueType  # 4
@@ -72,7 +74,9 @@ REVOKE_REASON_UNSPECIFIED: RevokeReason.ValueType  # 0
 REVOKE_REASON_ABORTED: RevokeReason.ValueType  # 1
 """REVOKE_REASON_ABORTED: the source aborted the request."""
 REVOKE_REASON_SOURCE_LOST: RevokeReason.ValueType  # 2
-"""REVOKE_REASON_SOURCE_LOST: the source engine is gone or was replaced."""
+"""REVOKE_REASON_SOURCE_LOST: the source engine, or one of its ranks, is gone, or it was replaced. The reader fails the
+read, because the rest of its bytes may never come.
+"""
 REVOKE_REASON_FINAL_DEADLINE: RevokeReason.ValueType  # 3
 """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
 REVOKE_REASON_OPERATOR: RevokeReason.ValueType  # 4
