@@ -34,27 +34,6 @@ def seen(root: Path, *trees: dict[str, str], **env: str) -> Host:
     return Host(root=root, environ=env)
 
 
-def test_an_rdma_card_is_shown_with_its_rate(tmp_path: Path) -> None:
-    host = seen(tmp_path, MLX5, {"/dev/infiniband/uverbs0": ""})
-    found = devices.check_rdma(host)
-    assert names(found) == {"rdma-found"}
-    assert found[0].found == "mlx5_0:1 ACTIVE, 400 Gb/sec (4X NDR), InfiniBand"
-
-
-def test_an_rdma_card_whose_files_the_container_lacks(tmp_path: Path) -> None:
-    assert "rdma-not-given" in names(devices.check_rdma(seen(tmp_path, MLX5)))
-
-
-def test_an_rdma_port_that_is_down(tmp_path: Path) -> None:
-    host = seen(tmp_path, MLX5, {"/dev/infiniband/uverbs0": ""})
-    write(tmp_path, {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"})
-    assert names(devices.check_rdma(host)) == {"rdma-port-down"}
-
-
-def test_no_rdma(tmp_path: Path) -> None:
-    assert names(devices.check_rdma(Host(root=tmp_path))) == {"rdma-none"}
-
-
 def test_locked_memory_matters_where_there_is_rdma(tmp_path: Path) -> None:
     import resource
 
@@ -63,6 +42,8 @@ def test_locked_memory_matters_where_there_is_rdma(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limited, hard))
     try:
         assert names(limits.check_locked_memory(seen(tmp_path, MLX5))) == {"locked-memory-little"}
+        root = seen(tmp_path / "root", MLX5, {"/proc/self/status": "CapEff:\t000001ffffffffff\n"})
+        assert names(limits.check_locked_memory(root)) == {"locked-memory-enough"}
         assert names(limits.check_locked_memory(Host(root=tmp_path / "none"))) == {"locked-memory-enough"}
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))

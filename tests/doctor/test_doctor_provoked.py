@@ -275,7 +275,7 @@ sys.meta_path.insert(0, Missing())
 def test_what_a_read_says(monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str) -> None:
     """Ways and speeds that this machine does not have."""
     monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10, 0))
-    monkeypatch.setattr(moves, "_written", lambda log: way)
+    monkeypatch.setattr(moves, "written", lambda log: way)
     monkeypatch.setattr(moves, "way_of", lambda text: text)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert names(moves.check(Host())) == {finding}

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvferry._doctor import clocks, devices, environment, isolation, limits, moves, packages, pages, peer, same_host
+from kvferry._doctor import (
+    clocks,
+    devices,
+    environment,
+    isolation,
+    limits,
+    moves,
+    packages,
+    pages,
+    peer,
+    rdma,
+    same_host,
+)
 from kvferry._doctor.finding import Finding, Kind
 from kvferry._doctor.host import Host
 
@@ -58,7 +70,13 @@ CHECKS = (
     Check("shared-memory", "the size of /dev/shm", limits.check_shared_memory, limits.SHARED_KINDS),
     Check("clock", "suspends since the start, the clock's source", clocks.check, clocks.KINDS),
     Check("gpu", "GPUs, their device files, peer memory", devices.check_gpu, devices.GPU_KINDS),
-    Check("rdma", "RDMA devices, their ports and device files", devices.check_rdma, devices.RDMA_KINDS),
+    Check(
+        "rdma",
+        "RDMA cards: their ports and device files, and an agent of NIXL with 64 MiB of memory on each",
+        rdma.check,
+        rdma.KINDS,
+        60.0,
+    ),
     Check("network", "network cards, their speed and MTU", devices.check_network, devices.NETWORK_KINDS),
     Check("peer", "a node server: name, port, TLS, health, version, an echo", peer.check, peer.KINDS, 60.0),
 )

@@ -1,4 +1,4 @@
-"""GPUs, RDMA devices and network cards, as the system's files tell."""
+"""GPUs and network cards, as the system's files tell."""
 
 from __future__ import annotations
 
@@ -39,26 +39,6 @@ GPU_PEER_MEMORY = Kind(
     "On the host: modprobe nvidia_peermem. With the open driver and a recent kernel dma-buf does the same; UCX's log "
     "(UCX_LOG_LEVEL=info) shows which way it takes.",
 )
-NO_RDMA = Kind(
-    "rdma-none",
-    Level.WARNING,
-    "Between nodes bytes move over TCP, which takes CPU time on both sides. On one host nothing changes.",
-    "If the node has an RDMA card, load its driver and give it to the container; if it has none, there is "
-    "nothing to do.",
-)
-RDMA = Kind("rdma-found", Level.OK)
-RDMA_NOT_GIVEN = Kind(
-    "rdma-not-given",
-    Level.PROBLEM,
-    "The kernel has RDMA devices, and /dev/infiniband lacks their files: UCX falls back to TCP without a word.",
-    "Give the container the devices (docker run --device /dev/infiniband; Kubernetes: an RDMA device plugin).",
-)
-RDMA_DOWN = Kind(
-    "rdma-port-down",
-    Level.WARNING,
-    "No bytes move over this port. UCX uses others, or TCP without a word.",
-    "Check cable, switch and, on InfiniBand, the subnet manager.",
-)
 NETWORK = Kind("network-found", Level.OK)
 LOOPBACK_ONLY = Kind(
     "network-loopback-only",
@@ -73,7 +53,6 @@ NETWORK_SLOW = Kind(
     "If there is a faster card, use its address (--advertise) and name it in UCX_NET_DEVICES.",
 )
 GPU_KINDS = (NO_GPU, GPU, GPU_HIDDEN, GPU_NOT_GIVEN, GPU_TORCH, GPU_PEER_MEMORY)
-RDMA_KINDS = (NO_RDMA, RDMA, RDMA_NOT_GIVEN, RDMA_DOWN)
 NETWORK_KINDS = (NETWORK, LOOPBACK_ONLY, NETWORK_SLOW)
 
 SLOW_MBITS = 10_000
@@ -114,30 +93,6 @@ def check_gpu(host: Host) -> list[Finding]:
     if nvidia and rdma_devices(host) and "nvidia_peermem" not in host.text("/proc/modules"):
         gdrcopy = "there" if host.path("/dev/gdrdrv").exists() else "not there"
         findings.append(GPU_PEER_MEMORY.found(f"nvidia_peermem is not loaded; gdrcopy (/dev/gdrdrv) is {gdrcopy}"))
-    return findings
-
-
-def check_rdma(host: Host) -> list[Finding]:
-    """Look for RDMA devices, their ports, and whether a process may open them."""
-    devices = rdma_devices(host)
-    if not devices:
-        return [NO_RDMA.found("no device in /sys/class/infiniband")]
-    up: list[str] = []
-    down: list[str] = []
-    for device in devices:
-        for port in host.names(f"/sys/class/infiniband/{device}/ports"):
-            folder = f"/sys/class/infiniband/{device}/ports/{port}"
-            state, rate = host.text(f"{folder}/state"), host.text(f"{folder}/rate")
-            line = f"{device}:{port} {state.partition(': ')[2] or state}, {rate}, {host.text(f'{folder}/link_layer')}"
-            (up if "ACTIVE" in state else down).append(line)
-    findings = [RDMA.found("; ".join(up))] if up else []
-    if down:
-        findings.append(RDMA_DOWN.found("; ".join(down)))
-    files = [name for name in host.names("/dev/infiniband") if name.startswith("uverbs")]
-    if not files:
-        findings.append(
-            RDMA_NOT_GIVEN.found(f"{', '.join(devices)} in /sys/class/infiniband, no /dev/infiniband/uverbs*")
-        )
     return findings
 
 

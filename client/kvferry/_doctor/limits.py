@@ -13,7 +13,8 @@ LOCKED = Kind("locked-memory-enough", Level.OK)
 LOCKED_LITTLE = Kind(
     "locked-memory-little",
     Level.PROBLEM,
-    "An RDMA card locks the memory that it reads. A KV cache that is larger than the limit cannot be registered.",
+    "An RDMA card locks the memory that is registered with it. A KV cache that is larger than the limit cannot be "
+    "registered: NixlError, and no way over TCP.",
     "Lift it where engines start: LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (docker), ulimit -l unlimited.",
 )
 FILES = Kind("open-files-enough", Level.OK)
@@ -56,6 +57,7 @@ SHARED_KINDS = (SHARED, SHARED_LITTLE)
 ENOUGH_FILES = 4096
 ENOUGH_SHARED = 1 << 30
 THROTTLED_SHARE = 0.05
+_CAP_IPC_LOCK = 14
 
 
 def check_locked_memory(host: Host) -> list[Finding]:
@@ -64,9 +66,11 @@ def check_locked_memory(host: Host) -> list[Finding]:
     said = f"RLIMIT_MEMLOCK: {_size(soft)}, and at most {_size(hard)}"
     if soft == resource.RLIM_INFINITY:
         return [LOCKED.found("RLIMIT_MEMLOCK: unlimited")]
-    if rdma_devices(host):
-        return [LOCKED_LITTLE.found(said)]
-    return [LOCKED.found(f"{said}; it does not matter without RDMA, since nothing is locked")]
+    if not rdma_devices(host):
+        return [LOCKED.found(f"{said}; it does not matter without RDMA, since nothing is locked")]
+    if int(host.status().get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1:
+        return [LOCKED.found(f"{said}; it does not bind this process, which has CAP_IPC_LOCK, as root has")]
+    return [LOCKED_LITTLE.found(said)]
 
 
 def check_open_files(host: Host) -> list[Finding]:

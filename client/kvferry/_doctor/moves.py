@@ -80,8 +80,8 @@ def check(host: Host) -> list[Finding]:
         except NixlMissing as error:
             return [NOT_TRIED.found(error.message)]
         except (KvferryError, OSError, subprocess.SubprocessError) as error:
-            return [UNUSABLE.found(f"{error}{_complaints(log)}")]
-        text = _written(log)
+            return [UNUSABLE.found(f"{error}{complaints(written(log))}")]
+        text = written(log)
     version = re.search(r"UCX\s+INFO\s+Version (\S+)", text)
     way = way_of(text)
     share = rate / copies
@@ -115,15 +115,15 @@ def way_of(text: str) -> str:
     return ""
 
 
-def _written(log: Path) -> str:
-    """What UCX has written to its log until now; it does not flush it itself."""
+def written(log: Path) -> str:
+    """Return what UCX has written to its log until now; it does not flush it itself."""
     ctypes.CDLL(None).fflush(None)
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _complaints(log: Path) -> str:
-    """What UCX wrote of errors."""
-    lines = [line.partition("UCX  ERROR")[2].strip() for line in _written(log).splitlines() if "UCX  ERROR" in line]
+def complaints(text: str) -> str:
+    """Return what UCX's log says of errors."""
+    lines = [line.partition("UCX  ERROR")[2].strip() for line in text.splitlines() if "UCX  ERROR" in line]
     return f". UCX: {'; '.join(lines[:3])}" if lines else ""
 
 

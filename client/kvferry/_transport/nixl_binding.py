@@ -15,12 +15,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module, metadata
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvferry._transport import rdma_cards
 from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
 from kvferry.errors import NixlError, NixlMissing
 from kvferry.geometry.model import MemoryRegion
@@ -127,7 +128,8 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     config.captureTelemetry = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))
-    return agent, call("createBackend", "", lambda: agent.createBackend(options.backend, options.parameters()))
+    with rdma_cards.expected() if options.backend == "UCX" else nullcontext():
+        return agent, call("createBackend", "", lambda: agent.createBackend(options.backend, options.parameters()))
 
 
 def register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion]) -> None:

@@ -22,6 +22,8 @@ TOOLS = ("busybox-static", "iproute2", "libbpf1", "libcap2", "libelf1", "libmnl0
 """`ip`, `rdma` and `tc` are of iproute2, which needs the libraries."""
 VERBS = ("ibverbs-providers", "libibverbs1")
 VERBS_LIBRARY = "/usr/lib/x86_64-linux-gnu/libibverbs.so.1"
+VERBS_OF_WHEELS = "/opt/nixl"
+"""Where the machine has the libraries that links replace, each in a folder by the name of its wheel's."""
 PACKAGES = (*TOOLS, *VERBS)
 MODULES = ("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "crc32_generic", "rdma_rxe", "ib_uverbs")
 MORE_MODULES = ("rdma_ucm", "sch_netem", "veth")
@@ -95,6 +97,9 @@ def _use_verbs_of_distribution(layer: Path) -> None:
         place = layer / theirs.relative_to("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(VERBS_LIBRARY)
+        kept = layer / VERBS_OF_WHEELS.lstrip("/") / theirs.parent.name / theirs.name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(theirs, kept)
 
 
 def _write_initrd(folder: Path, layer: Path) -> None:

@@ -1,0 +1,92 @@
+"""The RDMA cards of the host, as NIXL's UCX sees them. Where it can open none it uses TCP without a word."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def expected() -> Iterator[None]:
+    """Make an agent of UCX inside: if the host has active cards and UCX opens none of them, that is logged once in a
+    process. UCX keeps the files open of exactly those that it may use."""
+    before = opened() if active() else None
+    yield
+    if before is not None and opened() == before:
+        _warn()
+
+
+def active() -> list[str]:
+    """Return the devices that have an active port, such as ``mlx5_0``."""
+    found = set()
+    for state in Path("/sys/class/infiniband").glob("*/ports/*/state"):
+        with suppress(OSError):
+            if "ACTIVE" in state.read_text():
+                found.add(state.parents[2].name)
+    return sorted(found)
+
+
+def opened() -> int:
+    """Return how many device files of RDMA cards this process has open."""
+    count = 0
+    with suppress(OSError):
+        for descriptor in Path("/proc/self/fd").iterdir():
+            # Others may be closed meanwhile.
+            with suppress(OSError):
+                count += str(descriptor.readlink()).startswith("/dev/infiniband/uverbs")
+    return count
+
+
+def mapped(name: str) -> list[Path]:
+    """Return the files that this process has mapped whose path contains `name`."""
+    with suppress(OSError), Path("/proc/self/maps").open() as lines:
+        return [Path(path) for path in dict.fromkeys(line[line.find("/") : -1] for line in lines if name in line)]
+    return []
+
+
+def with_driver() -> list[str] | None:
+    """Return the devices that UCX's libibverbs has a driver for; None: it is not loaded, as before the first agent.
+
+    Several of these libraries may be loaded. A symbol that is looked up in UCX's module is that of its own.
+    """
+    module = next(iter(mapped("/libuct_ib.so")), None)
+    if module is None:
+        return None
+    verbs = ctypes.CDLL(str(module))
+    verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    verbs.ibv_get_device_name.restype = ctypes.c_char_p
+    count = ctypes.c_int()
+    devices = verbs.ibv_get_device_list(ctypes.byref(count))
+    if not devices:
+        return []
+    names = [verbs.ibv_get_device_name(ctypes.c_void_p(devices[index])).decode() for index in range(count.value)]
+    verbs.ibv_free_device_list(devices)
+    return names
+
+
+@functools.cache
+def _warn() -> None:
+    cards = active()
+    known: list[str] | None = None
+    # NIXL may bring another UCX, without this module or with the library inside it.
+    with suppress(OSError, AttributeError):
+        known = with_driver()
+    unknown = [card for card in cards if known is not None and card not in known]
+    settings = [f"{name}={os.environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ]
+    if unknown:
+        reason = f": its libibverbs has no driver for {', '.join(unknown)}"
+    else:
+        reason = f" ({', '.join(settings)})" if settings else ""
+    logger.warning(
+        "bytes between hosts go over TCP: there is an RDMA card (%s), and NIXL's UCX uses none%s. `kvferry doctor` "
+        "says what to do",
+        ", ".join(cards),
+        reason,
+    )
