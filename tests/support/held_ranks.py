@@ -81,9 +81,11 @@ class HeldRanks:
         serve: bool,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
+        warm_up_timeout: float = 5.0,
     ) -> None:
         self.engine = engine
-        self.client = Client(address, options=NixlOptions(ucx_tls=ucx_tls), staging=staging, integrity=integrity)
+        options = NixlOptions(ucx_tls=ucx_tls, warm_up_timeout=warm_up_timeout)
+        self.client = Client(address, options=options, staging=staging, integrity=integrity)
         self.spec = EngineSpec(unique_id("engine"), engine.groups, len(engine.ranks), partial=engine.partial)
         self.session = self.client.open_engine(self.spec)
         self.ranks: list[tuple[Cache, Bytes, RankGeometry]] = []
@@ -114,12 +116,14 @@ class HeldRanks:
     def faults(self, request: str, blocks: dict[str, Blocks], tokens: int, held: int) -> list[str]:
         """Planes with a wrong byte, and ranks with a byte that nobody asked for."""
         found = []
-        for cache, cells, rank in self.ranks:
+        for cache, memory, rank in self.ranks:
+            # A copy, since more may be arriving.
+            cells = memory.copy()
             for plane in rank.planes:
                 listed, group = blocks[plane.group], self.engine.group(plane.group)
                 which = numbers(group, listed)
                 must, may = wanted(plane, group, tokens, which, held)
-                view = blocks_view(cells, cells.ctypes.data, plane)
+                view = blocks_view(cells, memory.ctypes.data, plane)
                 got = view[listed.ids]
                 if not np.array_equal(got[must], expected(request, plane, which)[must]):
                     found.append(f"rank {cache.rank.rank}: {plane.name} is wrong")

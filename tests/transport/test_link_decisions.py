@@ -24,6 +24,7 @@ from kvferry._transport.peer_link import (
 )
 from kvferry._transport.peer_work import PeerWork, divide
 from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._wire.authority import agent_name
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.planner.descriptors import Descriptors
 from tests.transport.sources import raw
@@ -370,10 +371,10 @@ def test_what_cannot_be_made_fails_one_read_as_what_it_is(world: World, refusal:
 @pytest.mark.parametrize(
     ("name", "called"),
     [
-        ("kvferry/prefill/1a2b/3/serving", "rank 3 of engine 'prefill'"),
-        ("kvferry/team/prefill/1a2b/12/serving", "rank 12 of engine 'team/prefill'"),
-        ("kvferry/1a2b/3/serving", "peer 'kvferry/1a2b/3/serving'"),
-        ("other/prefill/1a2b/3/serving", "peer 'other/prefill/1a2b/3/serving'"),
+        (agent_name(b"key", "prefill", 3), "rank 3 of engine 'prefill'"),
+        (agent_name(b"key", "team/prefill", 12), "rank 12 of engine 'team/prefill'"),
+        ("kvferry.agent/1a2b/3", "peer 'kvferry.agent/1a2b/3'"),
+        ("other/1a2b/prefill/3", "peer 'other/1a2b/prefill/3'"),
         ("source", "peer 'source'"),
     ],
 )

@@ -413,11 +413,11 @@ class Link:
 
 
 def _called(name: str) -> str:
-    """A peer's name in messages: rank and engine. Agents are named ``kvferry/engine/incarnation/rank/serving``."""
+    """A peer's name in messages: rank and engine. Agents are named ``kvferry.agent/digest/engine/rank``."""
     parts = name.split("/")
-    if len(parts) < 5 or parts[0] != "kvferry":
+    if len(parts) < 4 or parts[0] != "kvferry.agent":
         return f"peer {name!r}"
-    return f"rank {parts[-2]} of engine {'/'.join(parts[1:-3])!r}"
+    return f"rank {parts[-1]} of engine {'/'.join(parts[2:-1])!r}"
 
 
 def _abandoned(chunk: PostedChunk, before: float) -> bool:
