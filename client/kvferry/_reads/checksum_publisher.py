@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class _Order:
     """Sums to compute and to send, in pages. Those that the home does not take yet are kept for the next attempt.
 
     Attributes:
+        publication: whose blocks are summed.
         pages: computes the pages.
         page: the page that was not sent yet; None: the next one.
         deadline, silent_until: when it fails, and when a warning says what it waits for, on `kvferry._clock`.
@@ -49,6 +51,7 @@ class _Order:
         sent: number of sums in its pages so far.
     """
 
+    publication: int
     pages: Iterator[pb.PublishChecksums]
     deadline: float
     silent_until: float
@@ -61,7 +64,8 @@ class _Order:
 class Checksummer:
     """Sums the published blocks of one rank. Thread-safe; one thread does the work, and starts with the first call.
 
-    Publications do not wait for each other: while the home does not take the sums of one, those of others are sent.
+    Publications do not wait for each other: while the home does not take the sums of one, those of others are sent. The
+    sums of one are sent in the order in which they came: the last say that there are no more.
 
     Args:
         home: the engine's home.
@@ -88,7 +92,9 @@ class Checksummer:
         self._share = options.share
         self._changed = threading.Condition()
         self._orders: list[tuple[float, int, _Order]] = []
-        """A heap: when its next attempt is due, on `kvferry._clock`, then by age."""
+        """A heap, with one order per publication: when its next attempt is due, on `kvferry._clock`, then by age."""
+        self._later: dict[int, deque[_Order]] = {}
+        """What follows the orders of the heap, and the one that is worked on, by publication."""
         self._age = itertools.count()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -102,24 +108,30 @@ class Checksummer:
         planes = [self._planes(name, listed) for name, listed in blocks.items()]
         parts = [part for found in planes for part in found]
         began = now()
-        order = _Order(self._pages(publication, parts, last), began + timeout, began + SILENCE)
+        order = _Order(publication, self._pages(publication, parts, last), began + timeout, began + SILENCE)
         with self._changed:
             if self._closing:
                 raise Closed(f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed")
             if self._thread is None:
                 self._thread = start_loop(self._turn, "kvferry-checksums")
-            heapq.heappush(self._orders, (began, next(self._age), order))
-            self._changed.notify()
+            if publication in self._later:
+                self._later[publication].append(order)
+            else:
+                self._later[publication] = deque()
+                heapq.heappush(self._orders, (began, next(self._age), order))
+                self._changed.notify()
         return order.done
 
     def close(self) -> None:
         """Drop the queued work, and wait for the call in progress. Idempotent."""
         with self._changed:
             self._closing = True
-            orders, self._orders = self._orders, []
+            orders = [order for _, _, order in self._orders]
+            orders += [order for later in self._later.values() for order in later]
+            self._orders, self._later = [], {}
             thread, self._thread = self._thread, None
             self._changed.notify()
-        for _, _, order in orders:
+        for order in orders:
             self._drop(order)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -129,13 +141,16 @@ class Checksummer:
         if order is None:
             return False
         if not order.done.running() and not order.done.set_running_or_notify_cancel():
+            self._go_on(order)
             return True
         try:
             pause = self._attempt(order)
         except BaseException as error:
+            self._go_on(order)
             settle(order.done, error)
             return True
         if pause is None:
+            self._go_on(order)
             settle(order.done, order.sent)
             return True
         with self._changed:
@@ -145,6 +160,15 @@ class Checksummer:
         if closing:
             self._drop(order)
         return True
+
+    def _go_on(self, ended: _Order) -> None:
+        """Let the next order of a publication take the place of one that has ended."""
+        with self._changed:
+            later = self._later.get(ended.publication)
+            if later:
+                heapq.heappush(self._orders, (now(), next(self._age), later.popleft()))
+            else:
+                self._later.pop(ended.publication, None)
 
     def _next(self) -> _Order | None:
         """Wait until an order is due, and take it; None: the checksummer was closed."""
