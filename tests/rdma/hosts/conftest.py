@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.rdma.hosts.host import Host
+from tests.rdma.hosts.host import Host, Pair
 from tests.rdma.machine.image import FOLDER, image
 from tests.rdma.machine.machine import Machine, cables
 from tests.support.certificates import Authority
@@ -52,3 +53,22 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
     finally:
         for machine in machines:
             machine.close()
+
+
+@pytest.fixture(scope="session")
+def lasting_pair(hosts: tuple[Host, Host]) -> Pair:
+    """A source and a reader for all tests of this folder."""
+    return Pair(*hosts)
+
+
+@pytest.fixture
+def pair(lasting_pair: Pair) -> Iterator[Pair]:
+    """They, in a network that is whole after every test."""
+    yield lasting_pair
+    lasting_pair.heal()
+
+
+@pytest.fixture
+def directory(hosts: tuple[Host, Host]) -> Path:
+    """A file that the second host sees as it is written."""
+    return hosts[1].machine.report / "directory.json"

@@ -66,6 +66,14 @@ class Rank:
         """For the engine's other processes."""
         return str(self._cache.session.token)
 
+    def engine_reference(self) -> str:
+        """For those who will read from this engine."""
+        return self._cache.engine_reference
+
+    def warm(self, engine_reference: str, timeout: float) -> None:
+        """Connect to all ranks of an engine."""
+        self._cache.warm(engine_reference, timeout=timeout).result(timeout)
+
     def write(self, ids: tuple[int, ...], seed: int) -> None:
         """Compute this rank's part of a request."""
         for (layer, component), values in content(seed, len(ids)).items():

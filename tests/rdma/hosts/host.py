@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,23 @@ from tests.rdma.machine.machine import Machine, Program
 from tests.support.certificates import tls_flags
 from tests.support.faults.reports import Seen
 from tests.support.identifiers import unique_id
+from tests.support.waiting import until
 
 PORT = 7423
 BLOCKS = 64
 SOON = 60.0
 """Seconds that something may take in a machine that is emulated on a busy host."""
-TRANSPORTS = {"UCX_TLS": "rc_verbs,ud_verbs", "PYTHONDONTWRITEBYTECODE": "1"}
-TIMES = Times(ttl=6.0, max_ttl=6.0, engine_ttl=6.0, hold=6.0, final=60.0, max_wait=60.0)
-"""Short enough to see what ends, and twice as long as those of `tests.support.faults`: emulation is slow."""
+PATIENCE = 60.0
+"""Seconds that a card may go on trying, and a busy host take for it."""
+START = 240.0
+"""Seconds that a program may take to start there."""
+QUIET = {"PYTHONDONTWRITEBYTECODE": "1"}
+TRANSPORTS = {"UCX_TLS": "rc_verbs,ud_verbs", "UCX_RC_RETRY_COUNT": "6", **QUIET}
+"""With UCX's own 7 retries a card gives up after some seconds. To soft-RoCE, 7 means for ever; 6 is 6."""
+SLOW: dict[str, Any] = {"chunk_descriptors": 1, "bytes_in_flight": 1, "warm_up_timeout": 20.0, "fence_time": 8.0}
+"""So that a read is some hundred chunks, and a fault finds it under way."""
+TIMES = Times(ttl=12.0, max_ttl=12.0, engine_ttl=6.0, hold=12.0, final=90.0, max_wait=60.0)
+"""Short enough to see what ends, long enough for a machine that is emulated, and longer than a card's patience."""
 
 
 class Host:
@@ -52,8 +63,24 @@ class Host:
 
     def start_server(self) -> Program:
         """Start its node server; engines wait for it."""
-        self.server = self.machine.start(self._server, {"PYTHONDONTWRITEBYTECODE": "1"})
+        self.server = self.machine.start(self._server, QUIET)
         return self.server
+
+    def restart_server(self) -> None:
+        """Start it again at its place."""
+        self.server.signal(signal.SIGTERM)
+        until(lambda: self.server.poll() is not None, SOON)
+        self.start_server()
+
+    def shape(self, *netem: str) -> None:
+        """Delay or lose what the first card sends: arguments of netem; none: no more."""
+        change = ("replace", "dev", "eth1", "root", "netem", *netem) if netem else ("del", "dev", "eth1", "root")
+        with suppress(RuntimeError) if not netem else nullcontext():
+            self.machine.run("tc", "qdisc", *change)
+
+    def counter(self, name: str, card: int = 0) -> int:
+        """One of the counters of a card's RDMA device."""
+        return int(self.machine.run("cat", f"/sys/class/infiniband/rxe{card}/ports/1/hw_counters/{name}"))
 
     def start_engines(self, environment: Mapping[str, str] = TRANSPORTS) -> Engines:
         """Start another process with engines."""
@@ -70,13 +97,15 @@ class Engines:
     def open(self, place: Place, *, options: Mapping[str, Any] | None = None, **more: Any) -> Rank:
         """Open a rank, with NIXL's `options` and `more` arguments of its client."""
         name = f"{place.engine_id}.{place.rank}"
-        self.call(name, "open", Home(self.host.unix, self.host.tls, more, dict(options or {})), place)
+        self.send(name, "open", Home(self.host.unix, self.host.tls, more, dict(options or {})), place)
+        # A program imports what it needs first, and the host may be busy.
+        self.answer(START)
         return Rank(self, name, place)
 
-    def call(self, name: str, command: str, *arguments: Any, **options: Any) -> Any:
-        """Do something there, and wait for it."""
+    def call(self, name: str, command: str, *arguments: Any, within: float = 0.0, **options: Any) -> Any:
+        """Do something there that may wait for `within` seconds, and wait for it."""
         self.send(name, command, *arguments, **options)
-        return self.answer()
+        return self.answer(within + SOON)
 
     def send(self, name: str, command: str, *arguments: Any, **options: Any) -> None:
         """Begin something there."""
@@ -167,6 +196,11 @@ class Reader:
         self._random = np.random.default_rng(1)
         self._free = set(range(MODEL.num_blocks))
 
+    def warm(self, source: Source) -> None:
+        """Do what the first read from a source would wait for, as long as that takes on a busy host."""
+        for rank in self.ranks:
+            rank.call("warm", source.ranks[0].call("engine_reference"), START, within=START)
+
     def read(self, request: Request, **options: Any) -> Reading:
         """Begin a read on all ranks."""
         ids = [int(block) for block in self._random.permutation(sorted(self._free))[: len(request.ids)]]
@@ -199,7 +233,7 @@ class Reading:
 
     def outcome(self, within: float) -> Seen:
         """How it ended on all ranks, waited for: well, or one of the errors."""
-        shares: list[Seen] = self._of_each("outcome", within)
+        shares: list[Seen] = self._of_each("outcome", within, within=within)
         failed = [seen for seen in shares if seen.error is not None]
         moved = sum(seen.moved for seen in shares)
         return failed[0] if failed else Seen(None, all(seen.confirmed for seen in shares), moved)
@@ -210,13 +244,69 @@ class Reading:
 
     def wait_quiet(self, within: float) -> bool:
         """Wait until its blocks may be used again, and use them."""
-        quiet = all(self._of_each("wait_quiet", within))
+        quiet = all(self._of_each("wait_quiet", within, within=within))
         if quiet:
             self._reader.free(self._ids)
         return quiet
 
-    def _of_each(self, command: str, *arguments: Any) -> list[Any]:
+    def _of_each(self, command: str, *arguments: Any, within: float = 0.0) -> list[Any]:
         return [
             rank.call(command, number, *arguments)
             for rank, number in zip(self._reader.ranks, self._numbers, strict=True)
         ]
+
+
+class Pair:
+    """Two hosts, a source on the first and a reader on the second, and the cables between them."""
+
+    def __init__(self, prefill: Host, decode: Host) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.source = Source(open_engine([prefill.engines], "prefill"))
+        self.reader = Reader(open_engine([decode.engines], "decode", serve=False, options=SLOW))
+        self.reader.warm(self.source)
+
+    @property
+    def both(self) -> tuple[Host, Host]:
+        """The hosts."""
+        return self.prefill, self.decode
+
+    def plug(self, *, connected: bool) -> None:
+        """Pull the cable of the first cards, or plug it in. Both ends see it."""
+        for host in self.both:
+            host.machine.plug(0, connected=connected)
+
+    def wait_counter(self, name: str, before: int) -> None:
+        """Wait until the reader's card has counted more of something."""
+        until(lambda: self.decode.counter(name) > before, SOON)
+
+    def heal(self) -> None:
+        """Make the network whole."""
+        for host in self.both:
+            host.shape()
+        self.plug(connected=True)
+
+    def moving(self, **options: Any) -> tuple[Request, Reading]:
+        """A read under way, which the network slows: some of its bytes have arrived, most have not."""
+        self.prefill.shape("delay", "20ms")
+        while True:
+            request = self.source.publish()
+            reading = self.reader.read(request, **options)
+            if reading.wait_moving():
+                return request, reading
+            self.served(request, reading)
+
+    def served(self, request: Request, reading: Reading) -> Seen:
+        """A read brings its bytes, and none beside them; its source is told once."""
+        seen = reading.outcome(SOON)
+        assert seen.error is None, seen.error
+        assert self.reader.right(), "wrong bytes were handed over as good, or others changed"
+        assert reading.wait_quiet(SOON)
+        assert self.source.released(request, SOON).outcome.name == "READ"
+        return seen
+
+    def works(self) -> Seen:
+        """The next request is served as if nothing had been, and nothing is left."""
+        request = self.source.publish()
+        seen = self.served(request, self.reader.read(request, timeout=SOON))
+        until(self.reader.idle, SOON)
+        return seen

@@ -2,20 +2,108 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tests.rdma.hosts.host import SOON, Host, Reader, Source, open_engine
+from kvferry.errors import NotAllowed
+from tests.rdma.hosts.host import PORT, SOON, Pair, Reader, Source, open_engine
+from tests.rdma.hosts.told import MODEL
+from tests.support.caches import shards
+
+DATAGRAM = 1024
+"""Bytes in a packet of soft-RoCE at an Ethernet's usual size."""
 
 
-@pytest.mark.timeout(600)
-def test_a_read_between_two_hosts(hosts: tuple[Host, Host]) -> None:
-    source = Source(open_engine([hosts[0].engines], "prefill"))
-    reader = Reader(open_engine([hosts[1].engines], "decode", serve=False))
+def units(ranks: int) -> list[tuple[int, int]]:
+    """What each of these ranks holds."""
+    return [(held.begin, held.end) for held in shards(MODEL.heads, ranks)]
+
+
+def serve(source: Source, reader: Reader) -> None:
+    """One request, from its publication to its release."""
     request = source.publish()
-    reading = reader.read(request)
+    reading = reader.read(request, timeout=SOON)
     seen = reading.outcome(SOON)
     assert seen.error is None, seen.error
     assert seen.confirmed
-    assert reader.right()
+    assert reader.right(), "wrong bytes were handed over as good, or others changed"
     assert reading.wait_quiet(SOON)
     assert source.released(request, SOON).outcome.name == "READ"
+
+
+def test_bytes_move_over_verbs_and_control_over_tcp(pair: Pair) -> None:
+    before = pair.decode.counter("rcvd_pkts")
+    seen = pair.works()
+    assert seen.confirmed
+    assert pair.decode.counter("rcvd_pkts") - before >= seen.moved // DATAGRAM
+    # Connections of engines with each other would be between other ports.
+    connected = pair.decode.machine.run("ss", "-Htn", "state", "established", "dst", "10.77.0.0/16").splitlines()
+    assert connected
+    for line in connected:
+        assert str(PORT) in [address.rpartition(":")[2] for address in line.split()[-2:]], line
+
+
+@pytest.mark.parametrize(("source_ranks", "reader_ranks"), [(4, 2), (2, 3)])
+def test_every_rank_reads_its_share(pair: Pair, source_ranks: int, reader_ranks: int) -> None:
+    source = Source(open_engine([pair.prefill.engines] * source_ranks, "prefill", units(source_ranks)))
+    reader = Reader(open_engine([pair.decode.engines] * reader_ranks, "decode", units(reader_ranks), serve=False))
+    reader.warm(source)
+    serve(source, reader)
+    close(source, reader)
+
+
+def test_an_engine_with_a_rank_on_either_host(pair: Pair) -> None:
+    """The node server of the second host relays for its rank, as the policy lets it."""
+    source = Source(open_engine([pair.prefill.engines, pair.decode.engines], "prefill", units(2)))
+    pair.reader.warm(source)
+    serve(source, pair.reader)
+    close(source)
+
+
+def test_nobody_reads_whom_the_policy_does_not_let(pair: Pair) -> None:
+    source = Source(open_engine([pair.decode.engines], "decode"))
+    reader = Reader(open_engine([pair.prefill.engines], "decode", serve=False))
+    request = source.publish()
+    reading = reader.read(request, timeout=SOON)
+    assert isinstance(reading.outcome(SOON).error, NotAllowed)
+    assert reading.wait_quiet(SOON)
+    close(reader, source)
+
+
+def test_a_directory_says_where_an_engine_is(pair: Pair, directory: Path) -> None:
+    source = Source(open_engine([pair.prefill.engines], "prefill", home_in_references=False))
+    engine_id = source.ranks[0].place.engine_id
+    homes = [host.address for host in pair.both]
+    directory.write_text(json.dumps({"homes": homes, "engines": {engine_id: {"home": homes[0]}}}))
+    reader = Reader(open_engine([pair.decode.engines], "decode", serve=False, directory=f"file:{directory}"))
+    serve(source, reader)
+    close(reader, source)
+
+
+def test_node_servers_restart_one_after_the_other_while_reads_go_on(pair: Pair) -> None:
+    for host in pair.both:
+        request, reading = pair.moving(timeout=SOON)
+        host.restart_server()
+        seen = reading.outcome(SOON)
+        assert seen.error is None, seen.error
+        assert pair.reader.right()
+        assert reading.wait_quiet(SOON)
+        pair.source.released(request, SOON)
+    pair.works()
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_clock_that_is_set_changes_nothing(pair: Pair, hours: int) -> None:
+    for host in pair.both:
+        request, reading = pair.moving(timeout=SOON)
+        host.machine.run("date", "-s", f"@{int(host.machine.run('date', '+%s')) + hours * 3600}")
+        assert pair.served(request, reading).confirmed
+
+
+def close(*engines: Source | Reader) -> None:
+    """End engines as they should be ended."""
+    for engine in engines:
+        for rank in reversed(engine.ranks):
+            rank.close()
