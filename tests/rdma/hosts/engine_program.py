@@ -8,7 +8,9 @@ holds, and a reader looks at every byte of its memory by itself: at those of no 
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
+import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -154,6 +156,8 @@ class Rank:
 
 
 def main(descriptor: int) -> None:
+    # Whoever waits in vain asks for the stacks of all threads.
+    faulthandler.register(signal.SIGUSR1)
     # NIXL's package imports torch to ask for its CUDA version, half a minute in the machine.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     ranks: dict[str, Rank] = {}

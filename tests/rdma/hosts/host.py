@@ -20,6 +20,7 @@ from tests.rdma.machine.machine import Machine, Program
 from tests.support.certificates import tls_flags
 from tests.support.faults.reports import Seen
 from tests.support.identifiers import unique_id
+from tests.support.node_servers import READY
 from tests.support.waiting import until
 
 PORT = 7423
@@ -67,10 +68,14 @@ class Host:
         return self.server
 
     def restart_server(self) -> None:
-        """Start it again at its place."""
+        """End it as it should be ended, and start it again at its place."""
         self.server.signal(signal.SIGTERM)
         until(lambda: self.server.poll() is not None, SOON)
         self.start_server()
+
+    def wait_serving(self) -> None:
+        """Wait until its node server serves."""
+        until(lambda: READY.search(self.server.log.read_text()) is not None, START)
 
     def shape(self, *netem: str) -> None:
         """Delay or lose what the first card sends: arguments of netem; none: no more."""
@@ -114,7 +119,8 @@ class Engines:
     def answer(self, timeout: float = SOON) -> Any:
         """The answer to what was begun; raises what it raised there."""
         if not self.program.pipe.poll(timeout):
-            raise TimeoutError(f"{self.program.log}: no answer in {timeout} s")
+            self.program.signal(signal.SIGUSR1)
+            raise TimeoutError(f"no answer in {timeout} s; the stacks of its threads are in {self.program.log}")
         value = self.program.pipe.recv()
         if isinstance(value, Exception):
             raise value

@@ -22,3 +22,22 @@ def test_an_interface_is_set_down(pair: Pair, side: str) -> None:
     assert pair.reader.right()
     pair.source.released(request, TIMES.ttl + TIMES.hold + SOON)
     pair.works()
+
+
+@pytest.mark.parametrize("side", ["source", "reader"])
+def test_a_device_is_deleted(pair: Pair, side: str) -> None:
+    machine = (pair.prefill if side == "source" else pair.decode).machine
+    request, reading = pair.moving(timeout=SOON)
+    program = machine.start(["/usr/bin/rdma", "link", "delete", "rxe0"])
+    error = reading.outcome(PATIENCE).error
+    print("ERROR", error, program.poll(), program.log.read_text())
+    print(machine.run("sh", "-c", "rdma link; dmesg | tail -5; true"))
+    print("quiet", reading.wait_quiet(PATIENCE))
+    print("right", pair.reader.right())
+    print(pair.source.released(request, TIMES.ttl + TIMES.hold + SOON))
+    print(machine.run("sh", "-c", "rdma link add rxe0 type rxe netdev eth1 2>&1; rdma link; true"))
+    try:
+        pair.works()
+        print("WORKS")
+    except BaseException as e:
+        print("WORKS?", repr(e))
