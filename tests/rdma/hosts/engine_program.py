@@ -62,6 +62,7 @@ class Rank:
         self._client = client
         self._requests: dict[int, Request] = {}
         self._reads: dict[int, tuple[Read, Request, list[int]]] = {}
+        self._good: set[int] = set()
         self._numbers = itertools.count()
 
     def token(self) -> str:
@@ -123,6 +124,7 @@ class Rank:
             return Seen(error)
         for (layer, component), values in content(request.seed, len(ids)).items():
             self._memory.plane(layer, component, self._wanted)[ids] = self._own(values)
+        self._good.add(number)
         result = read.result(0)
         return Seen(None, result.confirmed, result.bytes)
 
@@ -139,8 +141,15 @@ class Rank:
         return True
 
     def right(self) -> bool:
-        """Whether every byte that a read called good is so, and every other is as it was."""
-        return bool(np.array_equal(self._memory.cells, self._wanted))
+        """Whether every byte that a read called good is so, and every other is as it was. Blocks of reads that have not
+        called theirs good are theirs until they are quiet."""
+        found = self._memory.cells.copy()
+        for number, (_, _, ids) in self._reads.items():
+            if number not in self._good:
+                for layer, component in itertools.product(range(MODEL.layers), MODEL.components):
+                    wanted = self._memory.plane(layer, component, self._wanted)
+                    self._memory.plane(layer, component, found)[ids] = wanted[ids]
+        return bool(np.array_equal(found, self._wanted))
 
     def gauges(self) -> TransportGauges:
         """Of the transport."""

@@ -287,9 +287,10 @@ class Pair:
 
     def heal(self) -> None:
         """Make the network whole."""
+        self.plug(connected=True)
         for host in self.both:
             host.shape()
-        self.plug(connected=True)
+            host.wait_serving()
 
     def moving(self, **options: Any) -> tuple[Request, Reading]:
         """A read under way, which the network slows: some of its bytes have arrived, most have not."""

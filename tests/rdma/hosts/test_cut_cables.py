@@ -23,6 +23,7 @@ def test_some_packets_are_lost(pair: Pair) -> None:
     assert pair.decode.counter("completer_retry_err") + pair.decode.counter("rcvd_seq_err") > before
 
 
+@pytest.mark.slow
 def test_cut_while_nothing_moves(pair: Pair) -> None:
     request = pair.source.publish()
     pair.plug(connected=False)
@@ -51,7 +52,7 @@ def test_cut_in_the_middle_and_mended_within_the_lease(pair: Pair) -> None:
     pair.works()
 
 
-@pytest.mark.parametrize("cut", ["a cable", "beyond a switch"])
+@pytest.mark.parametrize("cut", ["a cable", pytest.param("beyond a switch", marks=pytest.mark.slow)])
 def test_cut_in_the_middle_until_the_read_has_ended(pair: Pair, cut: str) -> None:
     request, reading = pair.moving(timeout=SOON)
     if cut == "a cable":

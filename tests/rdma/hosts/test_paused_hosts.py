@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.errors import TransferExpired, TransferFailed
 from tests.rdma.hosts.host import PATIENCE, SOON, TIMES, Pair
 
@@ -18,6 +20,7 @@ def test_the_source_stands_still_for_a_moment(pair: Pair) -> None:
     pair.works()
 
 
+@pytest.mark.slow
 def test_the_source_stands_still_until_the_read_has_ended(pair: Pair) -> None:
     request, reading = pair.moving(timeout=SOON)
     pair.prefill.machine.pause()

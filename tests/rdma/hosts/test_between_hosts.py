@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.errors import NotAllowed
-from tests.rdma.hosts.host import PORT, SOON, TIMES, Pair, Reader, Source, open_engine
+from kvferry.errors import NotAllowed, TransferExpired
+from tests.rdma.hosts.host import PORT, SOON, TIMES, TRANSPORTS, Pair, Reader, Source, open_engine
 from tests.rdma.hosts.told import MODEL
 from tests.support.caches import shards
 
@@ -45,7 +45,7 @@ def test_bytes_move_over_verbs_and_control_over_tcp(pair: Pair) -> None:
         assert str(PORT) in [address.rpartition(":")[2] for address in line.split()[-2:]], line
 
 
-@pytest.mark.parametrize(("source_ranks", "reader_ranks"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(("source_ranks", "reader_ranks"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 3)])
 def test_every_rank_reads_its_share(pair: Pair, source_ranks: int, reader_ranks: int) -> None:
     source = Source(open_engine([pair.prefill.engines] * source_ranks, "prefill", units(source_ranks)))
     reader = Reader(open_engine([pair.decode.engines] * reader_ranks, "decode", units(reader_ranks), serve=False))
@@ -86,17 +86,18 @@ def test_node_servers_restart_one_after_the_other_while_reads_go_on(pair: Pair) 
     for host in pair.both:
         request, reading = pair.moving(timeout=SOON)
         host.restart_server()
-        seen = reading.outcome(SOON)
-        assert seen.error is None, seen.error
+        error = reading.outcome(SOON).error
+        # On a busy host a lease ends before its home is there again.
+        assert error is None or isinstance(error, TransferExpired), error
         assert pair.reader.right()
-        assert reading.wait_quiet(SOON)
         host.wait_serving()
+        assert reading.wait_quiet(SOON)
         # Where the home has forgotten that it was read, it holds it once more.
         pair.source.released(request, TIMES.ttl + TIMES.hold + SOON)
     pair.works()
 
 
-@pytest.mark.parametrize("hours", [1, -1])
+@pytest.mark.parametrize("hours", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_a_clock_that_is_set_changes_nothing(pair: Pair, hours: int) -> None:
     for host in pair.both:
         request, reading = pair.moving(timeout=SOON)
@@ -109,3 +110,20 @@ def close(*engines: Source | Reader) -> None:
     for engine in engines:
         for rank in reversed(engine.ranks):
             rank.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [0, 1])
+def test_bytes_go_over_the_card_that_is_named(pair: Pair, card: int) -> None:
+    environment = {**TRANSPORTS, "UCX_NET_DEVICES": f"rxe{card}:1"}
+    prefill, decode = (host.start_engines(environment) for host in pair.both)
+    source = Source(open_engine([prefill], "prefill"))
+    reader = Reader(open_engine([decode], "decode", serve=False))
+    reader.warm(source)
+    before = [pair.decode.counter("rcvd_pkts", each) for each in (0, 1)]
+    serve(source, reader)
+    received = [pair.decode.counter("rcvd_pkts", each) - earlier for each, earlier in zip((0, 1), before, strict=True)]
+    assert received[card] >= 2**20 // DATAGRAM
+    assert received[1 - card] == 0
+    for engines in (decode, prefill):
+        engines.program.kill()

@@ -8,6 +8,7 @@ from kvferry.errors import TransferExpired, TransferFailed
 from tests.rdma.hosts.host import PATIENCE, SOON, TIMES, Pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["source", "reader"])
 def test_an_interface_is_set_down(pair: Pair, side: str) -> None:
     machine = (pair.prefill if side == "source" else pair.decode).machine
