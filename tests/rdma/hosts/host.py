@@ -89,7 +89,7 @@ class Host:
 
     def start_engines(self, environment: Mapping[str, str] = TRANSPORTS) -> Engines:
         """Start another process with engines."""
-        command = ("python", "-m", "tests.rdma.hosts.engine_program", "{fd}")
+        command = ("python", "-m", "tests.rdma.hosts.host_program", "{fd}")
         return Engines(self, self.machine.start(command, environment, pipe=True))
 
 
@@ -128,7 +128,7 @@ class Engines:
 
 
 class Rank:
-    """A rank, which does what `tests.rdma.hosts.engine_program.Rank` can do."""
+    """A rank, which does what `tests.rdma.hosts.host_program.Rank` can do."""
 
     def __init__(self, engines: Engines, name: str, place: Place) -> None:
         self.engines, self.name, self.place = engines, name, place

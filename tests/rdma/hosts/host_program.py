@@ -1,6 +1,6 @@
 """The engines of one host: does what it is told over a pipe, and says what it saw.
 
-python -m tests.rdma.hosts.engine_program FD
+python -m tests.rdma.hosts.host_program FD
 
 A rank's memory is this process's own. Its content is drawn from a seed, so that every host knows what each request
 holds, and a reader looks at every byte of its memory by itself: at those of no read, too.
