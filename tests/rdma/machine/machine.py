@@ -65,6 +65,19 @@ class Program:
         return status
 
 
+def cables(folder: Path, count: int) -> tuple[list[str], list[str]]:
+    """The cards of two machines that are joined by this many cables; sockets in `folder`, whose path has to be short.
+
+    A datagram socket has no side that has to be there first.
+    """
+
+    def end(cable: int, here: str, there: str) -> str:
+        local, remote = (folder / f"{cable}{name}" for name in (here, there))
+        return f"dgram,local.type=unix,local.path={local},remote.type=unix,remote.path={remote}"
+
+    return [end(cable, "a", "b") for cable in range(count)], [end(cable, "b", "a") for cable in range(count)]
+
+
 class Machine:
     """A machine that boots at once; `ready` waits for it.
 
@@ -121,7 +134,8 @@ class Machine:
             address = f"52:54:00:77:{card:02x}:{number:02x}"
             command += ["-netdev", f"{kind},id=card{card}" + (f",{arguments}" if arguments else "")]
             command += ["-device", f"virtio-net-pci,id=nic{card},netdev=card{card},mac={address},addr={0x11 + card:#x}"]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=(report / "qemu").open("wb"))
+        with (report / "qemu").open("wb") as said:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=said)
 
     def ready(self) -> Machine:
         """Wait until it takes commands. Idempotent."""

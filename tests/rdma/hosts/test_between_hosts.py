@@ -1,0 +1,129 @@
+"""Reads between two hosts, over verbs: every byte, and none beside them."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import NotAllowed, TransferExpired
+from tests.rdma.hosts.host import PORT, SOON, TIMES, TRANSPORTS, Pair, Reader, Source, open_engine
+from tests.rdma.hosts.told import MODEL
+from tests.support.caches import shards
+
+DATAGRAM = 1024
+"""Bytes in a packet of soft-RoCE at an Ethernet's usual size."""
+
+
+def units(ranks: int) -> list[tuple[int, int]]:
+    """What each of these ranks holds."""
+    return [(held.begin, held.end) for held in shards(MODEL.heads, ranks)]
+
+
+def serve(source: Source, reader: Reader) -> None:
+    """One request, from its publication to its release."""
+    request = source.publish()
+    reading = reader.read(request, timeout=SOON)
+    seen = reading.outcome(SOON)
+    assert seen.error is None, seen.error
+    assert seen.confirmed
+    assert reader.right(), "wrong bytes were handed over as good, or others changed"
+    assert reading.wait_quiet(SOON)
+    assert source.released(request, SOON).outcome.name == "READ"
+
+
+def test_bytes_move_over_verbs_and_control_over_tcp(pair: Pair) -> None:
+    before = pair.decode.counter("rcvd_pkts")
+    seen = pair.works()
+    assert seen.confirmed
+    assert pair.decode.counter("rcvd_pkts") - before >= seen.moved // DATAGRAM
+    # Connections of engines with each other would be between other ports.
+    connected = pair.decode.machine.run("ss", "-Htn", "state", "established", "dst", "10.77.0.0/16").splitlines()
+    assert connected
+    for line in connected:
+        assert str(PORT) in [address.rpartition(":")[2] for address in line.split()[-2:]], line
+
+
+@pytest.mark.parametrize(("source_ranks", "reader_ranks"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 3)])
+def test_every_rank_reads_its_share(pair: Pair, source_ranks: int, reader_ranks: int) -> None:
+    source = Source(open_engine([pair.prefill.engines] * source_ranks, "prefill", units(source_ranks)))
+    reader = Reader(open_engine([pair.decode.engines] * reader_ranks, "decode", units(reader_ranks), serve=False))
+    reader.warm(source)
+    serve(source, reader)
+    close(source, reader)
+
+
+def test_an_engine_with_a_rank_on_either_host(pair: Pair) -> None:
+    """The node server of the second host relays for its rank, as the policy lets it."""
+    source = Source(open_engine([pair.prefill.engines, pair.decode.engines], "prefill", units(2)))
+    pair.reader.warm(source)
+    serve(source, pair.reader)
+    close(source)
+
+
+def test_nobody_reads_whom_the_policy_does_not_let(pair: Pair) -> None:
+    source = Source(open_engine([pair.decode.engines], "decode"))
+    reader = Reader(open_engine([pair.prefill.engines], "decode", serve=False))
+    request = source.publish()
+    reading = reader.read(request, timeout=SOON)
+    assert isinstance(reading.outcome(SOON).error, NotAllowed)
+    assert reading.wait_quiet(SOON)
+    close(reader, source)
+
+
+def test_a_directory_says_where_an_engine_is(pair: Pair, directory: Path) -> None:
+    source = Source(open_engine([pair.prefill.engines], "prefill", home_in_references=False))
+    engine_id = source.ranks[0].place.engine_id
+    homes = [host.address for host in pair.both]
+    directory.write_text(json.dumps({"homes": homes, "engines": {engine_id: {"home": homes[0]}}}))
+    reader = Reader(open_engine([pair.decode.engines], "decode", serve=False, directory=f"file:{directory}"))
+    serve(source, reader)
+    close(reader, source)
+
+
+def test_node_servers_restart_one_after_the_other_while_reads_go_on(pair: Pair) -> None:
+    for host in pair.both:
+        request, reading = pair.moving(timeout=SOON)
+        host.restart_server()
+        error = reading.outcome(SOON).error
+        # On a busy host a lease ends before its home is there again.
+        assert error is None or isinstance(error, TransferExpired), error
+        assert pair.reader.right()
+        host.wait_serving()
+        assert reading.wait_quiet(SOON)
+        # Where the home has forgotten that it was read, it holds it once more.
+        pair.source.released(request, TIMES.ttl + TIMES.hold + SOON)
+    pair.works()
+
+
+def test_a_clock_that_is_set_forth_and_back_changes_nothing(pair: Pair) -> None:
+    for host, hours in product(pair.both, (1, -1)):
+        request, reading = pair.moving(timeout=SOON)
+        host.machine.run("date", "-s", f"@{int(host.machine.run('date', '+%s')) + hours * 3600}")
+        assert pair.served(request, reading).confirmed
+
+
+def close(*engines: Source | Reader) -> None:
+    """End engines as they should be ended."""
+    for engine in engines:
+        for rank in reversed(engine.ranks):
+            rank.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [0, 1])
+def test_bytes_go_over_the_card_that_is_named(pair: Pair, card: int) -> None:
+    environment = {**TRANSPORTS, "UCX_NET_DEVICES": f"rxe{card}:1"}
+    prefill, decode = (host.start_engines(environment) for host in pair.both)
+    source = Source(open_engine([prefill], "prefill"))
+    reader = Reader(open_engine([decode], "decode", serve=False))
+    reader.warm(source)
+    before = [pair.decode.counter("rcvd_pkts", each) for each in (0, 1)]
+    serve(source, reader)
+    received = [pair.decode.counter("rcvd_pkts", each) - earlier for each, earlier in zip((0, 1), before, strict=True)]
+    assert received[card] >= 2**20 // DATAGRAM
+    assert received[1 - card] == 0
+    for engines in (decode, prefill):
+        engines.program.kill()

@@ -1,0 +1,39 @@
+"""A card goes while a read is under way, and comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import TransferExpired, TransferFailed
+from tests.rdma.hosts.host import PATIENCE, SOON, TIMES, Pair
+from tests.support.waiting import until
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["source", "reader"])
+def test_an_interface_is_set_down(pair: Pair, side: str) -> None:
+    machine = (pair.prefill if side == "source" else pair.decode).machine
+    request, reading = pair.moving(timeout=SOON)
+    machine.run("ip", "link", "set", "eth1", "down")
+    try:
+        error = reading.outcome(PATIENCE).error
+    finally:
+        machine.run("ip", "link", "set", "eth1", "up")
+    assert isinstance(error, (TransferFailed, TransferExpired)), error
+    assert reading.wait_quiet(PATIENCE)
+    assert pair.reader.right()
+    pair.source.released(request, TIMES.ttl + TIMES.hold + SOON)
+    pair.works()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["source", "reader"])
+def test_a_device_is_deleted_that_is_in_use(pair: Pair, side: str) -> None:
+    """Who has it keeps it; nobody else finds it. The last test: it does not come back while it is kept."""
+    machine = (pair.prefill if side == "source" else pair.decode).machine
+    request, reading = pair.moving(timeout=SOON)
+    # In the background, because the kernel may wait for those who have it.
+    machine.start(["/usr/bin/rdma", "link", "delete", "rxe0"])
+    pair.served(request, reading)
+    until(lambda: "rxe0" not in machine.run("rdma", "link"), SOON)
+    pair.works()

@@ -1,0 +1,87 @@
+"""What the processes of two hosts tell each other: of homes, ranks and requests, and what a request's bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvferry import Publication, TlsConfig
+from tests.support.caches import POISON, Model
+
+MODEL = Model(layers=4, heads=4, head_dim=16, num_blocks=256)
+
+
+@dataclass(frozen=True)
+class Home:
+    """What a client is told.
+
+    Attributes:
+        address: of its node server.
+        tls: for the homes of other hosts.
+        more: arguments of `kvferry.Client`.
+        options: of NIXL.
+    """
+
+    address: str
+    tls: TlsConfig
+    more: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank is of its engine.
+
+    Attributes:
+        engine_id, num_ranks: of the engine.
+        rank: this one.
+        units: heads that it holds, ``[begin, end)``.
+        token: of the engine; empty: its scheduler is in this process.
+        serve: whether others read from it.
+    """
+
+    engine_id: str
+    num_ranks: int = 1
+    rank: int = 0
+    units: tuple[int, int] = (0, MODEL.heads)
+    token: str = ""
+    serve: bool = True
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request whose blocks were published.
+
+    Attributes:
+        publication: as its source knows it.
+        ids: the source's blocks.
+        seed: of its content and its prompt.
+    """
+
+    publication: Publication
+    ids: tuple[int, ...]
+    seed: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its prompt."""
+        return prompt(self.seed, len(self.ids))
+
+
+def prompt(seed: int, blocks: int) -> list[int]:
+    """The tokens of a request."""
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 1 << 17, blocks * MODEL.block_tokens).tolist()
+    return tokens
+
+
+def content(seed: int, blocks: int) -> dict[tuple[int, str], np.ndarray]:
+    """Of a request, by (layer, component): ``uint8[blocks, heads, tokens, state_bytes]``; never the poison."""
+    random = np.random.default_rng(seed)
+    shape = (blocks, MODEL.heads, MODEL.block_tokens, MODEL.state_bytes(""))
+    return {
+        (layer, component): random.integers(0, POISON, shape, np.uint8)
+        for layer in range(MODEL.layers)
+        for component in MODEL.components
+    }
