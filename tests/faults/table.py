@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md, made of the scenarios.
+"""The tables of docs/reliability.md, made of the scenarios.
 
 python -m tests.faults.table
 """
@@ -10,19 +10,25 @@ from collections.abc import Sequence
 from kvferry import KvferryError
 from tests.support.faults.scenario import Bound, Expected, Good, Row
 from tests.support.faults.scenarios import ROWS
+from tests.support.faults.verbs_scenarios import VERBS_ROWS
 from tests.support.repository import ROOT
 
 DOCUMENT = ROOT / "docs" / "reliability.md"
-BEGIN = "<!-- The table below is written by `make reliability` from tests/support/faults/scenarios.py. -->\n"
+BEGIN = "<!-- The table below is written by `make reliability` from tests/support/faults/{}.py. -->\n"
+TABLES = {"scenarios": ROWS, "verbs_scenarios": VERBS_ROWS}
+"""The rows of each table, by the module that has them."""
 END = "<!-- End of the table. -->\n"
 HEADER = ("Fault", "When", "The destination sees", "within", "The source sees", "within", "The request is")
 
 
 def written(document: str) -> str:
-    """The document with the table as it should be."""
-    before, rest = document.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table(ROWS)}\n{END}{after}"
+    """The document with the tables as they should be."""
+    for module, rows in TABLES.items():
+        begin = BEGIN.format(module)
+        before, rest = document.split(begin)
+        _, after = rest.split(END, 1)
+        document = f"{before}{begin}\n{table(rows)}\n{END}{after}"
+    return document
 
 
 def table(rows: Sequence[Row]) -> str:

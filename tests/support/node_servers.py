@@ -31,7 +31,8 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-f]+)(?:, admin http://([^/\s]+)/)?")
 SIZE = ("LINES", "COLUMNS")
 """Variables that win over the size of the terminal that a program has."""
-START_TIMEOUT = 30.0
+START_TIMEOUT = 120.0
+"""Seconds; an emulated machine takes ten times as long as its host."""
 OFTEN = [(f"grpc.{name}_reconnect_backoff_ms", 50) for name in ("initial", "min", "max")]
 """A channel's options: it tries to connect again at once, and not after a second, to what is being started."""
 STOP_TIMEOUT = 30.0

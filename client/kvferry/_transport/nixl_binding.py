@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvferry._transport import rdma_cards
+from kvferry._transport.locked_memory import too_little, too_little_to_begin
 from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
 from kvferry.errors import NixlError, NixlMissing
 from kvferry.geometry.model import MemoryRegion
@@ -120,6 +121,9 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     InfiniBand card, and other libraries fail when there are none left: vLLM limits them for that reason. A rank of
     kvferry has two workers, that of its serving agent and that of its reading agent.
     """
+    problem = too_little_to_begin(options.ucx_tls)
+    if problem:
+        raise NixlError(f"NIXL createBackend: {problem}", call="createBackend", peer="", problem=problem)
     config = nixl.nixlAgentConfig()
     config.useProgThread = progress_thread
     config.pthrDelay = PROGRESS_DELAY_US
@@ -154,6 +158,8 @@ def call(name: str, peer: str, function: Callable[[], T]) -> T:
         return function()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
+    if name == "registerMem" and (limit := too_little()):
+        problem += f"; {limit}"
     # Raised here, without a cause: a traceback would keep the agent alive that the caller may be about to destroy.
     about = f" (peer {peer!r})" if peer else ""
     raise NixlError(f"NIXL {name}{about}: {problem}", call=name, peer=peer, problem=problem)

@@ -5,6 +5,7 @@ python -m tests.support.faults.engine_program FD
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -29,6 +30,7 @@ class Engine:
             mapped = mmap.mmap(file.fileno(), 0)
         cells = np.frombuffer(mapped, np.uint8)
         base = cells.ctypes.data
+        self._mapped = base, len(cells)
         spec = EngineSpec(job.engine_id, (job.model.group(),), job.num_ranks, {"model": "tiny"})
         self._client = Client(job.address, allowed_homes=["10.*"], options=NixlOptions(**job.options))
         self._session = None if job.token else self._client.open_engine(spec)
@@ -59,6 +61,11 @@ class Engine:
         publication = self._cache.session.publish(request_id, {"full": Blocks(ids)}, prompt=Prompt(tokens), **options)
         self._publications[publication.number] = publication
         return publication
+
+    def unmap(self) -> None:
+        """Take the cache out of this process's memory, as nothing may that serves."""
+        unmapped = ctypes.CDLL(None, use_errno=True).munmap(*map(ctypes.c_size_t, self._mapped))
+        assert unmapped == 0
 
     def abort(self, number: int) -> None:
         """Take a publication back."""

@@ -312,6 +312,7 @@ class World:
         folder: for sockets, logs and memories.
         sides: host and command-line prefix of the source's node and of the destination's.
         times: of the node servers.
+        one_sided: a source that is stopped is read all the same.
         reading: of NIXL in the readers; `ucx_tls` is the source's too.
     """
 
@@ -320,8 +321,11 @@ class World:
         folder: Path,
         sides: Sequence[tuple[str, Sequence[str]]] = (("127.0.0.1", ()), ("127.0.0.1", ())),
         times: Times = TIMES,
+        *,
+        one_sided: bool = False,
         **reading: Any,
     ) -> None:
+        self._one_sided = one_sided
         self.sound = True
         """Whether it works as far as anybody knows; a scenario that fails leaves it otherwise."""
         self._folder = folder
@@ -335,6 +339,11 @@ class World:
         self.source = self._new_source()
         self.reader = self._new_reader()
         self.spare = self._new_reader()
+
+    @property
+    def standing(self) -> EngineProcess:
+        """The process that a read stands still without."""
+        return self.reader.process if self._one_sided else self.source.second
 
     def ready(self) -> World:
         """Wait until everybody is there."""

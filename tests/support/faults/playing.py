@@ -102,11 +102,11 @@ def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
     if scenario.moment is Moment.DURING:
         engine = [party for party in parties(world, scenario.target) if isinstance(party, EngineProcess)]
         itself = scenario.fault is Fault.STOPPED and bool(engine)
-        request, reading = moving(world, engine if itself else [world.source.second], timeout)
+        request, reading = moving(world, engine if itself else [world.standing], timeout)
         if not itself:
             _inject(world, scenario)
             if not scenario.still:
-                world.source.second.resume()
+                world.standing.resume()
         return request, None if killed_reader else reading
     request = world.source.publish()
     if scenario.moment is Moment.AFTER:
@@ -145,7 +145,7 @@ def _inject(world: World, scenario: Scenario) -> None:
 def _restore(world: World, scenario: Scenario) -> None:
     """End the fault."""
     if scenario.still:
-        world.source.second.resume()
+        world.standing.resume()
     for party in parties(world, scenario.target):
         if scenario.fault is Fault.STOPPED:
             party.resume()

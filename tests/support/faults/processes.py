@@ -16,7 +16,7 @@ import grpc
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.faults.reports import Held, Job
-from tests.support.node_servers import environment, wait_serving
+from tests.support.node_servers import START_TIMEOUT, environment, wait_serving
 from tests.support.repository import ROOT
 
 HOSTILE = "~"
@@ -181,6 +181,6 @@ class EngineProcess(Party):
     def ready(self) -> EngineProcess:
         """Wait until it is registered. Idempotent."""
         if not self._ready:
-            self.answer()
+            self.answer(START_TIMEOUT)
             self._ready = True
         return self

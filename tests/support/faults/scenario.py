@@ -41,6 +41,7 @@ class Term(enum.Enum):
     TCP = ("UCX's TCP timeout", 0.0, 1.0)
     FENCE = ("fence", NixlOptions().fence_time, NixlOptions(**READING).fence_time)
     RESTART = ("restart", 0.0, SLACK)
+    RENEWAL = ("renewal", Times().ttl / 3, TIMES.ttl / 3)
     HEAL = ("until TCP sends again", 0.0, SLACK)
 
     @property

@@ -1,0 +1,182 @@
+"""Faults over verbs, where a post really returns before its bytes arrive and nobody at the source takes part.
+
+What is slow runs by hand: ``make test-rdma PYTEST_ARGS="tests/rdma/verbs/test_faults_over_verbs.py -m slow"``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry_server.domain.times import Times
+from tests.support.faults.fault_world import Source, World
+from tests.support.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, play, refused, works
+from tests.support.faults.processes import SOON
+from tests.support.faults.scenario import Scenario
+from tests.support.faults.verbs_scenarios import (
+    ALWAYS_PLAYED,
+    CANCELLED,
+    DEVICE_DELETED,
+    SOURCE_LOST,
+    UNMAPPED,
+    VERBS_PROCESSES,
+)
+
+VERBS = "rc_verbs,ud_verbs"
+READING: dict[str, Any] = {
+    "ucx_tls": "",
+    # Many chunks under way at once. The fence is longer than anything here waits: nothing may become quiet by it.
+    "chunk_bytes": 4 << 10,
+    "bytes_in_flight": 128 << 10,
+    "fence_time": 10 * SOON,
+    "warm_up_timeout": SOON,
+}
+TIMES = Times(ttl=6.0, max_ttl=6.0, engine_ttl=6.0, hold=7.0, final=60.0, max_wait=60.0)
+"""Longer than over TCP: a machine that is emulated reads slowly."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def only_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The world of all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        # In the environment, which comes before the options: a list of transports cannot be an option.
+        patch.setenv("UCX_TLS", VERBS)
+        world = World(tmp_path_factory.mktemp("world"), times=TIMES, one_sided=True, **READING)
+        try:
+            works(world.ready())
+            yield world
+        finally:
+            world.close()
+
+
+@pytest.fixture
+def world(only_world: World) -> World:
+    """A world that works."""
+    if not only_world.sound:
+        pytest.skip("the test before left its world broken")
+    return only_world
+
+
+def _scenarios() -> list[object]:
+    return [
+        pytest.param(
+            scenario,
+            id=scenario.name,
+            marks=() if scenario in ALWAYS_PLAYED else pytest.mark.slow,
+        )
+        for scenario in VERBS_PROCESSES
+    ]
+
+
+@pytest.mark.parametrize("scenario", _scenarios())
+def test_a_fault_of_a_process_over_verbs(world: World, scenario: Scenario) -> None:
+    play(world, scenario)
+
+
+def test_a_source_that_takes_its_memory_away_is_read_all_the_same(world: World) -> None:
+    world.sound = False
+    request, reading = moving(world, [world.reader.process], PATIENT)
+    world.source.second.call("unmap")
+    world.reader.process.resume()
+    judge_read(reading, UNMAPPED.expected)
+    assert reading.wait_quiet(SOON)
+    judge_release(world, request, UNMAPPED.expected)
+    works(world)
+    nothing_left(world)
+    world.sound = True
+
+
+def test_a_read_that_is_cancelled_between_chunks(world: World) -> None:
+    world.sound = False
+    request, reading = moving(world, [], PATIENT)
+    world.reader.process.call("cancel", reading.number)
+    judge_read(reading, CANCELLED.expected)
+    assert reading.wait_quiet(SOON)
+    again = world.reader.read(request, timeout=PATIENT)
+    assert again.outcome(PATIENT).error is None
+    assert world.reader.right()
+    assert again.wait_quiet(SOON)
+    judge_release(world, request, CANCELLED.expected)
+    works(world)
+    nothing_left(world)
+    world.sound = True
+
+
+def test_a_source_that_is_killed_while_others_are_read(world: World, tmp_path: Path) -> None:
+    """Its readers are told by its home, their blocks are quiet at once, and nobody else notices."""
+    world.sound = False
+    other = Source(world.home, tmp_path, ucx_tls="").ready()
+    try:
+        closing = world.spare.ready()
+        for reader in (world.reader, closing):
+            warmed = reader.read(other.publish(), timeout=PATIENT)
+            assert warmed.outcome(PATIENT).error is None
+            assert warmed.wait_quiet(SOON)
+        second, going_on = world.source.publish(), other.publish()
+        request, reading = moving(world, [world.reader.process], PATIENT)
+        world.source.second.kill()
+        world.reader.process.resume()
+        reading.number = world.reader.process.answer()[0]
+        beside = world.reader.read(going_on, timeout=PATIENT)
+        # Who closes meanwhile waits for nobody's word.
+        left, under_way = closing.read_until_moving(second, [], timeout=PATIENT)
+        closing.process.call("close")
+        assert under_way
+        assert left.wait_quiet(SOON)
+        assert beside.outcome(PATIENT).error is None
+        judge_read(reading, SOURCE_LOST.expected)
+        assert reading.wait_quiet(SOON)
+        assert beside.wait_quiet(SOON)
+        assert world.reader.right()
+        assert world.reader.gauges().agents_retired == 1
+        judge_release(world, request, SOURCE_LOST.expected)
+    finally:
+        other.close()
+    world.restart_source()
+    refused(world, request)
+    works(world)
+    nothing_left(world)
+    assert closing.right()
+    world.sound = True
+
+
+def test_a_rank_that_may_not_lock_its_memory_says_so() -> None:
+    program = """if True:
+        import sys
+        sys.modules["torch"] = None
+        from kvferry import MemoryKind, MemoryRegion
+        from kvferry._transport.nixl_agent import NixlError, ServingAgent
+        memory = bytearray(1 << 20)
+        import ctypes
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        try:
+            ServingAgent("limited", [MemoryRegion(MemoryKind.DRAM, 0, base, len(memory))])
+        except NixlError as error:
+            print(error.message)
+    """
+    limited = ["prlimit", "--memlock=8388608", "setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]
+    done = subprocess.run([*limited, sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "RLIMIT_MEMLOCK is 8,388,608 bytes" in done.stdout
+
+
+def test_a_device_that_is_deleted_under_a_read(world: World) -> None:
+    """Last: nobody who starts after it has a device."""
+    world.sound = False
+    request, reading = moving(world, [world.reader.process], PATIENT)
+    with subprocess.Popen(["rdma", "link", "delete", "rxe0"]) as deleting:
+        world.reader.process.resume()
+        judge_read(reading, DEVICE_DELETED.expected)
+        assert reading.wait_quiet(SOON)
+        judge_release(world, request, DEVICE_DELETED.expected)
+        works(world)
+        for process in (*world.source.processes, world.reader.process, world.spare.process):
+            process.kill()
+        assert deleting.wait(SOON) == 0
+    subprocess.run(["rdma", "link", "add", "rxe0", "type", "rxe", "netdev", "eth1"], check=True)
