@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.rdma.machine.image import FOLDER, NoMachine, image
-from tests.rdma.machine.machine import Machine
+from tests.support.machines.image import FOLDER, NoMachine, image
+from tests.support.machines.emulated import Machine
 from tests.support.repository import ROOT
 
 VERBS, HOSTS = "tests/rdma/verbs", "tests/rdma/hosts"

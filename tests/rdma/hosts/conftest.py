@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.rdma.hosts.host import Host, Pair
-from tests.rdma.machine.image import FOLDER, image
-from tests.rdma.machine.machine import Machine, cables
+from tests.support.machines.image import FOLDER, image
+from tests.support.machines.emulated import Machine, cables
 from tests.support.certificates import Authority
 
 POLICY = """

@@ -17,7 +17,7 @@ import pytest
 from kvferry._doctor.finding import Finding
 
 OF_WHEELS = Path("/opt/nixl")
-"""Where the machine keeps what its links replace (`tests.rdma.machine.image`)."""
+"""Where the machine keeps what its links replace (`tests.support.machines.image`)."""
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from tests.rdma.machine.image import EMULATOR, Image
+from tests.support.machines.image import EMULATOR, Image
 from tests.support.repository import ROOT
 
 BOOT = 120
@@ -158,7 +158,7 @@ class Machine:
         return "\n".join(file.read_text(errors="replace") for file in files if file.exists())
 
     def call(self, command: str, *arguments: Any, timeout: float = ANSWER) -> Any:
-        """Ask the machine's `tests.rdma.machine.guest.Guest` something."""
+        """Ask the machine's `tests.support.machines.guest.Guest` something."""
         pipe = self.ready()._pipe
         assert pipe is not None
         pipe.send((command, arguments))

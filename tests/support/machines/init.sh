@@ -16,4 +16,4 @@ $bb mkdir /memory/written /memory/work
 $bb mount -t overlay -o "lowerdir=/layer:/host,upperdir=/memory/written,workdir=/memory/work" overlay /root
 for folder in proc sys dev; do $bb mount --move "/$folder" "/root/$folder"; done
 $bb mount -t 9p -o "$options,cache=none" report "/root$report"
-exec $bb switch_root /root /bin/sh "$tree/tests/rdma/machine/start.sh"
+exec $bb switch_root /root /bin/sh "$tree/tests/support/machines/start.sh"

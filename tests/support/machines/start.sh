@@ -22,6 +22,6 @@ while [ -e "/sys/class/net/eth$((card + 1))" ]; do
 	card=$((card + 1))
 done
 cd "$tree" || exit
-"$python" -m tests.rdma.machine.guest "$port"
+"$python" -m tests.support.machines.guest "$port"
 echo o >/proc/sysrq-trigger
 sleep 60

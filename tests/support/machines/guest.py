@@ -1,4 +1,4 @@
-"""The program of a machine that starts others: ``python -m tests.rdma.machine.guest PORT``.
+"""The program of a machine that starts others: ``python -m tests.support.machines.guest PORT``.
 
 Whoever started the machine listens at that port, and is asked for commands until the connection ends.
 """
