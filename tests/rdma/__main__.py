@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.support.machines.image import FOLDER, NoMachine, image
 from tests.support.machines.emulated import Machine
+from tests.support.machines.image import FOLDER, NoMachine, image
 from tests.support.repository import ROOT
 
 VERBS, HOSTS = "tests/rdma/verbs", "tests/rdma/hosts"
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     named = [word for word in arguments if word.startswith("tests/")]
     others = [word for word in arguments if word not in named]
+    # What is slow runs where it is asked for: PYTEST_ARGS='-m "slow or not slow"'.
+    others += () if "-m" in others else ("-m", "not slow")
     verbs = [word for word in named or [VERBS] if word.startswith(VERBS)]
     hosts = [word for word in named or [HOSTS] if word.startswith(HOSTS)]
     return (run_verbs([*verbs, *others]) if verbs else 0) or (run_hosts([*hosts, *others]) if hosts else 0)
@@ -56,10 +58,9 @@ def run_verbs(arguments: Sequence[str]) -> int:
 
 
 def run_hosts(arguments: Sequence[str]) -> int:
-    """Run pytest here, without what is slow unless its arguments choose by ``-m``; its exit code."""
-    chosen = () if "-m" in arguments else ("-m", "not slow")
+    """Run pytest here; its exit code."""
     # The first test waits for two machines and what starts in them.
-    command = [sys.executable, *PYTEST, "-o", "timeout=400", *chosen, *arguments]
+    command = [sys.executable, *PYTEST, "-o", "timeout=400", *arguments]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, MACHINES: "1"}, check=False).returncode
 
 

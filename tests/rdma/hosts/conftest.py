@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rdma.hosts.host import Host, Pair
-from tests.support.machines.image import FOLDER, image
-from tests.support.machines.emulated import Machine, cables
+from tests.rdma.hosts.played_host import Host, Pair
 from tests.support.certificates import Authority
+from tests.support.machines.emulated import Machine, cables
+from tests.support.machines.image import FOLDER, image
 
 POLICY = """
 [[rule]]

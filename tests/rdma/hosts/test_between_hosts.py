@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import NotAllowed, TransferExpired
-from tests.rdma.hosts.host import PORT, SOON, TIMES, TRANSPORTS, Pair, Reader, Source, open_engine
+from tests.rdma.hosts.played_host import PORT, SOON, TIMES, TRANSPORTS, Pair, Reader, Source, open_engine
 from tests.rdma.hosts.told import MODEL
 from tests.support.caches import shards
 

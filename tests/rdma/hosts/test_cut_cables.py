@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import KvferryError
 from kvferry.errors import TransferExpired, TransferFailed
-from tests.rdma.hosts.host import PATIENCE, SOON, TIMES, Pair
+from tests.rdma.hosts.played_host import PATIENCE, SOON, TIMES, Pair
 
 
 def lose_all(pair: Pair) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import TransferExpired, TransferFailed
-from tests.rdma.hosts.host import PATIENCE, SOON, TIMES, Pair
+from tests.rdma.hosts.played_host import PATIENCE, SOON, TIMES, Pair
 from tests.support.waiting import until
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,7 +85,7 @@ class Machine:
     Args:
         image: what it is booted from.
         number: its own, from 1 on: its cards have the addresses ``10.77.CARD.NUMBER``.
-        report: a folder of this host that it writes to; its console goes to the file ``console``.
+        report: a folder of this host that it writes to, which is emptied before; its console goes to the file ``console``.
         cards: one for each of its cards: what qemu connects it to, as the arguments of ``-netdev`` without the id.
         memory: MiB.
         cores: of the machine.
@@ -100,7 +101,8 @@ class Machine:
         memory: int = 3072,
         cores: int = 2,
     ) -> None:
-        report.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(report, ignore_errors=True)
+        report.mkdir(parents=True)
         self.number = number
         self.report = report
         self._listener = Listener(("127.0.0.1", 0))

@@ -16,10 +16,10 @@ from kvferry import TlsConfig
 from kvferry._clock import now
 from kvferry_server.domain.times import Times
 from tests.rdma.hosts.told import MODEL, Home, Place, Request
-from tests.support.machines.emulated import Machine, Program
 from tests.support.certificates import tls_flags
 from tests.support.faults.reports import Seen
 from tests.support.identifiers import unique_id
+from tests.support.machines.emulated import Machine, Program
 from tests.support.node_servers import READY
 from tests.support.waiting import until
 
