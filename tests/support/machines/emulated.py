@@ -85,7 +85,8 @@ class Machine:
     Args:
         image: what it is booted from.
         number: its own, from 1 on: its cards have the addresses ``10.77.CARD.NUMBER``.
-        report: a folder of this host that it writes to, which is emptied before; its console goes to the file ``console``.
+        report: a folder of this host that it writes to, which is emptied before; its console goes to the file
+            ``console``.
         cards: one for each of its cards: what qemu connects it to, as the arguments of ``-netdev`` without the id.
         memory: MiB.
         cores: of the machine.
