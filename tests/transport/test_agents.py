@@ -1,13 +1,19 @@
 """The wrappers around NIXL: what would crash it raises instead."""
 
+import os
+import resource
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from kvferry._clock import now
+from kvferry._transport import sockets
 from kvferry._transport.nixl_agent import HandleState, NixlOptions, ReadHandle, ReadingAgent, ServingAgent, WrongThread
+from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
 from tests.transport.sources import SOON, Memory, Source
@@ -51,6 +57,46 @@ def test_a_connection_over_tcp_is_seen(source: Source, memory: Memory) -> None:
     assert wait_for(handle, handle.post()) is HandleState.DONE
     assert agent.over_tcp(source.name)
     assert agent.destroy()
+
+
+def test_peers_are_read_where_the_sockets_of_this_process_cannot_be_listed(
+    source: Source, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So after a change of user, in a sandbox without /proc, and where no file descriptor is left.
+    agent = ReadingAgent("unlisted", [memory.region], NixlOptions(ucx_tls="tcp"))
+    monkeypatch.setattr(sockets, "FOLDER", Path("/nowhere"))
+    agent.add_peer(source.info)
+    handle = agent.warm_up(source.name)
+    assert wait_for(handle, handle.post()) is HandleState.DONE
+    assert agent.over_tcp(source.name)
+    monkeypatch.undo()
+    # Known now, and not before.
+    assert agent.over_tcp(source.name)
+    assert agent.destroy()
+
+
+def test_tcp_is_seen_without_touching_the_sockets_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_sockets()
+    with socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET, socket.SOCK_DGRAM):
+        assert not tcp_since(before)
+        with socket.socket(socket.AF_INET6) as found:
+            blocking = os.get_blocking(found.fileno())
+            socket.setdefaulttimeout(1.0)
+            try:
+                descriptors = sorted(sockets.FOLDER.iterdir())
+                assert tcp_since(before)
+            finally:
+                socket.setdefaulttimeout(None)
+            assert os.get_blocking(found.fileno()) == blocking
+            assert sorted(sockets.FOLDER.iterdir()) == descriptors
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            known = open_sockets()
+            monkeypatch.setattr(sockets, "open_sockets", lambda: known)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:
+                assert tcp_since(before)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_reading_agent_refuses_other_threads(source: Source, memory: Memory) -> None:

@@ -189,11 +189,11 @@ class _Peer:
     Attributes:
         regions: what it may be read from.
         tables: those prepared for it, by identity: the table, and NIXL's numbers of its local and remote lists.
-        sockets: those of this process before it was added.
+        sockets: those of this process before it was added; None: that is not known.
     """
 
     regions: RegionMap
-    sockets: Mapping[str, int]
+    sockets: Mapping[str, int] | None
     tables: OrderedDict[int, tuple[DescriptorTable, int, int]]
 
 
@@ -217,7 +217,7 @@ class ReadingAgent:
         if binding is None:
             enter_device(chosen_device(regions, options))
         self._nixl = nixl_binding.load() if binding is None else binding
-        self._real = binding is None
+        self._ucx = binding is None and options.backend == "UCX"
         self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
         # For the bytes of a first read. Kept until the agent is gone: a first read that is stuck may still write.
@@ -276,8 +276,9 @@ class ReadingAgent:
     @_owned
     def over_tcp(self, peer: str) -> bool:
         """Whether the connection to a peer that has answered may be one of TCP. True also where that is not known:
-        something else of this process may have opened a TCP connection meanwhile."""
-        return not self._real or tcp_since(self._added[peer].sockets)
+        something else of this process may have opened a TCP connection meanwhile, and only of UCX it is known that it
+        opens one for each peer."""
+        return not self._ucx or tcp_since(self._added[peer].sockets)
 
     @_owned
     def remove_peer(self, peer: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,10 +11,15 @@ from pathlib import Path
 FOLDER = Path("/proc/self/fd")
 
 
-def open_sockets() -> Mapping[str, int]:
-    """Return the file descriptors of this process's sockets, by the kernel's names of these."""
+def open_sockets() -> Mapping[str, int] | None:
+    """Return the file descriptors of this process's sockets, by the kernel's names of these. None: they cannot be
+    listed: there is no /proc, it is another user's (as after a change of user), or no file descriptor is left."""
     found: dict[str, int] = {}
-    for link in FOLDER.iterdir():
+    try:
+        links = list(FOLDER.iterdir())
+    except OSError:
+        return None
+    for link in links:
         # Another thread may have closed it since.
         with suppress(OSError):
             target = str(link.readlink())
@@ -23,13 +28,27 @@ def open_sockets() -> Mapping[str, int]:
     return found
 
 
-def tcp_since(before: Mapping[str, int]) -> bool:
-    """Return whether this process has opened a TCP socket since then, on whatever thread."""
-    new = [descriptor for name, descriptor in open_sockets().items() if name not in before]
-    return any(map(_is_tcp, new))
+def tcp_since(before: Mapping[str, int] | None) -> bool:
+    """Return whether this process may have opened a TCP socket since then, on whatever thread."""
+    after = open_sockets()
+    if before is None or after is None:
+        return True
+    return any(_is_tcp(descriptor) for name, descriptor in after.items() if name not in before)
 
 
 def _is_tcp(descriptor: int) -> bool:
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-        return found.family in (socket.AF_INET, socket.AF_INET6) and found.type is socket.SOCK_STREAM
-    return False
+    """Whether a file descriptor is a TCP socket. It belongs to others, who may close it meanwhile: a socket of Python's
+    would take another one of it, and change its mode where there is a default time-out."""
+    family = _option(descriptor, socket.SO_DOMAIN)
+    return family in (socket.AF_INET, socket.AF_INET6) and _option(descriptor, socket.SO_TYPE) == socket.SOCK_STREAM
+
+
+def _option(descriptor: int, option: int) -> int | None:
+    """An option of a socket; None: it is none, or none any more."""
+    value = ctypes.c_int()
+    size = ctypes.c_uint32(ctypes.sizeof(value))
+    failed = _libc.getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size))
+    return None if failed else value.value
+
+
+_libc = ctypes.CDLL(None)
