@@ -250,6 +250,18 @@ def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: R
     assert world.transfers[0].deadline == world.lease.deadline
 
 
+def test_a_read_ends_whose_home_had_lost_the_source_before_it_was_granted(world: Reading) -> None:
+    handle = world.read()
+    # By a renewal, which was the last one.
+    world.lease.lose_source()
+    world.grant()
+    assert handle.wait(30)
+    assert isinstance(handle.error, TransferFailed)
+    assert "its home has lost it" in handle.error.message
+    assert handle.error.quiet
+    assert world.home.heard("drop", "report")
+
+
 def test_a_renewal_moves_the_end_of_the_transfer(world: Reading) -> None:
     waiting = world.read("waiting")
     world.reading()

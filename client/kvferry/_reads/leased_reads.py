@@ -243,6 +243,9 @@ class LeasedReads(Generic[SomeRead]):
             if read.stage is ReadStage.WAITING:
                 if isinstance(told, Acquired):
                     self._granted(read, told)
+                    if told.lease.source_lost:
+                        # A renewal has said so, which comes no more, before there was a read to end.
+                        self._lose_source(read)
                 elif isinstance(told, KvferryError):
                     self._refuse(read, told)
             elif isinstance(told, Acquired):
