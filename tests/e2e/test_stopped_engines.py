@@ -96,6 +96,26 @@ def test_a_read_goes_on_when_its_source_stops_and_the_next_start_knows_until_whe
     worker.close()
 
 
+def test_a_read_goes_on_when_a_renewal_tells_that_its_source_has_stopped() -> None:
+    with Fabric(ttl=9.0, max_ttl=9.0) as fabric:
+        source, tensors, mine = fabric.client(), memory(), memory()
+        scheduler, worker = SchedulerPort(source, spec("p")), WorkerPort(source, spec("p"))
+        tensors["layer"][:, 1] = 7
+        worker.register(tensors, axes=AXES)
+        reader = fabric.client().register_cache(spec("d"), tensors=mine, axes=AXES)
+        publication = scheduler.publish("request", {"full": Blocks([1])})
+        with fabric.hold_reads() as held:
+            read = reader.read(publication.reference, {"full": Blocks([2])}, timeout=SOON)
+            held.wait()
+            scheduler.close()
+            told = now() + 9.0 / 3 + 1.0
+            until(lambda: now() > told)
+            held.release()
+            assert read.result(SOON).confirmed
+        assert np.all(mine["layer"][:, 2] == 7)
+        worker.close()
+
+
 def test_a_successor_that_waits_for_its_memory_changes_nothing_under_a_read() -> None:
     """The next start takes over the same memory, which is its own after `reuse_after`."""
     with Fabric(ttl=2.0, max_ttl=2.0, engine_ttl=1.0) as fabric:

@@ -21,7 +21,7 @@ from kvferry_server.domain.book import Book, Standing
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, Verdict
+from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.home import streams
 from kvferry_server.home.home import Home
@@ -96,9 +96,9 @@ def abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 def new_incarnation_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
     original = sources.Sources.end_engine
 
-    def end_engine(self: sources.Sources, source: EngineRef, standing: Standing) -> None:
+    def end_engine(self: sources.Sources, source: EngineRef, standing: Standing, *reason: RevokeReason) -> None:
         book = self._records.book(source)
-        original(self, source, standing)
+        original(self, source, standing, *reason)
         for publication in list(book.publications.values()):
             _end_leases(self, publication, self._records.advance())
 

@@ -54,7 +54,7 @@ class _RevokeReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     REVOKE_REASON_UNSPECIFIED: _RevokeReason.ValueType  # 0
     """REVOKE_REASON_UNSPECIFIED is never sent."""
     REVOKE_REASON_ABORTED: _RevokeReason.ValueType  # 1
-    """REVOKE_REASON_ABORTED: the source aborted the request."""
+    """REVOKE_REASON_ABORTED: the source aborted the request, or its engine has stopped in order."""
     REVOKE_REASON_SOURCE_LOST: _RevokeReason.ValueType  # 2
     """REVOKE_REASON_SOURCE_LOST: the source engine, or one of its ranks, is gone, or it was replaced. The reader fails the
     read, because the rest of its bytes may never come.
@@ -72,7 +72,7 @@ class RevokeReason(_RevokeReason, metaclass=_RevokeReasonEnumTypeWrapper):
 REVOKE_REASON_UNSPECIFIED: RevokeReason.ValueType  # 0
 """REVOKE_REASON_UNSPECIFIED is never sent."""
 REVOKE_REASON_ABORTED: RevokeReason.ValueType  # 1
-"""REVOKE_REASON_ABORTED: the source aborted the request."""
+"""REVOKE_REASON_ABORTED: the source aborted the request, or its engine has stopped in order."""
 REVOKE_REASON_SOURCE_LOST: RevokeReason.ValueType  # 2
 """REVOKE_REASON_SOURCE_LOST: the source engine, or one of its ranks, is gone, or it was replaced. The reader fails the
 read, because the rest of its bytes may never come.

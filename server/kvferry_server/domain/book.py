@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hmac
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvferry._wire.authority import PublicationKeys, engine_key
@@ -49,6 +49,7 @@ class Book:
         standing: whether its leases are renewed and its releases acknowledged.
         groups: the engine's groups by name; None until a rank has registered.
         block_bytes: the engine's bytes of one block of each group.
+        lost_ranks: the engine's registered ranks whose process is gone.
         publications: by number, until their release is acknowledged.
         listed: those of them that have arrived, in order.
         declined: those of them that were declined before they arrived.
@@ -70,6 +71,7 @@ class Book:
     standing: Standing = Standing.LIVE
     groups: Mapping[str, Group] | None = None
     block_bytes: Mapping[str, int] = field(default_factory=dict)
+    lost_ranks: Collection[int] = ()
     publications: dict[int, PublicationRecord] = field(default_factory=dict)
     listed: Ordered[PublicationRecord] = field(default_factory=Ordered)
     declined: set[PublicationRecord] = field(default_factory=set)

@@ -127,16 +127,14 @@ class Lessor:
             self._records.journal.renewal_unknown(reader)
             raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
         extended = False
-        if lease.live and lease.revoked is None and not self._records.draining:
+        if lease.live and lease.revoked is None:
             publication = lease.publication
-            latest = publication.final_at
-            if publication.stage is PublicationStage.AWAITED:
-                latest = lease.granted_at + self._times.max_wait
-            if self._records.book(publication.source).standing is Standing.LIVE:
-                lease.expires = max(lease.expires, min(now + self._times.ttl, latest))
-                extended = True
-            if lease.expires == publication.final_at:
-                self._records.revoke(publication, RevokeReason.FINAL_DEADLINE)
+            book = self._records.book(publication.source)
+            if book.lost_ranks and publication.stage is not PublicationStage.AWAITED:
+                # A network card does not tell the reader. A rank that is back before this is asked has lost nothing.
+                self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
+            elif not self._records.draining:
+                extended = self._extend(lease, book, now)
         self._records.journal.renewed(lease, extended=extended)
         return Renewal(lease.remaining(now), lease.revoked)
 
@@ -244,6 +242,17 @@ class Lessor:
         self._records.reschedule(publication)
 
     # Helpers.
+
+    def _extend(self, lease: Lease, book: Book, now: float) -> bool:
+        """Extend a live lease to a ttl from now, within its limits. Returns whether it is renewed."""
+        publication, live = lease.publication, book.standing is Standing.LIVE
+        awaited = publication.stage is PublicationStage.AWAITED
+        latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
+        if live:
+            lease.expires = max(lease.expires, min(now + self._times.ttl, latest))
+        if lease.expires == publication.final_at:
+            self._records.revoke(publication, RevokeReason.FINAL_DEADLINE)
+        return live
 
     def _lease(self, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         """Return a lease of this reader; None if there is no record of one. Raises `WrongIdentity`."""

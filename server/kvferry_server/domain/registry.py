@@ -51,9 +51,10 @@ class EngineDied:
 
 @dataclass(frozen=True, slots=True)
 class EngineGone:
-    """The incarnation cannot come back: it was replaced, or has been dead for `retire`."""
+    """The incarnation cannot come back: it was replaced, has stopped in order, or has been dead for `retire`."""
 
     engine: EngineRef
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ class Registry:
         engine = self.find(ref)
         self._retired.add(ref, now, engine.host)
         self._journal.engine("engine_retired", ref, {})
-        self._forget(engine)
+        self._forget(engine, stopped=True)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
         """Open the Watch of a rank's process. Returns its engine.
@@ -401,13 +402,13 @@ class Registry:
         engine.host = host
         self._memory.comes_from(engine.ref, host)
 
-    def _forget(self, engine: Engine) -> None:
+    def _forget(self, engine: Engine, *, stopped: bool = False) -> None:
         del self._engines[engine.ref]
         self._comes_from(engine, "")
         self._memory.give(engine.ref, sum(registration.size for registration in engine.ranks.values()))
         engine.lost_at = None
         engine.rank_lost_at.clear()
-        self._effects.append(EngineGone(engine.ref))
+        self._effects.append(EngineGone(engine.ref, stopped))
 
     def _is_retired(self, ref: EngineRef) -> bool:
         return self._retired.has(ref, self._clock.now())

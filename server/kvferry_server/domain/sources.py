@@ -67,23 +67,17 @@ class Sources:
         """Note that an engine's Watch is lost: its leases are not renewed until it is back."""
         self._records.book(source).standing = Standing.LOST
 
-    def lose_rank(self, source: EngineRef) -> None:
-        """Note that a rank of an engine is gone: leases are not renewed any more, so that their readers hear of it. A
-        network card does not tell them."""
-        self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.books.get(source)
-        for publication in list(book.publications.values()) if book is not None else ():
-            self._records.revoke(publication, RevokeReason.SOURCE_LOST)
-
-    def end_engine(self, source: EngineRef, standing: Standing) -> None:
+    def end_engine(
+        self, source: EngineRef, standing: Standing, reason: RevokeReason = RevokeReason.SOURCE_LOST
+    ) -> None:
         """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end when they would have
-        ended anyway."""
+        ended anyway; their readers are told the reason."""
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         book = self._records.book(source)
         book.standing = standing
         self._records.wake_waiting(book)
         for publication in list(book.publications.values()):
-            self._records.revoke(publication, RevokeReason.SOURCE_LOST)
+            self._records.revoke(publication, reason)
             if publication.stage is not PublicationStage.AWAITED:
                 self._records.end(publication, PublicationOutcome.ABORTED, now)
             elif not publication.leases:

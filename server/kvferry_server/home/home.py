@@ -25,6 +25,7 @@ from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Awoken, Records, Released
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
@@ -199,7 +200,8 @@ class Home:
         """Register a rank's cache, within a turn. Returns its engine. Raises as `Registry.register`."""
         engine = self.engines.register(registration, secret)
         self.sources.set_groups(registration.engine, registration.groups)
-        self.records.book(registration.engine).block_bytes = engine.block_bytes
+        book = self.records.book(registration.engine)
+        book.block_bytes, book.lost_ranks = engine.block_bytes, engine.lost_ranks
         return engine
 
     def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
@@ -266,10 +268,11 @@ class Home:
             if isinstance(happened, EngineDied):
                 self.sources.end_engine(happened.engine, Standing.DEAD)
             elif isinstance(happened, EngineGone):
-                self.sources.end_engine(happened.engine, Standing.REPLACED)
+                # One that has stopped in order keeps its memory as it is until its leases have ended.
+                reason = RevokeReason.ABORTED if happened.stopped else RevokeReason.SOURCE_LOST
+                self.sources.end_engine(happened.engine, Standing.REPLACED, reason)
                 self._drop_feeds(happened.engine)
             elif isinstance(happened, RankDied):
-                self.sources.lose_rank(happened.engine)
                 lost = RankLost(happened.rank, happened.node, happened.node_lost)
                 self._push(Process(happened.engine, Role.SCHEDULER), lost)
         self.records.advance(MAX_ENDED_AT_ONCE)

@@ -509,7 +509,7 @@ def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> 
     secret = scene.open()
     scene.registry.register(registration(), secret)
     scene.registry.retire(P)
-    assert scene.wait(0) == [EngineGone(P)]
+    assert scene.wait(0) == [EngineGone(P, stopped=True)]
     scene.open(P2)
     with pytest.raises(PeerRestarted) as caught:
         scene.registry.retire(P)

@@ -156,7 +156,7 @@ def test_a_lost_rank_shortens_no_lease_and_ends_nothing_that_was_published(scene
     publication = scene.publish()
     lease = scene.grant()
     expires = lease.expires
-    scene.sources.lose_rank(P)
+    scene.records.book(P).lost_ranks = {0}
     scene.wait(5)
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
@@ -164,8 +164,19 @@ def test_a_lost_rank_shortens_no_lease_and_ends_nothing_that_was_published(scene
     assert scene.report(lease, 0).verdict is Verdict.VALID
 
 
-def test_a_rank_may_be_lost_after_its_engine_was_forgotten(scene: Scene) -> None:
-    scene.sources.lose_rank(E)
+def test_readers_who_come_after_a_rank_was_lost_hear_of_it_and_those_who_wait_go_on(scene: Scene) -> None:
+    # A reader that has handshaken once asks for no agents again, and a home that drains has lost the rank as well.
+    scene.records.book(P).lost_ranks = {0}
+    waiting = scene.grant(2)
+    scene.publish()
+    lease = scene.grant()
+    scene.records.drain()
+    scene.wait(5)
+    scene.renew(lease)
+    assert lease.revoked is RevokeReason.SOURCE_LOST
+    scene.records.draining = False
+    assert scene.renew(waiting) == TIMES.ttl
+    assert waiting.revoked is None
 
 
 def test_a_lost_watch_stops_renewals_until_it_is_back(scene: Scene) -> None:

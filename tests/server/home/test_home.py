@@ -12,6 +12,7 @@ from kvferry.errors import LimitReached, PublicationTimeout, WatchTakenOver
 from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.limits import MAX_STALE_STREAMS, Limits
 from kvferry_server.domain.publications import PublicationOutcome
+from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process, ReleaseEvent, Role
@@ -113,6 +114,43 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     with home.turn():
         assert home.reuse_after(successor.engine) == 0
         assert not list(home.records.publications())
+
+
+async def test_leases_on_an_engine_that_stops_in_order_run_to_their_ends() -> None:
+    home = Home(FakeClock(), TIMES, "node:1")
+    with home.turn():
+        opened(home)
+        home.sources.publish(P, offer())
+        lease = home.lessor.grant(ask(reader=D))
+        home.engines.retire(P)
+    with home.turn():
+        # Its memory stays as it is for so long: nobody has to stop reading.
+        assert home.lessor.renew(lease.lease_id, D).revoked is RevokeReason.ABORTED
+        assert lease.live
+
+
+async def test_a_rank_that_is_back_before_its_readers_ask_was_not_lost() -> None:
+    clock = FakeClock()
+    home = Home(clock, TIMES, "node:1")
+    rank = Process(P, Role.RANK, 0)
+    with home.turn():
+        opened(home)
+        home.open_watch(rank, SECRETS[P])
+        home.sources.publish(P, offer())
+        lease, other = (home.lessor.grant(ask(reader=reader)) for reader in (D, E))
+        home.close_watch(rank)
+    clock.pass_by(TIMES.engine_ttl)
+    with home.turn():
+        assert home.lessor.renew(other.lease_id, E).revoked is RevokeReason.SOURCE_LOST
+    with home.turn():
+        home.open_watch(rank, SECRETS[P])
+        home.register(registration(), SECRETS[P])
+        late = home.lessor.grant(ask(reader=E, name="late"))
+    clock.pass_by(1.0)
+    with home.turn():
+        for granted, reader in ((lease, D), (late, E)):
+            assert home.lessor.renew(granted.lease_id, reader).revoked is None
+            assert granted.remaining(clock.now()) == TIMES.ttl
 
 
 async def test_a_reader_waits_for_a_publication_to_the_end_of_its_time() -> None:
