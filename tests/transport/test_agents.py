@@ -75,6 +75,12 @@ def test_peers_are_read_where_the_sockets_of_this_process_cannot_be_listed(
     assert agent.destroy()
 
 
+def test_nothing_is_known_of_the_connections_of_another_backend(memory: Memory) -> None:
+    agent = ReadingAgent("other", [memory.region], NixlOptions(backend="POSIX"))
+    assert agent.over_tcp("any")
+    assert agent.destroy()
+
+
 def test_tcp_is_seen_without_touching_the_sockets_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_sockets()
     with socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET, socket.SOCK_DGRAM):
