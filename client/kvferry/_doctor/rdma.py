@@ -51,9 +51,9 @@ REFUSED = Kind(
 NOT_REGISTERED = Kind(
     "rdma-not-registered",
     Level.PROBLEM,
-    "UCX uses this card, and cannot register memory with it: an engine's cache is refused with NixlError. It does not "
-    "move over TCP instead.",
-    "Read what UCX says, and the finding of `locked-memory`. Until that is mended, UCX_TLS=tcp,cma goes without "
+    "No memory can be registered with this card: an engine is refused with NixlError. It does not move over TCP "
+    "instead.",
+    "Read what is said here, and the finding of `locked-memory`. Until that is mended, UCX_TLS=tcp,cma goes without "
     "the card.",
 )
 NOT_TRIED = Kind(
@@ -144,7 +144,7 @@ def try_out(tried: list[Port]) -> list[Finding]:
 
 
 def _try_port(nixl: object, port: Port, log: Path) -> Finding:
-    from kvferry._transport import nixl_binding, rdma_cards
+    from kvferry._transport import locked_memory, nixl_binding, rdma_cards
     from kvferry._transport.nixl_options import NixlOptions
     from kvferry.errors import NixlError
     from kvferry.host_memory import HostMemory
@@ -158,6 +158,8 @@ def _try_port(nixl: object, port: Port, log: Path) -> Finding:
         drivers = rdma_cards.with_driver()
         if drivers is not None and port.device not in drivers:
             return NO_DRIVER.found(f"{port.said}: UCX's libibverbs has no driver for it", link())
+        if locked_memory.too_little():
+            return NOT_REGISTERED.found(f"{port.said}: {error}")
         return REFUSED.found(f"{port.said}: {error}{complaints(written(log)[known:])}")
     memory = HostMemory(SIZE)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -79,12 +80,12 @@ def hold(pipe: Connection) -> None:
             publication = source.session.publish("request", {}, last=False, checksums=True)
             pipe.send(publication.reference)
             step: Step
+            sums: list[Future[int]] = []
             while (step := pipe.recv()) is not None:
                 source.session.publish_more(publication, step.blocks, last=step.last, layers=step.layers)
-                if step.summed:
-                    ranks = [cache for cache, _, _ in source.ranks]
-                    sums = [cache.checksum(publication.number, step.summed, last=step.last) for cache in ranks]
-                    assert all(sent.result(SOON) > 0 for sent in sums)
+                for cache, _, _ in source.ranks if step.summed else ():
+                    sums.append(cache.checksum(publication.number, step.summed, last=step.last))
+            assert all(sent.result(SOON) > 0 for sent in sums)
             pipe.send([release.outcome.name for release in source.session.released(timeout=SOON)])
             source.close()
 
