@@ -98,6 +98,7 @@ def test_node_servers_restart_one_after_the_other_while_reads_go_on(pair: Pair) 
     pair.works()
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_forth_and_back_changes_nothing(pair: Pair) -> None:
     for host, hours in product(pair.both, (1, -1)):
         request, reading = pair.moving(timeout=SOON)
