@@ -20,6 +20,7 @@ from kvferry import Blocks, Client, EngineSpec, Group, GroupKind
 from kvferry._cli import app
 from kvferry._clock import now
 from kvferry._transport.peer_link import _called
+from kvferry._wire.authority import agent_name
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import (
     BadAgentMetadata,
@@ -185,8 +186,8 @@ def test_what_no_port_sent_is_refused_where_it_is_read(plain: Any) -> None:
 
 
 def test_peers_are_called_what_their_engineers_call_them() -> None:
-    assert _called("kvferry/prefill/ab12/1/serving") == "rank 1 of engine 'prefill'"
-    assert _called("kvferry/team/a/prefill/ab12/0/serving") == "rank 0 of engine 'team/a/prefill'"
+    assert _called(agent_name(b"key", "prefill", 1)) == "rank 1 of engine 'prefill'"
+    assert _called(agent_name(b"key", "team/a/prefill", 0)) == "rank 0 of engine 'team/a/prefill'"
     assert _called("another") == "peer 'another'"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.errors import InvalidField
+from kvferry.errors import HomeRecovering, InvalidField
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -25,7 +25,7 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
     Raises:
         InvalidField: a rank, plane, unit or block does not exist, or a part contradicts an earlier one.
         PublicationStale, PublicationReleased: nobody needs checksums of this publication any more.
-        HomeRecovering: the publication, or the step with these blocks, has not arrived yet.
+        HomeRecovering: the publication, the step with these blocks, or the rank's registration has not arrived yet.
         LimitReached: the engine has too many checksums.
     """
     number = checks.positive("checksums.publication", message.publication)
@@ -34,10 +34,15 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
         most = f"at most {MAX_PAGE_SUMS} sums in {MAX_PAGE_PARTS} parts"
         raise InvalidField("checksums", f"{sums} sums in {parts} parts", most)
     with home.turn():
-        registration = home.engines.find(sender).ranks.get(message.rank)
+        engine = home.engines.find(sender)
+        registration = engine.ranks.get(message.rank)
         home.sources.unreleased(sender, number)
     if registration is None:
-        raise InvalidField("checksums.rank", message.rank, "a registered rank")
+        if engine.num_ranks and message.rank >= engine.num_ranks:
+            raise InvalidField("checksums.rank", message.rank, f"below {engine.num_ranks}")
+        # After a restart of the home the scheduler's snapshot may be here before the rank's registration.
+        problem = f"rank {message.rank} of {sender} is not registered"
+        raise HomeRecovering(problem, engine_id=sender.engine_id)
     planes = {plane.name: plane for plane in registration.geometry.planes}
     groups = {group.name: group for group in registration.groups}
     for part in message.checksums:
