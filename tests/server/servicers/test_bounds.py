@@ -22,6 +22,7 @@ from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
+from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
@@ -270,6 +271,23 @@ async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch
         assert list((await node.kv.ReadChecksums(request, timeout=TIMEOUT)).checksums[0].sums) == list(range(32))
         monkeypatch.setattr(limits, "MAX_ANSWER_BYTES", 100)
         assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), InvalidField)
+
+
+async def test_sums_of_a_rank_that_is_not_registered_yet_are_asked_for_again(tmp_path: Path) -> None:
+    # After a restart of the home the scheduler may be back before its ranks.
+    async with running(tmp_path) as node:
+        await node.open_engine()
+        await node.register(0, 2)
+        await node.publish(1, checksums=True)
+
+        async def sums(rank: int) -> pb.NotificationResult:
+            page = pb.PublishChecksums(publication=1, rank=rank, last=True)
+            return (await node.source(pb.Notification(checksums=page)))[0]
+
+        assert (await sums(1)).error.reason == errors_pb2.ERROR_REASON_HOME_RECOVERING
+        assert (await sums(2)).error.metadata["field"] == "checksums.rank"
+        await node.register(1, 2)
+        assert (await sums(1)).WhichOneof("kind") == "done"
 
 
 async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Path) -> None:
