@@ -22,7 +22,12 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     (tmp_path / "uverbs0").touch()
     status = tmp_path / "status"
     status.write_text("Name:\tengine\nCapEff:\t000001ffffffbfff\n")
+    driver = tmp_path / "mlx5_0" / "device" / "driver"
+    driver.parent.mkdir(parents=True)
+    (tmp_path / "mlx5_core").mkdir()
+    driver.symlink_to(tmp_path / "mlx5_core")
     monkeypatch.setattr(locked_memory, "DEVICES", tmp_path)
+    monkeypatch.setattr(locked_memory, "CARDS", tmp_path)
     monkeypatch.setattr(locked_memory, "STATUS", status)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (DOCKER, DOCKER))
     monkeypatch.delenv("UCX_TLS", raising=False)
@@ -42,6 +47,20 @@ def test_transports_of_the_environment_decide(card: pytest.MonkeyPatch) -> None:
     assert locked_memory.too_little_to_begin("rc_verbs") == ""
     card.setenv("UCX_TLS", "rc_verbs,ud_verbs")
     assert locked_memory.too_little_to_begin("tcp")
+
+
+def test_a_card_that_nixl_has_no_driver_for_refuses_nobody(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = tmp_path / "mlx5_0" / "device" / "driver"
+    driver.unlink()
+    (tmp_path / "bnxt_re").mkdir()
+    driver.symlink_to(tmp_path / "bnxt_re")
+    assert locked_memory.too_little_to_begin("") == ""
+    assert locked_memory.too_little_to_begin("rc_verbs")
+
+
+def test_transports_that_are_left_out_by_name_refuse_nobody(card: pytest.MonkeyPatch) -> None:
+    card.setenv("UCX_TLS", "^ib")
+    assert locked_memory.too_little_to_begin("") == ""
 
 
 def test_without_a_card_a_limit_does_not_matter(card: pytest.MonkeyPatch, tmp_path: Path) -> None:

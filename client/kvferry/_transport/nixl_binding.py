@@ -121,7 +121,7 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     InfiniBand card, and other libraries fail when there are none left: vLLM limits them for that reason. A rank of
     kvferry has two workers, that of its serving agent and that of its reading agent.
     """
-    problem = too_little_to_begin(options.ucx_tls)
+    problem = too_little_to_begin(options.ucx_tls) if options.backend == "UCX" else ""
     if problem:
         raise NixlError(f"NIXL createBackend: {problem}", call="createBackend", peer="", problem=problem)
     config = nixl.nixlAgentConfig()
