@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import pytest
 
+from kvferry._transport import peer_link
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import (
     CHECKS_AT_ONCE,
+    COPIES,
     POLL_ABANDONED,
     POLL_FIRST,
     POLL_LAST,
@@ -309,6 +311,27 @@ def test_at_least_two_chunks_are_under_way_and_no_more_than_are_allowed(world: W
     tight.link.open()
     tight.share(8)
     assert [tight.link.post_next() for _ in range(3)] == [True, True, False]
+
+
+def test_a_post_over_tcp_that_is_done_at_once_does_not_make_the_peer_one_whose_posts_copy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_link, "COPIED", CHUNK)
+
+    def post(state: HandleState, times: int) -> None:
+        world.next = state
+        world.share(times)
+        for _ in range(times):
+            assert world.link.post_next()
+
+    for _ in range(3):
+        post(DONE, COPIES - 1)
+        post(MOVING, 1)
+        assert not world.link.copies
+        world.handles[-1].state = DONE
+        assert world.poll()
+    post(DONE, COPIES)
+    assert world.link.copies
 
 
 def test_nothing_is_posted_before_the_first_answer() -> None:

@@ -36,6 +36,10 @@ CHECKS_AT_ONCE = 8
 COPIED = 64 << 10
 """Bytes of a chunk from which its post shows whether posts copy."""
 
+COPIES = 4
+"""Posts in a row, at least, that were done when they returned, where posts copy. Over TCP some are, too, by chance, and
+over CMA the first one may not be."""
+
 STALLED = 0.25
 """Seconds after which a peer from which no chunk has arrived counts as stalled."""
 
@@ -98,8 +102,8 @@ class Link:
         self.posted: list[PostedChunk] = []
         self.moved = 0
         """Bytes seen to have arrived."""
-        self.copies = False
-        """Whether its posts return only when the bytes are here (CMA): so it was the last time."""
+        self._copied = 0
+        """Posts in a row that were done when they returned."""
         self._agent = agent
         self._options = options
         self._fence = options.fence_time
@@ -125,6 +129,11 @@ class Link:
         """Bytes that are posted and not seen DONE; 0 while the peer has stalled, so that it takes no room from others
         (R10)."""
         return self._in_flight if now < self._busy_since + STALLED else 0
+
+    @property
+    def copies(self) -> bool:
+        """Whether its posts return only when the bytes are here (CMA)."""
+        return self._copied >= COPIES
 
     @property
     def lost(self) -> bool:
@@ -306,7 +315,7 @@ class Link:
             self._lose(posted, error)
             return
         if posted.size >= COPIED:
-            self.copies = state is HandleState.DONE
+            self._copied = self._copied + 1 if state is HandleState.DONE else 0
         if state is HandleState.DONE:
             self._landed(posted, posted.size, self._clock() - before)
         elif state is HandleState.MOVING:
