@@ -37,8 +37,8 @@ READING: dict[str, Any] = {
     "warm_up_timeout": SOON,
 }
 TIMES = Times(ttl=12.0, max_ttl=12.0, engine_ttl=4.0, hold=13.0, final=60.0, max_wait=60.0)
-"""Longer than over TCP: a machine that is emulated reads slowly. As with the defaults, a renewal comes between the moment
-from which a lost engine counts as dead and the end of its leases, so readers are told."""
+"""Longer than over TCP: a machine that is emulated reads slowly. As with the defaults, a renewal comes after a lost
+engine counts as dead and before the end of its leases, so readers are told."""
 
 pytestmark = pytest.mark.timeout(300)
 
