@@ -3,11 +3,13 @@ docs/geometry.schema.json (``make schema``). Groups and components inherit: see 
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, Strict
 
 from kvferry.geometry.file.described import Described, Never, integer, other, text
+from kvferry.geometry.plane import Interval
 
 MAX_RANKS = 4096
 MAX_LAYERS = 4096
@@ -26,10 +28,14 @@ AXES = ("layer", "block", "page", "tensor", "component", "unit", "token")
 """The axes of a group's memory. Layers, tensors and components may differ in size; the others are counted."""
 
 
-def _rising(edges: tuple[int, int]) -> tuple[int, int]:
+def _interval(edges: tuple[int, int]) -> Interval:
     if edges[0] >= edges[1]:
         raise ValueError("[begin, end] with begin < end")
-    return edges
+    return Interval(*edges)
+
+
+def _ratio(value: int | tuple[int, int]) -> Fraction:
+    return Fraction(*value) if isinstance(value, tuple) else Fraction(value)
 
 
 def _whole_order(order: list[str]) -> list[str]:
@@ -49,13 +55,20 @@ def _with_index(name: str) -> str:
     return name
 
 
+Index = Annotated[int, Field(ge=0, le=BIG)]
+Positive = Annotated[int, Field(ge=1, le=1 << 31)]
+
 if TYPE_CHECKING:
     from typing import Optional as Own
 
     Dtype: TypeAlias = str
     Axis: TypeAlias = str
+    Span: TypeAlias = Interval
+    Ratio: TypeAlias = Fraction | int
 else:
     Dtype, Axis = Literal[tuple(DTYPE_BYTES)], Literal[AXES]
+    Span = Annotated[tuple[Index, Index], Strict(False), AfterValidator(_interval)]
+    Ratio = Annotated[Positive | Annotated[tuple[Positive, Positive], Strict(False)], AfterValidator(_ratio)]
 
     class Own:
         """The type of a field that is None where the file leaves it out, and may not be null in the file."""
@@ -64,10 +77,6 @@ else:
             return kind
 
 
-Index = Annotated[int, Field(ge=0, le=BIG)]
-Positive = Annotated[int, Field(ge=1, le=1 << 31)]
-Span = Annotated[tuple[Index, Index], Strict(False), AfterValidator(_rising)]
-Ratio = Positive | Annotated[tuple[Positive, Positive], Strict(False)]
 Granule = Literal["page"] | Annotated[int, Field(ge=1, le=1 << 20)]
 Order = Annotated[list[Axis], AfterValidator(_whole_order)]
 

@@ -17,7 +17,6 @@ from kvferry.geometry.file.fields import (
     FileGroup,
     GeometryFile,
     Meaning,
-    Span,
     Table,
 )
 from kvferry.geometry.model import Group, GroupKind
@@ -25,7 +24,6 @@ from kvferry.geometry.plane import Interval
 from kvferry.geometry.sharding import shards
 
 KINDS = {"full": GroupKind.TOKENS, "window": GroupKind.WINDOW, "state": GroupKind.STATE}
-Spans = Sequence[Span]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +166,7 @@ class GroupPart:
         dtype = found.dtype or group.dtype
         if dtype is None:
             raise InvalidField("model.dtype", MISSING, f"one of {', '.join(DTYPE_BYTES)}")
-        ratio = (
-            Fraction(*found.tokens_per_state)
-            if isinstance(found.tokens_per_state, tuple)
-            else Fraction(found.tokens_per_state)
-        )
+        ratio = Fraction(1 if state else found.tokens_per_state)
         page_states = found.rows if state else self._page_states(said.name, ratio)
         conv = "conv" if said.name.startswith("conv_") else said.name
         return Component(
@@ -186,7 +180,7 @@ class GroupPart:
                 "format": found.format,
                 "dtype": dtype,
                 "axis_size": units,
-                "tokens_per_state": Fraction(1) if state else ratio,
+                "tokens_per_state": ratio,
                 "token_granule": page_states if granule == "page" else granule,
                 "units_divide": not whole if source.units_divide is None else source.units_divide,
                 "optional_cover": found.optional,
@@ -227,7 +221,9 @@ def check_content(path: str, said: Content, attention: str) -> None:
             raise InvalidField(at(path, name), getattr(said, name), f"no such field {because}")
 
 
-def checked_shards(path: str, spans: Spans | None, tp_size: int, kv_heads: int | None) -> tuple[Interval, ...] | None:
+def checked_shards(
+    path: str, spans: Sequence[Interval] | None, tp_size: int, kv_heads: int | None
+) -> tuple[Interval, ...] | None:
     """Return the heads held, by tp_rank; None: the file does not say."""
     if spans is None:
         return None
@@ -236,29 +232,29 @@ def checked_shards(path: str, spans: Spans | None, tp_size: int, kv_heads: int |
     return intervals(path, spans, tp_size, kv_heads)
 
 
-def intervals(path: str, spans: Spans, count: int, size: int) -> tuple[Interval, ...]:
+def intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
     """Return `count` intervals within ``[0, size)``; raises `InvalidField`."""
     if len(spans) != count:
         raise InvalidField(
             path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end], one for each rank"
         )
-    for index, (_, end) in enumerate(spans):
-        if end > size:
-            raise InvalidField(f"{path}[{index}]", list(spans[index]), f"[begin, end] with 0 <= begin < end <= {size}")
-    return tuple(Interval(*span) for span in spans)
+    for index, span in enumerate(spans):
+        if span.end > size:
+            raise InvalidField(f"{path}[{index}]", [span.begin, span.end], f"[begin, end] with end <= {size}")
+    return tuple(spans)
 
 
-def _indices(path: str, items: Sequence[int | Span], size: int) -> tuple[int, ...]:
+def _indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int, ...]:
     """Return indices below `size`, given one by one or as intervals; in the order given, each once."""
     found: dict[int, None] = {}
     for place, item in enumerate(items):
-        begin, end = item if isinstance(item, tuple) else (item, item + 1)
+        begin, end = (item.begin, item.end) if isinstance(item, Interval) else (item, item + 1)
+        said = item if isinstance(item, int) else [begin, end]
         if end > size:
-            raise InvalidField(f"{path}[{place}]", short(item), f"an index below {size}, or [begin, end]")
-        for index in range(begin, end):
-            if index in found:
-                raise InvalidField(f"{path}[{place}]", short(item), f"each index once; {index} is given twice")
-            found[index] = None
+            raise InvalidField(f"{path}[{place}]", said, f"an index below {size}, or [begin, end]")
+        if twice := [index for index in range(begin, end) if index in found]:
+            raise InvalidField(f"{path}[{place}]", said, f"each index once; {twice[0]} is given twice")
+        found.update(dict.fromkeys(range(begin, end)))
     return tuple(found)
 
 
