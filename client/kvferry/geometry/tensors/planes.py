@@ -182,7 +182,7 @@ def opaque_planes(
             replace(cells, address=cells.address + offset),
             ("block", "unit", "token", "content"),
             group,
-            layer,
+            [layer],
             (component if len(offsets) == 1 else f"{component}.{index}",),
             holding,
         )
