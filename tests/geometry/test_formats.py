@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvferry.errors import BadGeometry, Incompatible
-from kvferry.geometry import EngineGeometry, Group, GroupKind, Interval, Plane, RankGeometry, formats
-from kvferry.geometry.tensors import Holding, Part
+from kvferry.geometry import EngineGeometry, Group, Interval, Plane, RankGeometry, formats
+from kvferry.geometry.tensors import Holding
 from kvferry.planner import plan_read
 from tests.geometry.memory import cell
 
@@ -61,19 +61,6 @@ def test_vllm_kernel_blocks_become_pages() -> None:
     planes = by_name(formats.vllm_attention({"l": cache}, GROUP))
     assert planes["l/key"].pages == 2
     assert cell(planes["l/value"], 1, 1, 20) == cache[3, 1, 4, DIM:].numpy().tobytes()
-
-
-@pytest.mark.parametrize("hnd", [False, True])
-def test_vllm_flash_attention_and_flashinfer_before_packing(hnd: bool) -> None:
-    shape = (2, BLOCKS, HEADS, TOKENS, DIM) if hnd else (2, BLOCKS, TOKENS, HEADS, DIM)
-    cache = unique(*shape)
-    logical = cache.transpose(2, 3) if hnd else cache
-    flash = by_name(formats.vllm_flash_attention({"l": logical}, GROUP))
-    check_rows(flash["l/key"], logical[0])
-    check_rows(flash["l/value"], logical[1])
-    blocks_first = unique(*logical.transpose(0, 1).shape)
-    infer = by_name(formats.vllm_flashinfer({"l": blocks_first}, GROUP))
-    check_rows(infer["l/value"], blocks_first[:, 1])
 
 
 def test_latent_and_rope_lie_side_by_side() -> None:
@@ -186,20 +173,6 @@ def test_trtllm_pool_holds_all_layers_in_a_block() -> None:
     check_rows(planes["b/value"], cells[:, 1, 1].transpose(1, 2))
 
 
-@pytest.mark.parametrize("dim_first", [False, True])
-def test_mamba_state_in_either_row_order(dim_first: bool) -> None:
-    conv = unique(BLOCKS, 3, 10)
-    stored = conv.transpose(1, 2).contiguous() if dim_first else conv
-    ssm = unique(BLOCKS, 4, 8, 16)
-    parts = (Part("conv_x", channels=Interval(0, 6)), Part("conv_b", channels=Interval(6, 10)))
-    group = Group("mamba", GroupKind.STATE, num_blocks=BLOCKS)
-    planes = by_name(
-        formats.vllm_state({"l": (stored, ssm)}, group, parts, dim_first=dim_first, heads=Interval(4, 8), num_heads=8)
-    )
-    check_rows(planes["l/conv_b"], conv[:, :, 6:, None])
-    check_rows(planes["l/ssm"], ssm.reshape(BLOCKS, 1, 4, 128))
-
-
 def test_engines_of_different_makes_and_layouts_read_from_each_other() -> None:
     holding = Holding(units=Interval(0, HEADS), axis_size=HEADS)
     sides = [
@@ -219,20 +192,6 @@ def test_permuted_formats_are_not_read_as_plain() -> None:
     engines = [EngineGeometry(str(i), (GROUP,), (RankGeometry(0, p),)) for i, p in enumerate((plain, permuted))]
     with pytest.raises(Incompatible, match="format"):
         plan_read(engines[0], engines[1], 0)
-
-
-def test_layer_names_that_engines_share() -> None:
-    first, second = torch.zeros(1), torch.zeros(2)
-    tensors = {"model.layers.0.self_attn.attn": first, "model.layers.11.self_attn.attn": second}
-    found = formats.by_layer_number(tensors)
-    assert list(found) == ["layers.0", "layers.11"]
-    assert (found["layers.0"], found["layers.11"]) == (first, second)
-
-
-@pytest.mark.parametrize("names", [("a.1.x", "b.1.y"), ("embed",), ("layers.1.experts.2",)])
-def test_layer_names_without_one_number_each_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(BadGeometry):
-        formats.by_layer_number(dict.fromkeys(names, torch.zeros(1)))
 
 
 def test_tensors_of_another_format_are_refused() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b'{"engine_id": "\xff"}')
     with pytest.raises(InvalidField):
         geometry_file.load(tmp_path / "latin.json")
+
+
+def test_files_need_pydantic_and_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("kvferry.geometry.file.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(InvalidField, match=r"pip install 'kvferry\[plan\]'"):
+        geometry_file.parse(small())
 
 
 @given(value=junk, data=st.data())

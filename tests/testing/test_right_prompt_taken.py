@@ -11,8 +11,7 @@ import pytest
 from kvferry import Blocks, Cache, EngineSpec, Group, GroupKind, Prompt
 from kvferry.engine import SchedulerPort
 from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked
-from kvferry.geometry import formats
-from kvferry.geometry.tensors import planes_of_tensor
+from kvferry.geometry.tensors import planes_of, planes_of_tensor
 from kvferry.testing import Fabric
 from tests.support.waiting import until
 from tests.testing.fabric_engines import SOON
@@ -26,7 +25,7 @@ REQUIRED = "require"
 
 def engine(fabric: Fabric, name: str, groups: Sequence[Group] = (FULL, STATE), check: str = "compare") -> Cache:
     full, states = np.ones((2, 8, 4, 1, 2), np.uint16), np.ones((8, 1, 2), np.uint16)
-    planes = formats.vllm_flash_attention({"attention": full}, FULL)
+    planes = planes_of({"attention": full}, ("kv", "block", "token", "head", "content"), FULL)
     tensors: dict[str, npt.NDArray[np.uint16]] = {"attention": full}
     if STATE in groups:
         planes += tuple(planes_of_tensor(states, ("block", "head", "content"), STATE, "recurrent", ("ssm",)))

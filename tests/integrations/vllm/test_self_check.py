@@ -195,11 +195,12 @@ def recurrent(folder: Path) -> tuple[Rank, list[Plane]]:
     rank = bound(config, modules)
     held = {"conv_x": Interval(0, 64), "conv_b": Interval(64, 72), "conv_c": Interval(72, 80)}
     parts = [Part(name, channels=channels) for name, channels in held.items()]
-    return rank, [
-        plane
-        for layer in rank.layers
-        for plane in formats.vllm_state({layer.name: modules[layer.name].kv_cache}, layer.group, parts)
-    ]
+    planes: list[Plane] = []
+    for layer in rank.layers:
+        conv, ssm = modules[layer.name].kv_cache
+        planes += planes_of_tensor(conv, ("block", "row", "channel"), layer.group, layer.name, parts)
+        planes += planes_of_tensor(ssm, ("block", "head", "content", "content"), layer.group, layer.name, ("ssm",))
+    return rank, planes
 
 
 def test_a_block_or_two_are_enough(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
      "model": {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}}
 
 ``docs/geometry.schema.json`` describes every field; ``examples/geometry`` has a file for each kind of engine. A field
-that nobody knows is an error, never ignored.
+that nobody knows is an error, never ignored. Reading files needs pydantic (``kvferry[plan]`` or ``kvferry[server]``).
 
 Addresses are made up but consistent: each rank's planes lie in one allocation, as they would in an engine, so that a
 plan from a file merges what a plan of the running engine merges. `rebase` moves a rank to memory that exists.
@@ -13,13 +13,12 @@ plan from a file merges what a plan of the running engine merges. `rebase` moves
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 from kvferry.errors import BadGeometry, InvalidField
-from kvferry.geometry.file.build import build_engine, rank_bytes, rebase
-from kvferry.geometry.file.document import read_document
-from kvferry.geometry.model import EngineGeometry
+from kvferry.geometry.model import EngineGeometry, RankGeometry
 
 __all__ = ["load", "parse", "rank_bytes", "rebase"]
 
@@ -61,7 +60,33 @@ def _load(path: str | PathLike[str]) -> EngineGeometry:
 
 def parse(value: object) -> EngineGeometry:
     """The engine that a geometry document describes: what `json.loads` makes of a file. Raises as `load` does."""
-    return build_engine(read_document(value))
+    try:
+        from kvferry.geometry.file.build import build_engine
+        from kvferry.geometry.file.fields import GeometryFile
+    except ModuleNotFoundError as error:
+        if error.name != "pydantic":
+            raise
+        raise InvalidField("geometry file", "not read", "pydantic, from: pip install 'kvferry[plan]'") from None
+    return build_engine(GeometryFile.read(value))
+
+
+def rank_bytes(rank: RankGeometry) -> int:
+    """Bytes from the first to one past the last byte of a rank's planes; 0 if it has none."""
+    return max((plane.extent[1] for plane in rank.planes), default=0) - _first_address(rank)
+
+
+def rebase(rank: RankGeometry, base: int) -> RankGeometry:
+    """The same rank with its first byte at `base`, all planes moved alike.
+
+    Raises:
+        BadGeometry: addresses that reach past 2**63.
+    """
+    by = base - _first_address(rank)
+    return replace(rank, planes=tuple(replace(plane, base=plane.base + by) for plane in rank.planes))
+
+
+def _first_address(rank: RankGeometry) -> int:
+    return min((plane.base for plane in rank.planes), default=0)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,185 +1,213 @@
-"""From a checked document to an `EngineGeometry`: every rank's planes in one virtual allocation."""
+"""From a checked file to an `EngineGeometry`: every rank's planes in one virtual allocation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from fractions import Fraction
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvferry.errors import BadGeometry, InvalidField
-from kvferry.geometry.file.components import DTYPE_BYTES, Component
-from kvferry.geometry.file.document import Document, GroupPart
-from kvferry.geometry.file.layout import Blocking, Piece, Place, natural_block_bytes, place
-from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
-from kvferry.geometry.plane import Plane, TokenShard
+from kvferry.geometry.file.fields import MAX_RANKS, GeometryFile
+from kvferry.geometry.file.parts import Component, GroupPart, check_content, checked_shards, intervals
+from kvferry.geometry.model import EngineGeometry, RankGeometry
+from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
+from kvferry.geometry.sharding import shards
 
+MAX_PLANES = 1 << 16
+"""Of all ranks together. No message could carry more."""
+MAX_RANK_LAYERS = 1 << 20
+"""Ranks times layers of all groups, held or not."""
 FIRST_ADDRESS = 1 << 32
 """Where each rank's allocation begins; not zero, so that no address looks like "none"."""
-
 ALIGNMENT = 4096
 """Every pool of a rank begins at a multiple of this, as engines' allocations do."""
 
 
-def build_engine(document: Document) -> EngineGeometry:
-    """The engine a file describes.
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What a rank holds of one component of one layer. Along the counted axes of the memory (`AXES`) it has `block`,
+    `page`, `unit` and `token` many; pieces of one `layer`, `tensor` or `component` lie together."""
+
+    layer: str
+    tensor: str
+    component: str
+    block: int
+    page: int
+    unit: int
+    token: int
+    state_bytes: int
+
+
+_Place = tuple[int, dict[str, int]]
+"""Where a piece lies: bytes from the start of the group's memory, and from one to the next along each counted axis."""
+
+
+def build_engine(file: GeometryFile) -> EngineGeometry:
+    """Build the engine that a file describes.
 
     Raises:
-        InvalidField: a block that does not hold whole states, pages or turns of the token shards.
+        InvalidField: fields that do not fit each other.
         BadGeometry: a layout that contradicts itself.
     """
-    ranks = [
-        _build_rank(document, tp_rank, pp_rank)
-        for pp_rank in range(document.pp_size)
-        for tp_rank in range(document.tp_size)
-    ]
-    groups = tuple(part.group for part in document.groups)
-    return EngineGeometry(document.engine_id, groups, tuple(ranks), document.identity, partial=document.partial)
+    tp_size, pp_size, layers = file.tp_size, file.pp_size, file.model.layers
+    if tp_size * pp_size > MAX_RANKS:
+        raise InvalidField("pp_size", pp_size, f"at most {MAX_RANKS} ranks in all")
+    if file.stages is None and pp_size > layers:
+        raise InvalidField("pp_size", pp_size, f"at most the {layers} layers of the model")
+    stages = shards(pp_size, layers) if file.stages is None else intervals("stages", file.stages, pp_size, layers)
+    check_content("model", file.model, file.model.attention)
+    checked_shards("shards", file.shards, tp_size, file.model.kv_heads)
+    parts = [GroupPart(file, *table) for table in file.tables()]
+    names = [part.group.name for part in parts]
+    if twice := [index for index, name in enumerate(names) if names.count(name) > 1]:
+        raise InvalidField(f"groups[{twice[0]}].name", names[twice[0]], "a name that no other group has")
+    planes = tp_size * sum(len(part.layers) * len(part.components) for part in parts)
+    if planes > MAX_PLANES:
+        raise InvalidField("model.layers", layers, f"layers that make at most {MAX_PLANES} planes, not {planes}")
+    looked_at = tp_size * pp_size * sum(len(part.layers) for part in parts)
+    if looked_at > MAX_RANK_LAYERS:
+        raise InvalidField("pp_size", pp_size, f"ranks times layers of at most {MAX_RANK_LAYERS}, not {looked_at}")
+    ranks = [_rank(file, parts, stages, tp, pp) for pp in range(pp_size) for tp in range(tp_size)]
+    groups = tuple(part.group for part in parts)
+    return EngineGeometry(file.engine_id, groups, tuple(ranks), file.identity, partial=file.partial)
 
 
-def rank_bytes(rank: RankGeometry) -> int:
-    """Bytes from the first to one past the last byte of a rank's planes; 0 if it has none."""
-    if not rank.planes:
-        return 0
-    return max(plane.extent[1] for plane in rank.planes) - _first_address(rank.planes)
-
-
-def rebase(rank: RankGeometry, base: int) -> RankGeometry:
-    """The same rank with its first byte at `base`, all planes moved alike.
-
-    Raises:
-        BadGeometry: addresses that reach past 2**63.
-    """
-    if not rank.planes:
-        return rank
-    by = base - _first_address(rank.planes)
-    return replace(rank, planes=tuple(replace(plane, base=plane.base + by) for plane in rank.planes))
-
-
-def _first_address(planes: Iterable[Plane]) -> int:
-    return min(plane.base for plane in planes)
-
-
-def _build_rank(document: Document, tp_rank: int, pp_rank: int) -> RankGeometry:
+def _rank(
+    file: GeometryFile, parts: Sequence[GroupPart], stages: Sequence[Interval], tp_rank: int, pp_rank: int
+) -> RankGeometry:
     planes: list[Plane] = []
     address = FIRST_ADDRESS
-    labels = {"tp_rank": tp_rank, "pp_rank": pp_rank}
-    for pool in _pools(document.groups):
-        held = [(part, _pieces(document, part, tp_rank, pp_rank)) for part in pool]
-        held = [(part, pieces) for part, pieces in held if pieces]
-        if not held:
-            continue
-        # Groups of a pool share its block ids, so block n of one is block n of all: equally long.
-        shared = max(natural_block_bytes(part.order, list(pieces), _blocking(part)) for part, pieces in held)
-        found, pool_bytes = [], 0
-        for part, pieces in held:
-            block_bytes = shared if len(pool) > 1 else 0
-            places, size = place(part.order, list(pieces), _blocking(part, block_bytes))
-            pool_bytes = max(pool_bytes, size)
-            found += [
-                _plane(document, part, component, piece, places[piece], address, tp_rank)
-                for piece, component in pieces.items()
-            ]
-        if len(pool) > 1:
-            _check_pool(pool, found, address, shared)
-        planes += found
-        address += -(-pool_bytes // ALIGNMENT) * ALIGNMENT
-    if any(part.token_shards > 1 for part in document.groups):
-        labels["dcp_rank"] = tp_rank % max(part.token_shards for part in document.groups)
-    return RankGeometry(pp_rank * document.tp_size + tp_rank, tuple(planes), labels)
-
-
-def _pools(parts: Iterable[GroupPart]) -> list[list[GroupPart]]:
-    """Groups by the memory they share, in the order of the file."""
     pools: dict[tuple[str, str], list[GroupPart]] = {}
     for part in parts:
         key = ("pool", part.group.pool) if part.group.pool else ("group", part.group.name)
         pools.setdefault(key, []).append(part)
-    return list(pools.values())
+    for pool in pools.values():
+        held = [(part, pieces) for part in pool if (pieces := _pieces(part, stages, tp_rank, pp_rank))]
+        # Groups of a pool share its block ids, so block n of one is block n of all: equally long.
+        block_bytes = 0
+        if len(pool) > 1 and held:
+            alone = [_nest(part.order, list(pieces), _spacing(part))[1] for part, pieces in held]
+            block_bytes = max(strides["block"] for places in alone for _, strides in places.values())
+        pool_bytes = 0
+        for part, pieces in held:
+            size, places = _nest(part.order, list(pieces), _spacing(part, block_bytes))
+            pool_bytes = max(pool_bytes, size)
+            found = [
+                _plane(file, part, component, piece, address, places[piece], tp_rank)
+                for piece, component in pieces.items()
+            ]
+            if block_bytes:
+                _check_pool(pool, found, address, block_bytes)
+            planes += found
+        address += -(-pool_bytes // ALIGNMENT) * ALIGNMENT
+    count = max(part.fields.token_shard.count for part in parts)
+    labels = {"tp_rank": tp_rank, "pp_rank": pp_rank, **({"dcp_rank": tp_rank % count} if count > 1 else {})}
+    return RankGeometry(pp_rank * file.tp_size + tp_rank, tuple(planes), labels)
 
 
-def _blocking(part: GroupPart, block_bytes: int = 0) -> Blocking:
-    pages = part.group.block_tokens // part.page_tokens if part.page_tokens else 1
-    return Blocking(part.group.num_blocks, pages, part.page_padding, part.block_padding, block_bytes)
+def _pieces(part: GroupPart, stages: Sequence[Interval], tp_rank: int, pp_rank: int) -> dict[_Piece, Component]:
+    """Return what a rank holds of a group."""
+    stage, last = stages[pp_rank], pp_rank == len(stages) - 1
+    past_all = max(stage.end for stage in stages)
+
+    def held(layer: int) -> bool:
+        if part.fields.stage is not None:
+            return part.fields.stage == pp_rank
+        return stage.begin <= layer < stage.end or (last and layer >= past_all)
+
+    return {
+        _Piece(
+            layer=part.fields.layer_name.replace("{}", str(layer)),
+            tensor=component.tensor,
+            component=component.name,
+            block=part.group.num_blocks,
+            page=part.pages,
+            unit=len(component.shards[tp_rank]),
+            token=component.page_states,
+            state_bytes=component.state_bytes,
+        ): component
+        for layer in part.layers
+        if held(layer)
+        for component in part.components
+        if component.layers is None or layer in component.layers
+    }
 
 
-def _pieces(document: Document, part: GroupPart, tp_rank: int, pp_rank: int) -> dict[Piece, Component]:
-    """What a rank holds of a group."""
-    stage, last = document.stages[pp_rank], pp_rank == document.pp_size - 1
-    past_all = max(stage.end for stage in document.stages)
-    pieces: dict[Piece, Component] = {}
-    for layer in part.layers:
-        by_index = stage.begin <= layer < stage.end or (last and layer >= past_all)
-        if not (by_index if part.stage is None else part.stage == pp_rank):
-            continue
-        for component in part.components:
-            if component.layers is None or layer in component.layers:
-                piece = Piece(
-                    layer=part.layer_name.replace("{}", str(layer)),
-                    component=component.name,
-                    tensor=component.tensor,
-                    units=len(component.shards[tp_rank]),
-                    page_states=_page_states(part, component),
-                    state_bytes=component.content * DTYPE_BYTES[component.dtype],
-                )
-                pieces[piece] = component
-    return pieces
+def _spacing(part: GroupPart, block_bytes: int = 0) -> dict[str, tuple[int, int]]:
+    """Return bytes after each step along an axis, and the smallest step."""
+    return {"page": (part.fields.page_padding, 0), "block": (part.fields.block_padding, block_bytes)}
 
 
-def _page_states(part: GroupPart, component: Component) -> int:
-    if part.group.kind is GroupKind.STATE:
-        return component.rows
-    states = Fraction(part.page_tokens, part.token_shards) / component.tokens_per_state
-    if states.denominator != 1:
-        name = "block_size" if part.page_tokens == part.group.block_tokens else "page_size"
-        raise InvalidField(
-            f"{part.path}.{name}" if part.path else name,
-            part.page_tokens,
-            f"tokens that are whole states of {component.tokens_per_state} tokens on each of {part.token_shards} "
-            f"token shards ({component.name} has {states} states per page)",
+def _nest(
+    axes: Sequence[str], pieces: Sequence[_Piece], spacing: Mapping[str, tuple[int, int]]
+) -> tuple[int, dict[_Piece, _Place]]:
+    """Nest the axes as ordered, outermost first; returns the bytes of the whole, and where each piece lies.
+
+    Raises:
+        BadGeometry: pieces that lie side by side inside a counted axis differ in its count.
+    """
+    if not axes:
+        return pieces[0].state_bytes, {pieces[0]: (0, {})}
+    axis, rest = axes[0], axes[1:]
+    if axis in ("layer", "tensor", "component"):
+        size = 0
+        places: dict[_Piece, _Place] = {}
+        beside: dict[str, list[_Piece]] = {}
+        for piece in pieces:
+            beside.setdefault(getattr(piece, axis), []).append(piece)
+        for members in beside.values():
+            more, inner = _nest(rest, members, spacing)
+            places.update({piece: (size + offset, strides) for piece, (offset, strides) in inner.items()})
+            size += more
+        return size, places
+    size, inner = _nest(rest, pieces, spacing)
+    counts: dict[int, _Piece] = {getattr(piece, axis): piece for piece in pieces}
+    if len(counts) > 1:
+        (one, first), (other, second) = list(counts.items())[:2]
+        raise BadGeometry(
+            f"{first.layer}/{first.component} and {second.layer}/{second.component}",
+            f"they lie side by side inside the {axis} axis, but have {one} and {other} of it; give them different "
+            f'"tensor"s, or another "kv" or "order"',
         )
-    return states.numerator
+    padding, least = spacing.get(axis, (0, 0))
+    stride = max(size + padding, least)
+    return stride * next(iter(counts)), {
+        piece: (offset, {**strides, axis: stride}) for piece, (offset, strides) in inner.items()
+    }
 
 
 def _plane(
-    document: Document,
+    file: GeometryFile,
     part: GroupPart,
     component: Component,
-    piece: Piece,
-    found: Place,
+    piece: _Piece,
     address: int,
+    place: _Place,
     tp_rank: int,
 ) -> Plane:
-    group, state = part.group, part.group.kind is GroupKind.STATE
-    pages = group.block_tokens // part.page_tokens if part.page_tokens else 1
-    shard = TokenShard(tp_rank % part.token_shards, part.token_shards, part.interleave)
+    said = part.fields.token_shard
+    offset, strides = place
     return Plane(
         layer=piece.layer,
         component=component.name,
-        group=group.name,
-        format=component.format,
-        dtype=component.dtype,
-        memory_kind=document.memory_kind,
-        device=document.device,
-        base=address + found.offset,
-        num_blocks=group.num_blocks,
-        block_stride=found.strides["block"],
-        page_tokens=piece.page_states,
-        page_stride=found.strides["page"] if pages > 1 else 0,
-        block_states=piece.page_states * pages,
-        unit_stride=found.strides["unit"] if piece.units > 1 else 0,
-        token_stride=found.strides["token"] if piece.page_states > 1 else 0,
+        group=part.group.name,
+        memory_kind=MemoryKind[file.memory.upper()],
+        device=file.device,
+        base=address + offset,
+        num_blocks=part.group.num_blocks,
+        block_stride=strides["block"],
+        page_tokens=piece.token,
+        page_stride=strides["page"] if piece.page > 1 else 0,
+        block_states=piece.token * piece.page,
+        unit_stride=strides["unit"] if piece.unit > 1 else 0,
+        token_stride=strides["token"] if piece.token > 1 else 0,
         state_bytes=piece.state_bytes,
-        axis_size=component.units,
         units=component.shards[tp_rank],
-        token_shard=TokenShard() if part.token_shards == 1 else shard,
-        tokens_per_state=Fraction(1) if state else component.tokens_per_state,
-        token_granule=component.granule or piece.page_states,
-        units_divide=component.units_divide,
-        optional_cover=component.optional,
+        token_shard=TokenShard(tp_rank % said.count, said.count, said.interleave),
+        **component.plane,
     )
 
 
-def _check_pool(pool: list[GroupPart], planes: list[Plane], address: int, block_bytes: int) -> None:
+def _check_pool(pool: Sequence[GroupPart], planes: Iterable[Plane], address: int, block_bytes: int) -> None:
     """In a pool, different ids must never meet in memory, whichever groups they are used for."""
     where = f"pool {pool[0].group.pool!r}"
     counts = {part.group.num_blocks for part in pool}

@@ -1,223 +1,298 @@
-"""Checked reading of a JSON document: every mistake names its path, the value, and what was expected."""
+"""The fields of a geometry file, each described once: from here come the checks, the errors and
+docs/geometry.schema.json (``make schema``). Groups and components inherit: see `GeometryFile.tables`."""
 
 from __future__ import annotations
 
-import difflib
-import reprlib
-from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from kvferry.errors import InvalidField
+from pydantic import AfterValidator, Field, Strict
+
+from kvferry.geometry.file.described import Described, Never, integer, other, text
 from kvferry.geometry.plane import Interval
 
-T = TypeVar("T")
-
+MAX_RANKS = 4096
+MAX_LAYERS = 4096
 BIG = 1 << 48
 """No size in a file is larger: products of a few of them still fit an address or are refused by the plane."""
 
+DTYPE_BYTES = {
+    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8"), 1),
+    **dict.fromkeys(("float32", "int32"), 4),
+    "float64": 8,
+}
+"""Bytes of one element."""
 
-class Required:
-    """Stands for "there is no default"."""
-
-
-REQUIRED = Required()
-
-
-class _Missing:
-    """The value of a field that is not there, in errors."""
-
-    def __repr__(self) -> str:
-        return "missing"
+AXES = ("layer", "block", "page", "tensor", "component", "unit", "token")
+"""The axes of a group's memory. Layers, tensors and components may differ in size; the others are counted."""
 
 
-MISSING = _Missing()
+def _interval(edges: tuple[int, int]) -> Interval:
+    if edges[0] >= edges[1]:
+        raise ValueError("[begin, end] with begin < end")
+    return Interval(*edges)
 
 
-class Fields:
-    """The fields of one JSON object. Each is taken once, by name; `finish` refuses those nobody took.
-
-    All methods raise `InvalidField` with the JSON path of the field.
-    """
-
-    def __init__(self, value: object, path: str = "") -> None:
-        if not isinstance(value, dict):
-            raise InvalidField(path or "the document", short(value), "an object")
-        self.path = path
-        self._values: dict[str, object] = value
-        self._known: list[str] = []
-
-    def at(self, name: str) -> str:
-        """The JSON path of a field."""
-        return f"{self.path}.{name}" if self.path else name
-
-    def has(self, name: str) -> bool:
-        """Whether the object has this field; knows it from now on."""
-        self._known.append(name)
-        return name in self._values
-
-    def value(self, name: str) -> object:
-        """The field as it stands; None if there is none."""
-        return self._values.get(name)
-
-    def integer(self, name: str, default: T | Required = REQUIRED, low: int = 0, high: int = BIG) -> int | T:
-        """An integer in ``[low, high]``."""
-        if not self.has(name):
-            return self._default(name, default, _range(low, high))
-        return checked_integer(self._values[name], self.at(name), low, high)
-
-    def text(self, name: str, default: T | Required = REQUIRED, high: int = 256) -> str | T:
-        """A string of 1 to `high` bytes."""
-        expected = f"a string of 1 to {high} bytes"
-        if not self.has(name):
-            return self._default(name, default, expected)
-        value = self._values[name]
-        if not isinstance(value, str) or not 1 <= _utf8_bytes(value) <= high:
-            raise InvalidField(self.at(name), short(value), expected)
-        return value
-
-    def choice(self, name: str, options: Iterable[str], default: T | Required = REQUIRED) -> str | T:
-        """One of a few strings."""
-        options = list(options)
-        expected = " or ".join(f'"{option}"' for option in options)
-        if not self.has(name):
-            return self._default(name, default, expected)
-        value = self._values[name]
-        if not isinstance(value, str) or value not in options:
-            raise InvalidField(self.at(name), short(value), expected)
-        return value
-
-    def flag(self, name: str, default: T | Required = REQUIRED) -> bool | T:
-        """True or false."""
-        if not self.has(name):
-            return self._default(name, default, "true or false")
-        value = self._values[name]
-        if not isinstance(value, bool):
-            raise InvalidField(self.at(name), short(value), "true or false")
-        return value
-
-    def ratio(self, name: str, default: T | Required = REQUIRED) -> Fraction | T:
-        """A positive rational number: an integer, or ``[numerator, denominator]``."""
-        expected = "an integer of at least 1, or [numerator, denominator]"
-        if not self.has(name):
-            return self._default(name, default, expected)
-        value = self._values[name]
-        if isinstance(value, list):
-            if len(value) != 2:
-                raise InvalidField(self.at(name), short(value), expected)
-            parts = [checked_integer(v, f"{self.at(name)}[{i}]", 1, 1 << 31) for i, v in enumerate(value)]
-            return Fraction(parts[0], parts[1])
-        return Fraction(checked_integer(value, self.at(name), 1, 1 << 31, expected))
-
-    def array(self, name: str, expected: str) -> list[tuple[str, object]] | None:
-        """The items of a list, each with its path; None if there is no such field."""
-        if not self.has(name):
-            return None
-        value = self._values[name]
-        if not isinstance(value, list) or not value:
-            raise InvalidField(self.at(name), short(value), expected)
-        return [(f"{self.at(name)}[{index}]", item) for index, item in enumerate(value)]
-
-    def intervals(self, name: str, count: int, of: str, high: int) -> tuple[Interval, ...] | None:
-        """A list of `count` half-open intervals within ``[0, high)``; None if there is no such field.
-
-        Args:
-            name: the field.
-            count: how many there must be.
-            of: what there is one of each for, e.g. "tp_rank".
-            high: end of the axis.
-        """
-        expected = f"a list of {count} intervals [begin, end], one for each {of}"
-        items = self.array(name, expected)
-        if items is None:
-            return None
-        if len(items) != count:
-            raise InvalidField(self.at(name), f"{len(items)} intervals", expected)
-        return tuple(checked_interval(item, path, high) for path, item in items)
-
-    def object(self, name: str) -> Fields | None:
-        """A nested object, or None."""
-        return Fields(self._values[name], self.at(name)) if self.has(name) else None
-
-    def strings(self, name: str) -> dict[str, str]:
-        """An object of strings; empty if there is no such field."""
-        if not self.has(name):
-            return {}
-        value = self._values[name]
-        if not isinstance(value, dict):
-            raise InvalidField(self.at(name), short(value), "an object of strings")
-        for key, item in value.items():
-            if not isinstance(item, str) or _utf8_bytes(key) < 0 or _utf8_bytes(item) < 0:
-                raise InvalidField(f"{self.at(name)}.{key}", short(item), "a string")
-        return cast("dict[str, str]", dict(value))
-
-    def refuse(self, names: Iterable[str], because: str) -> None:
-        """Refuse fields that make no sense here."""
-        for name in names:
-            if self.has(name):
-                raise InvalidField(self.at(name), short(self._values[name]), f"no such field {because}")
-
-    def finish(self) -> None:
-        """Refuse fields that nobody took: a typing mistake must not silently mean the default."""
-        for name in self._values:
-            if name not in self._known:
-                near = difflib.get_close_matches(name, self._known, 1)
-                hint = f'"{near[0]}"?' if near else f"one of {', '.join(sorted(set(self._known)))}"
-                raise InvalidField(self.at(name), short(self._values[name]), f"a known field: {hint}")
-
-    def _default(self, name: str, default: T | Required, expected: str) -> T:
-        if isinstance(default, Required):
-            raise InvalidField(self.at(name), MISSING, expected)
-        return default
+def _ratio(value: int | tuple[int, int]) -> Fraction:
+    return Fraction(*value) if isinstance(value, tuple) else Fraction(value)
 
 
-def checked_integer(value: object, path: str, low: int, high: int, expected: str = "") -> int:
-    """An integer in ``[low, high]``; JSON's true and 1.0 are none."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidField(path, short(value), expected or _range(low, high))
-    return value
+def _whole_order(order: list[str]) -> list[str]:
+    """Add `page` inside `block` and `tensor` outside `component`, where they were left out."""
+    for absent, neighbour, after in (("page", "block", 1), ("tensor", "component", 0)):
+        if absent not in order and neighbour in order:
+            place = order.index(neighbour) + after
+            order = [*order[:place], absent, *order[place:]]
+    if sorted(order) != sorted(AXES):
+        raise ValueError(f"each of {', '.join(AXES)} once, outermost first (page and tensor may be left out)")
+    return order
 
 
-def checked_interval(value: object, path: str, high: int) -> Interval:
-    """``[begin, end]`` within ``[0, high)``, not empty."""
-    expected = f"[begin, end] with 0 <= begin < end <= {high}"
-    if not isinstance(value, list) or len(value) != 2:
-        raise InvalidField(path, short(value), expected)
-    begin, end = (checked_integer(edge, path, 0, high, expected) for edge in value)
-    if begin >= end:
-        raise InvalidField(path, value, expected)
-    return Interval(begin, end)
+def _with_index(name: str) -> str:
+    if name.count("{") != 1 or name.count("}") != 1 or "{}" not in name:
+        raise ValueError("a name with {} for the layer's index")
+    return name
 
 
-def indices(items: Sequence[tuple[str, object]], high: int) -> tuple[int, ...]:
-    """Indices below `high`, given one by one or as intervals; in the order given, each once."""
-    found: dict[int, None] = {}
-    for path, item in items:
-        if isinstance(item, list):
-            interval = checked_interval(item, path, high)
-            more = range(interval.begin, interval.end)
-        else:
-            index = checked_integer(item, path, 0, high - 1, f"an index below {high}, or [begin, end]")
-            more = range(index, index + 1)
-        twice = [index for index in more if index in found]
-        if twice:
-            raise InvalidField(path, short(item), f"each index once; {min(twice)} is given twice")
-        found.update(dict.fromkeys(more))
-    return tuple(found)
+Index = Annotated[int, Field(ge=0, le=BIG)]
+Positive = Annotated[int, Field(ge=1, le=1 << 31)]
+
+if TYPE_CHECKING:
+    from typing import Optional as Own
+
+    Dtype: TypeAlias = str
+    Axis: TypeAlias = str
+    Span: TypeAlias = Interval
+    Ratio: TypeAlias = Fraction | int
+else:
+    Dtype, Axis = Literal[tuple(DTYPE_BYTES)], Literal[AXES]
+    Span = Annotated[tuple[Index, Index], Strict(False), AfterValidator(_interval)]
+    Ratio = Annotated[Positive | Annotated[tuple[Positive, Positive], Strict(False)], AfterValidator(_ratio)]
+
+    class Own:
+        """The type of a field that is None where the file leaves it out, and may not be null in the file."""
+
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return kind
 
 
-def short(value: object) -> object:
-    """The value for an error message: long ones shortened."""
-    return reprlib.repr(value) if isinstance(value, (dict, list)) else value
+Granule = Literal["page"] | Annotated[int, Field(ge=1, le=1 << 20)]
+Order = Annotated[list[Axis], AfterValidator(_whole_order)]
 
 
-def _utf8_bytes(text: str) -> int:
-    """Its length on the wire; -1 for what JSON can spell but UTF-8 cannot (half a surrogate pair)."""
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError:
-        return -1
+class Content(Described):
+    """What one layer holds of a token."""
+
+    attention: Literal["gqa", "mha", "mla"] = other(
+        "gqa", "gqa and mha hold a key and a value for each KV head; mla holds one latent (and rope) for all."
+    )
+    kv_heads: Own[int] = integer(None, 1, 1 << 20, "KV heads of the whole model.")
+    head_dim: Own[int] = integer(None, 1, 1 << 24, "Elements of a head's key, and of its value.")
+    latent_dim: Own[int] = integer(None, 1, 1 << 24, "mla: elements of the latent.")
+    rope_dim: int = integer(0, 0, 1 << 24, "mla: elements of the rope part beside it. 0: no such component.")
+    dtype: Own[Dtype] = other(None, "Type of one element. Packed 4-bit values are counted as uint8.")
 
 
-def _range(low: int, high: int) -> str:
-    return f"an integer of at least {low}" if high == BIG else f"an integer from {low} to {high}"
+class FileModel(Content):
+    """What the model's layers hold."""
+
+    layers: int = integer(..., 1, MAX_LAYERS, "Number of layers.")
+
+
+class Meaning(Described):
+    """What the bytes mean, and what may be cut. Of a group, for its components; of a component, for itself."""
+
+    format: str = text(
+        "plain",
+        256,
+        'What the bytes mean; compared verbatim. "plain": natural order. "opaque": nothing is known, pages move whole.',
+    )
+    granule: Own[Granule] = other(
+        None,
+        'Consecutive states that may not be cut apart; "page": a whole page. Default 1, or a page where format is '
+        '"opaque".',
+    )
+    units_divide: Own[bool] = other(
+        None, 'Whether single heads or channels may be read. Default true, or false where format is "opaque".'
+    )
+    optional: bool = other(False, "The planes may stay uncovered by a source.")
+    tokens_per_state: Ratio = other(
+        1, "Tokens that one state of a compressed cache stands for: an integer, or [numerator, denominator]."
+    )
+
+
+class FileComponent(Meaning):
+    """One component of each layer of a group."""
+
+    name: str = text(
+        ..., 64, "key, value, latent, rope, index, index_scale, key_scale, conv_x, ssm … Unique in its group."
+    )
+    units: Own[int] = integer(
+        None, 1, 1 << 24, "Heads or channels of the whole model. Default: kv_heads, or 1 for mla; none for states."
+    )
+    content: Own[int] = integer(
+        None, 1, 1 << 24, "Elements of one unit of one state. Default: head_dim, latent_dim or rope_dim; 1 for states."
+    )
+    dtype: Own[Dtype] = other(None, "Type of one element. Default: that of the group.")
+    rows: int = integer(1, 1, 1 << 20, "State: its rows; the axis of which neighbouring rows are the tokens.")
+    replicated: bool = other(False, "Every rank holds all units.")
+    shards: Own[list[Span]] = other(None, "Units held, by tp_rank: tp_size intervals.")
+    tensor: Own[str] = text(
+        None,
+        64,
+        "Components of one tensor lie together where the order has component inside token. Default: one tensor; for "
+        "states conv for conv_ components, and one for each other.",
+    )
+    layers: Own[list[Index | Span]] = other(None, "Layers of the group that have it. Default: all.", min_length=1)
+
+
+class Placing(Described):
+    """How a cache is divided and where it lies. Of the file, for its groups; of a group, for itself."""
+
+    block_size: Own[int] = integer(None, 1, 1 << 20, "Tokens per block, over all token shards.")
+    num_blocks: Own[int] = integer(None, 1, (1 << 31) - 1, "Number of blocks.")
+    layout: Literal["HND", "NHD"] = other("HND", "HND: heads outside tokens; NHD: tokens outside heads.")
+    kv: Own[Literal["apart", "packed", "blocks_first"]] = other(
+        None,
+        "apart: a tensor for each component; blocks_first: component after component inside each page; packed: "
+        "components side by side for each head and token. Default apart; packed for mla; blocks_first for states, "
+        "which cannot be packed.",
+    )
+    tensors: Literal["per_layer", "cross_layer"] = other(
+        "per_layer",
+        "per_layer: a tensor for each layer, one after the other; cross_layer: one tensor whose pages hold all layers.",
+    )
+    order: Own[Order] = other(
+        None,
+        "Every axis of the memory, outermost first, instead of layout, kv and tensors. page (inside block) and tensor "
+        "(outside component) may be left out.",
+        json_schema_extra={"minItems": 5, "maxItems": 7, "uniqueItems": True},
+    )
+    shards: Own[list[Span]] = other(
+        None,
+        "KV heads held, by tp_rank: tp_size intervals. Default: rank x of n holds [x·H//n, (x+1)·H//n), or one head "
+        "where that is empty.",
+    )
+    never: ClassVar[tuple[Never, ...]] = (
+        Never(("layout", "kv", "tensors"), 'beside "order", which says it all', "order"),
+    )
+
+
+class TokenShards(Described):
+    """Context parallelism: rank tp_rank holds the tokens t with t // interleave % count == tp_rank % count, and the
+    heads of part tp_rank // count of tp_size // count."""
+
+    count: int = integer(..., 1, MAX_RANKS, "Number of token shards; divides tp_size.")
+    interleave: int = integer(1, 1, 1 << 20, "Consecutive tokens of one shard.")
+
+
+class Table(Placing, Meaning):
+    """Planes that share one block table. Of a group in groups; of the file, where it has no groups."""
+
+    kind: Literal["full", "window", "state"] = other(
+        "full",
+        "full: block i of a request has its tokens [i·block_size, (i+1)·block_size); window: only the last blocks are "
+        "held; state: one block per request.",
+    )
+    layers: Own[list[Index | Span]] = other(
+        None,
+        "Its layers: indices and [begin, end] intervals, each layer once, in the order of memory. Default: all.",
+        min_length=1,
+    )
+    layer_name: Annotated[str, AfterValidator(_with_index)] = text(
+        "layers.{}",
+        256,
+        "Name of its layers, {} for the index; equal on both engines.",
+        json_schema_extra={"pattern": r"^[^{}]*\{\}[^{}]*$"},
+    )
+    stage: Own[int] = integer(
+        None,
+        0,
+        MAX_RANKS,
+        "The pp_rank that holds all its layers. Default: by the stages; layers past the model's are on the last.",
+    )
+    window: Own[int] = integer(None, 1, BIG, "Size of the window, in tokens.")
+    pool: str = text("", 128, "Groups of one pool share its block ids and its memory. Default: a pool of its own.")
+    null_block: Own[int] = integer(None, 0, 1 << 31, "The id that stands for no block. Default: there is none.")
+    page_size: Own[int] = integer(
+        None, 1, 1 << 20, "Tokens per page, over all token shards; divides block_size. Default: a block is one page."
+    )
+    page_padding: int = integer(0, 0, BIG, "Unused bytes after each page.")
+    block_padding: int = integer(0, 0, BIG, "Unused bytes after each block.")
+    token_shard: TokenShards = other(TokenShards(count=1), "Which tokens each rank holds. Default: all.")
+    rows: Literal["rows_first", "channels_first"] = other(
+        "rows_first",
+        "State: rows_first: a row holds the channels of all conv_ components; channels_first: a channel holds its "
+        "rows.",
+    )
+    components: Own[list[FileComponent]] = other(
+        None,
+        "What each layer holds, in the order of memory. Default: key and value; for mla latent, and rope if there is "
+        "rope_dim; states have no default.",
+        min_length=1,
+        max_length=64,
+    )
+    never: ClassVar[tuple[Never, ...]] = (
+        *Placing.never,
+        Never(
+            ("block_size", "page_size", "token_shard", "window", "shards", "layout", "tokens_per_state"),
+            "for a state",
+            "kind",
+            "state",
+        ),
+        Never(("rows",), 'for a group that is not of kind "state"', "kind", "state", unless=True),
+        Never(("window",), 'for a group that is not of kind "window"', "kind", "window", unless=True),
+    )
+
+
+class FileGroup(Table, Content):
+    """One of several groups. What it leaves out of `Content` and `Placing` is the file's."""
+
+    name: str = text(..., 128, "Unique in its engine, equal on both engines of a read.")
+    description: str = text("", 4096, "For people.")
+
+
+class GeometryFile(Table):
+    """The cache geometry of an engine, for planning without running it. Read by kvferry.geometry.file."""
+
+    schema_: str = text("", 4096, "The address of this schema, for editors.", alias="$schema")
+    description: str = text("", 4096, "For people.")
+    engine_id: str = text(..., 256, "Name of the engine.")
+    tp_size: int = integer(1, 1, MAX_RANKS, "Tensor-parallel size.")
+    pp_size: int = integer(1, 1, MAX_RANKS, "Pipeline-parallel size; rank = pp_rank · tp_size + tp_rank.")
+    stages: Own[list[Span]] = other(None, "Layers held, by pp_rank: pp_size intervals. Default: as evenly as possible.")
+    memory: Literal["dram", "vram"] = other("dram", "Where the cache lies.")
+    device: int = integer(0, 0, 1 << 16, "NIXL's device index.")
+    partial: bool = other(
+        False, "The ranks together need not hold every unit and token of their layers; otherwise that is refused."
+    )
+    identity: dict[str, str] = other(
+        {}, "What the cache was computed with: model, revision digest, quantisation, rope … Equal on both engines."
+    )
+    model: FileModel = other(..., "What the model's layers hold.")
+    name: str = text("full", 128, "Name of the only group; equal on both engines of a read.")
+    groups: Own[list[FileGroup]] = other(
+        None,
+        "Groups of layers with block tables of their own. Default: one group of all layers; then the file itself may "
+        "have the fields of a group.",
+        min_length=1,
+        max_length=256,
+    )
+    never: ClassVar[tuple[Never, ...]] = (
+        *Table.never,
+        Never(
+            ("name", *(name for name in Table.model_fields if name not in Placing.model_fields)),
+            'beside "groups": each group says it for itself',
+            "groups",
+        ),
+    )
+
+    def tables(self) -> list[tuple[str, Table, dict[str, Any]]]:
+        """Return the groups: the path of each, what it says itself, and all that holds for it."""
+        above = {**self.given(Placing), **self.model.given(Content)}
+        if self.groups is None:
+            return [("", self, {**self.given(Table), **above, "name": self.name})]
+        return [
+            (f"groups[{index}]", group, {**above, **group.given(FileGroup)}) for index, group in enumerate(self.groups)
+        ]

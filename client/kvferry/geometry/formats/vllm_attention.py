@@ -9,7 +9,7 @@ from kvferry.errors import BadGeometry
 from kvferry.geometry.formats.parts import Layers, halves, head_width, with_axes
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane
-from kvferry.geometry.tensors import Holding, Part, named_tensors, planes_of, planes_of_tensor, view_of
+from kvferry.geometry.tensors import Holding, Part, named_tensors, planes_of_tensor, view_of
 
 
 def vllm_attention(
@@ -40,32 +40,6 @@ def vllm_attention(
         axes = ("block", "head", "token", "content")
         found += planes_of_tensor(view, axes, group, layer, parts, holding)
     return tuple(found)
-
-
-def vllm_flash_attention(kv_caches: Layers, group: Group, holding: Holding | None = None) -> tuple[Plane, ...]:
-    """vLLM's FlashAttention before packed content: K and V apart in one tensor, NHD or HND by strides.
-
-    Args:
-        kv_caches: by layer, ``[2, blocks, tokens, heads, head_dim]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
-
-    Source: vllm-project/vllm 0084b783 (2025), ``FlashAttentionBackend.get_kv_cache_shape`` and
-    ``get_kv_cache_stride_order`` in vllm/v1/attention/backends/flash_attn.py.
-    """
-    return planes_of(kv_caches, ("kv", "block", "token", "head", "content"), group, ("key", "value"), holding)
-
-
-def vllm_flashinfer(kv_caches: Layers, group: Group, holding: Holding | None = None) -> tuple[Plane, ...]:
-    """vLLM's FlashInfer before packed content: K, then V, inside each block; NHD or HND by strides.
-
-    Args:
-        kv_caches: by layer, ``[blocks, 2, tokens, heads, head_dim]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
-
-    Source: vllm-project/vllm 00a817ad (2025), ``FlashInferBackend.get_kv_cache_shape`` and
-    ``get_kv_cache_stride_order`` in vllm/v1/attention/backends/flashinfer.py.
-    """
-    return planes_of(kv_caches, ("block", "kv", "token", "head", "content"), group, ("key", "value"), holding)
 
 
 def vllm_two_slots(kv_caches: Layers, group: Group, heads: int, holding: Holding | None = None) -> tuple[Plane, ...]:

@@ -163,36 +163,29 @@ def opaque_planes(
         holding = replace(holding, tokens_per_state=Fraction(group.block_tokens or 1, holding.token_shard.count))
     if rest:
         raise BadGeometry(f"layer {layer}", f"pages of {page_bytes} bytes do not divide by {len(units)} units")
-    states = states or 1
+    cells = TensorView(
+        address=view.address,
+        shape=(view.shape[block_axis], len(units), states or 1, state_bytes),
+        strides=(view.strides[block_axis], state_bytes * (states or 1), state_bytes, 1),
+        itemsize=1,
+        dtype=view.dtype,
+        memory_kind=view.memory_kind,
+        device=view.device,
+    )
+    format = OPAQUE if holding.format == PLAIN else holding.format
+    holding = replace(holding, units=units, format=format, token_granule=0, units_divide=False)
     offsets = _outer_offsets(view, block_axis)
     return tuple(
-        Plane(
-            layer=layer,
-            component=component if len(offsets) == 1 else f"{component}.{index}",
-            group=group.name,
-            format=OPAQUE if holding.format == PLAIN else holding.format,
-            dtype=view.dtype if holding.dtype is None else holding.dtype,
-            memory_kind=view.memory_kind,
-            device=view.device,
-            base=view.address + offset,
-            num_blocks=view.shape[block_axis],
-            block_stride=view.strides[block_axis],
-            page_tokens=states,
-            page_stride=0,
-            block_states=states,
-            unit_stride=state_bytes * states if len(units) > 1 else 0,
-            token_stride=state_bytes if states > 1 else 0,
-            state_bytes=state_bytes,
-            axis_size=holding.axis_size or units.end,
-            units=units,
-            token_shard=holding.token_shard,
-            tokens_per_state=holding.tokens_per_state,
-            token_granule=states,
-            units_divide=False,
-            optional_cover=holding.optional_cover,
-            shared=holding.shared,
-        )
+        plane
         for index, offset in enumerate(offsets)
+        for plane in planes_of_tensor(
+            replace(cells, address=cells.address + offset),
+            ("block", "unit", "token", "content"),
+            group,
+            [layer],
+            (component if len(offsets) == 1 else f"{component}.{index}",),
+            holding,
+        )
     )
 
 

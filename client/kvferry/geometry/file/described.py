@@ -1,0 +1,163 @@
+"""JSON objects that are described by their fields: one description gives the check, the JSON schema, and errors that
+name the path, the value and what was expected."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticCustomError
+
+from kvferry.errors import InvalidField
+
+D = TypeVar("D", bound="Described")
+
+
+class _Missing:
+    """The value of a field that is not there, in errors."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """Fields that an object must not have beside `field`, or where that has, or has not (`unless`), a value."""
+
+    names: tuple[str, ...]
+    because: str
+    field: str
+    value: str | None = None
+    unless: bool = False
+
+    def broken_by(self, found: Described) -> str:
+        """Return the first field that must not be there; empty: none."""
+        given = found.model_fields_set
+        holds = self.field in given if self.value is None else getattr(found, self.field) == self.value
+        return next((name for name in self.names if name in given), "") if holds != self.unless else ""
+
+    def schema(self) -> dict[str, Any]:
+        """Return the rule as a JSON schema."""
+        has_value = {} if self.value is None else {"properties": {self.field: {"const": self.value}}}
+        never = {"not": {"anyOf": [{"required": [name]} for name in self.names]}}
+        return {"if": {"required": [self.field], **has_value}, "else" if self.unless else "then": never}
+
+
+class Described(BaseModel):
+    """An object of a file. An unknown field is an error, because a typing mistake must not mean the default."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    never: ClassVar[tuple[Never, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_fields(cls, value: object) -> object:
+        known = sorted(field.alias or name for name, field in cls.model_fields.items())
+        for name in value if isinstance(value, dict) else ():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                hint = f'"{near[0]}"?' if near else f"one of {', '.join(known)}"
+                raise PydanticCustomError("field", "a known field: {hint}", {"field": name, "hint": hint})
+        return value
+
+    @model_validator(mode="after")
+    def _has_no_refused_field(self: D) -> D:
+        for rule in self.never:
+            if name := rule.broken_by(self):
+                raise PydanticCustomError("field", "no such field {why}", {"field": name, "why": rule.because})
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        found: dict[str, Any] = handler.resolve_ref_schema(handler(core))
+        found["additionalProperties"] = False
+        return found | ({"allOf": [rule.schema() for rule in cls.never]} if cls.never else {})
+
+    def given(self, kind: type[Described]) -> dict[str, Any]:
+        """Return the fields of `kind` that the file has here."""
+        return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
+
+    @classmethod
+    def read(cls: type[D], document: object) -> D:
+        """Check a document; raises `InvalidField` for a mistake."""
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            raise _refusal(error, document) from None
+
+
+def schema(kind: type[Described]) -> dict[str, Any]:
+    """Return the JSON schema of a file."""
+    return {"$schema": GenerateJsonSchema.schema_dialect, **kind.model_json_schema(schema_generator=_Schema)}
+
+
+class _Schema(GenerateJsonSchema):
+    """Without titles, which repeat the names, and without null as the default of what may be left out."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().default_schema(schema).items() if value is not None}
+
+
+_PHRASES = {
+    "model_type": "an object",
+    "dict_type": "an object",
+    "tuple_type": "a list of two integers",
+    "missing": "a value: this field has no default",
+}
+_AROUND = re.compile(r"^\w+ should (be |have )?|^Value error, | after validation, not \d+")
+
+
+def _refusal(error: ValidationError, document: object) -> InvalidField:
+    """Return the first mistake. A field that may have several types has an error for each, at the same path."""
+    found: dict[str, tuple[object, list[str]]] = {}
+    for detail in error.errors(include_url=False):
+        value, path = document, ""
+        field = detail.get("ctx", {}).get("field")
+        for part in (*detail["loc"], *([] if field is None else [field])):
+            known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+            if part not in known:
+                if detail["type"] == "missing":
+                    value, path = MISSING, at(path, part)
+                break  # What else follows is the type that was tried.
+            value, path = value[part], at(path, part)  # type: ignore[index]
+        phrase = _PHRASES.get(detail["type"], _AROUND.sub("", detail["msg"]))
+        phrase = phrase.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+        found.setdefault(path, (value, []))[1].append(phrase)
+    path, (value, phrases) = next(iter(found.items()))
+    return InvalidField(path or "the document", short(value), " or ".join(dict.fromkeys(phrases)))
+
+
+def at(path: str, name: str | int) -> str:
+    """Return the JSON path of a field or an item."""
+    return f"{path}[{name}]" if isinstance(name, int) else f"{path}.{name}" if path else name
+
+
+def short(value: object) -> object:
+    """Return the value for an error message: a long one shortened."""
+    return reprlib.repr(value) if isinstance(value, (dict, list)) else value
+
+
+def integer(default: Any, low: int, high: int, about: str) -> Any:
+    """Describe an integer in ``[low, high]``."""
+    return Field(default, ge=low, le=high, description=about)
+
+
+def text(default: Any, high: int, about: str, **more: Any) -> Any:
+    """Describe a string of 1 to `high` characters."""
+    return Field(default, min_length=1, max_length=high, description=about, **more)
+
+
+def other(default: Any, about: str, **more: Any) -> Any:
+    """Describe a field of another type."""
+    return Field(default, description=about, **more)
