@@ -63,7 +63,7 @@ def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> Non
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     (rank,) = outcome["ranks"]
-    assert rank["source_ranks"] == [0, 1]
+    assert [read["source_ranks"] for read in rank["reads"]] == [[0, 1]] * 3
     assert (rank["wrong"], rank["strayed"], outcome["failures"]) == (0, 0, [])
     assert rank["right"] >= outcome["bytes"] > 0
     assert outcome["released"] == 4
@@ -102,7 +102,7 @@ def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert len(started) >= 6
+    assert len(started) >= 4
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []
     assert list((tmp_path / "scratch").iterdir()) == []
