@@ -47,18 +47,20 @@ def demo(
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     try:
-        engines = [
+        theirs, mine = (
             _geometry(file, {**DEFAULT, "engine_id": name, "tp_size": size}, requests, tokens)
             for file, name, size in ((source, "prefill", 4), (destination, "decode", 2))
-        ]
-        for role, engine in zip(("source", "destination"), engines, strict=True):
+        )
+        for role, engine in (("source", theirs), ("destination", mine)):
             layers = len({plane.layer for _, plane in engine.planes()})
             groups = ", ".join(f"{g.name}: {g.num_blocks} blocks of {g.block_tokens or 1}" for g in engine.groups)
             console.print(f"{role:<12} {engine.engine_id}: {len(engine.ranks)} ranks, {layers} layers; {groups}")
-        plans = [plan_read(*engines, rank.rank) for rank in engines[1].ranks]
+        plans = [plan_read(theirs, mine, rank.rank) for rank in mine.ranks]
         # Names in geometry files may be anything, and must not control the terminal.
         console.print("", *map(safe, to_text(plans).splitlines()), "", sep="\n", markup=False)
-        outcome = run_demo(*engines, requests=requests, tokens=tokens, ucx_tls=ucx_tls, seed=seed, phase=console.print)
+        outcome = run_demo(
+            theirs, mine, requests=requests, tokens=tokens, ucx_tls=ucx_tls, seed=seed, phase=console.print
+        )
     except KvferryError as error:
         typer.echo(f"kvferry demo: {sentences(error)}", err=True)
         raise typer.Exit(2) from None
