@@ -22,9 +22,11 @@ from tests.support.node_servers import environment
 NIXL = pytest.mark.skipif(util.find_spec("nixl") is None, reason="NIXL is not installed")
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="takes the rights of root")
 NOBODY = """
-import os, sys
+import dataclasses, json, os, sys
 import kvferry._doctor.catalogue
+from kvferry._doctor.finding import table
 # The folders of this Python may be closed to others; the system's is not.
+table()
 sys.executable = "/usr/bin/python3"
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)

@@ -34,7 +34,8 @@ read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p,
 got = read(pid, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0)
 print(0 if got == 16 else ctypes.get_errno() or -1)
 """
-_PYTHON = (sys.executable, "-I", "-S", "-c")
+_ALONE = ("-I", "-S", "-c")
+"""Options of a Python that imports nothing but what its lines name."""
 _CAP_SYS_PTRACE = 19
 
 
@@ -44,7 +45,9 @@ def check(host: Host) -> list[Finding]:
 
 
 def _two_of_ours(host: Host) -> Finding:
-    source = subprocess.Popen([sys.executable, *_PYTHON[1:], _SOURCE], stdin=-1, stdout=-1, text=True)
+    source = subprocess.Popen(
+        [sys.executable, *_ALONE, _SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     with source:
         try:
             pid, address = (source.stdout.readline() if source.stdout else "").split()
@@ -62,7 +65,7 @@ def _two_of_ours(host: Host) -> Finding:
 def _read(pid: int, address: int) -> int:
     """Have a process read another's memory; the number of the error, 0 if there is none. The time is that of the whole
     check, which is ended with all that it started."""
-    command = [sys.executable, *_PYTHON[1:], _READER, str(pid), str(address)]
+    command = [sys.executable, *_ALONE, _READER, str(pid), str(address)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -110,30 +113,22 @@ def _yama(host: Host) -> str:
 
 def _obstacles(host: Host, problem: int, user: str = "") -> tuple[str, str]:
     """Say what the error is and what forbids reading, as far as the system tells; and what to do."""
-    unlike, scope = user not in ("", str(os.geteuid())), _yama(host)
-    obstacles = (
-        (problem == errno.ENOSYS, "this kernel, or a filter of system calls, has no process_vm_readv", ""),
-        (unlike, "the two have different users", "run both engines as one user"),
-        (not host.capable(_CAP_SYS_PTRACE), "this process lacks CAP_SYS_PTRACE", ""),
-        (
-            scope,
-            f"kernel.yama.ptrace_scope is {scope}",
-            "set kernel.yama.ptrace_scope to 0 on the host (sysctl -w kernel.yama.ptrace_scope=0)",
-        ),
-        (
-            host.status().get("Seccomp") == "2",
-            "a seccomp filter is in force",
-            "allow process_vm_readv and process_vm_writev in the container's seccomp profile",
-        ),
-        # A container with this capability also gets the system calls by docker's default profile.
-        (
-            True,
-            "",
-            "give both containers the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; Kubernetes: "
-            "capabilities.add)",
-        ),
-    )
-    reasons = ", ".join(reason for holds, reason, _ in obstacles if holds and reason)
-    steps = "; ".join(step for holds, _, step in obstacles if holds and step)
-    known = f"{errno.errorcode.get(problem, problem)} ({os.strerror(problem)})" if problem > 0 else "too few bytes"
-    return f"{known}; {reasons or 'the system does not tell why'}", f"One of: {steps}."
+    reasons, steps, scope = [], [], _yama(host)
+    if problem == errno.ENOSYS:
+        reasons.append("this kernel, or a filter of system calls, has no process_vm_readv")
+    if user not in ("", str(os.geteuid())):
+        reasons.append("the two have different users")
+        steps.append("run both engines as one user")
+    if not host.capable(_CAP_SYS_PTRACE):
+        reasons.append("this process lacks CAP_SYS_PTRACE")
+    if scope:
+        reasons.append(f"kernel.yama.ptrace_scope is {scope}")
+        steps.append("set kernel.yama.ptrace_scope to 0 on the host (sysctl -w kernel.yama.ptrace_scope=0)")
+    if host.status().get("Seccomp") == "2":
+        reasons.append("a seccomp filter is in force")
+        steps.append("allow process_vm_readv and process_vm_writev in the container's seccomp profile")
+    # With this capability docker's own profile allows the calls, too.
+    steps.append("give both containers the capability SYS_PTRACE")
+    name = f"{errno.errorcode.get(problem, problem)} ({os.strerror(problem)})" if problem > 0 else "too few bytes came"
+    how = "docker run --cap-add SYS_PTRACE; Kubernetes: capabilities.add"
+    return f"{name}; {', '.join(reasons) or 'the system does not tell why'}", f"One of: {'; '.join(steps)} ({how})."

@@ -52,61 +52,22 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         f"kvferry: {state['advertise']}",
         _heading(state),
         element("h2", "Engines"),
-        _rows("engines", [_with_link(row) for row in engines], ENGINE_COLUMNS),
+        _rows("engines", [_with_link(row) for row in engines]),
         _more("engines", more_engines, query),
         element("h2", "The last reads"),
         element("p", *(element("span", name, class_=name) for name in COLOURS), class_="legend"),
         timeline(ended),
         element("h2", "Reads"),
         element("p", "Under way, and ended ones whose outcome is kept.", class_="note"),
-        _rows("reads", reads, READ_COLUMNS),
+        _rows("reads", reads),
         _more("reads", more_reads, query),
         element("h2", "Requests"),
         element("p", "Published, and not yet acknowledged by their engine as released.", class_="note"),
-        _rows("requests", requests, REQUEST_COLUMNS),
+        _rows("requests", requests),
         _more("requests", more_requests, query),
         element("h2", "Plans"),
         _plans(engines, ended),
     )
-
-
-ENGINE_COLUMNS = (
-    "engine_id",
-    "incarnation",
-    "state",
-    "ranks",
-    "missing",
-    "publications",
-    "leases",
-    "cache_bytes",
-    "peer",
-)
-READ_COLUMNS = (
-    "lease_number",
-    "source",
-    "reader",
-    "publication",
-    "request_id",
-    "router_key",
-    "state",
-    "reason",
-    "parts",
-    "lease_remaining_s",
-    "reported",
-    "bytes",
-)
-REQUEST_COLUMNS = (
-    "engine_id",
-    "publication",
-    "request_id",
-    "state",
-    "blocks",
-    "leases",
-    "reads",
-    "last_failure",
-    "age_s",
-)
-RANK_COLUMNS = ("rank", "state", "labels", "planes", "cache_bytes", "node", "watched")
 
 
 def engine_page(engine: Engine, first: int) -> Html:
@@ -123,7 +84,7 @@ def engine_page(engine: Engine, first: int) -> Html:
         title,
         element("h1", title),
         element("p", f"Incarnation {short(ref.incarnation)}. {engine.num_ranks} ranks. Groups: {groups or 'none'}."),
-        _rows("ranks", rows, RANK_COLUMNS),
+        _rows("ranks", rows),
         more,
     )
 
@@ -142,7 +103,7 @@ def plan_page(source: str, destination: str) -> Html:
 
 def state_page(state: Row) -> Html:
     """Return the state of the node server as a table."""
-    rows: list[tuple[Child, ...]] = [(name, _text(value)) for name, value in state.items()]
+    rows: list[tuple[Child, ...]] = [(name, _cell(value)) for name, value in state.items()]
     return document(
         "kvferry: state",
         element("h1", "State"),
@@ -171,18 +132,15 @@ def _heading(state: Row) -> Html:
     )
 
 
-def _rows(name: str, rows: Sequence[Row], columns: tuple[str, ...]) -> Html:
+def _rows(name: str, rows: Sequence[Row]) -> Html:
     if not rows:
         return element("p", "None.", class_="none", id=name)
-    cells: list[tuple[Child, ...]] = [tuple(_cell(row[column]) for column in columns) for row in rows]
-    return table(tuple(column.replace("_", " ") for column in columns), cells, id=name)
+    cells: list[tuple[Child, ...]] = [tuple(map(_cell, row.values())) for row in rows]
+    return table(tuple(column.replace("_", " ") for column in rows[0]), cells, id=name)
 
 
 def _cell(value: object) -> Child:
-    return value if isinstance(value, Html) else _text(value)
-
-
-def _text(value: object) -> str:
+    # `Html` is a `str`, and stays what it is.
     return value if isinstance(value, str) else json.dumps(value)
 
 
