@@ -79,7 +79,7 @@ def run_rank(
                 pipe.send(getattr(rank, command)(requests))
     except KvferryError as error:
         pipe.send(error)
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass
 
 
