@@ -77,7 +77,8 @@ class Engine:
         spec = EngineSpec(name, geometry.groups, len(geometry.ranks), geometry.identity, geometry.partial)
         with ExitStack() as stack:
             self.session: EngineSession = stack.enter_context(kvferry.Client(address)).open_engine(spec)
-            self._ranks = []
+            self._ranks: list[tuple[Any, Any]] = []
+            stack.callback(self._end)
             # Node servers run in this process: it must not fork.
             context = multiprocessing.get_context("spawn")
             for rank in geometry.ranks:
@@ -86,8 +87,6 @@ class Engine:
                 process = context.Process(target=run_rank, args=job, daemon=True)
                 process.start()
                 theirs.close()
-                # In the order of their entry here: the pipe is closed first, upon which the rank ends.
-                stack.callback(_end, process, pipe)
                 self._ranks.append((process, pipe))
             self._stack = stack.pop_all()
 
@@ -118,12 +117,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-
-def _end(process: Any, pipe: Any) -> None:
-    pipe.close()
-    process.join(10.0)
-    process.kill()
-    process.join()
+    def _end(self) -> None:
+        for _, pipe in self._ranks:
+            # Upon which the rank ends.
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(10.0)
+            process.kill()
+            process.join()
 
 
 def run_demo(
