@@ -84,6 +84,21 @@ def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
+def test_demo_whose_ranks_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    # Shared memory alone: UCX cannot report the death of peers, and makes no agent.
+    done = subprocess.run(
+        command(tmp_path, "--ucx-tls", "sm", "--requests", "1", "--tokens", "20"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(tmp_path),
+    )
+    assert done.returncode == 2
+    assert "kvferry demo: NIXL createBackend: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
 def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         # So much that it takes seconds: it must not end before it is interrupted.
