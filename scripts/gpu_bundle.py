@@ -39,7 +39,7 @@ FLAVOURS = ("cu12", "cu13")
 
 SOURCES = ("client/kvferry", "server/kvferry_server", "tests/gpu", "tests/support")
 FILES = ("LICENSE", "pyproject.toml", "tests/__init__.py", "tests/conftest.py")
-SUFFIXES = {".py", ".pyi", ".toml", ".typed", ""}
+SUFFIXES = {".py", ".pyi", ".md", ".toml", ".typed", ""}
 
 PLATFORMS = ("2_28_x86_64", "2_27_x86_64", "2_24_x86_64", "2_17_x86_64", "2014_x86_64", "2_5_x86_64", "1_x86_64")
 """glibc of manylinux wheels; pip takes each name literally, not as a least version."""

@@ -11,16 +11,11 @@ import pytest
 
 from kvferry._doctor import catalogue
 from kvferry._doctor.catalogue import Check
-from kvferry._doctor.environment import KINDS as ENVIRONMENT
-from kvferry._doctor.environment import check as check_environment
-from kvferry._doctor.peer import KINDS as PEER
 from kvferry._doctor.peer import check as check_peer
+from kvferry._doctor.software import environment
 from tests.support.command_line import run_kvferry
 
-QUICK = (
-    Check("environment", "variables", check_environment, ENVIRONMENT),
-    Check("peer", "a node server", check_peer, PEER),
-)
+QUICK = (Check("environment", environment), Check("peer", check_peer))
 
 
 @pytest.fixture

@@ -114,4 +114,4 @@ def test_states_of_a_later_version_are_shown_by_their_number() -> None:
 )
 def test_a_read_that_waits_says_how_much_there_is(parts: int, shown: str) -> None:
     read = pb.ReadSummary(state=pb.READ_STATE_WAITING)
-    assert read_state(pb.ReadState, ipb.TransferSummary(read=read, parts=parts)) == shown
+    assert read_state(ipb.TransferSummary(read=read, parts=parts)) == shown

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry._doctor import clocks, devices, environment, limits, pages
+from kvferry._doctor import software, system
 from kvferry._doctor.host import Host
 from tests.doctor.looking import names, write
 
@@ -41,40 +41,40 @@ def test_locked_memory_matters_where_there_is_rdma(tmp_path: Path) -> None:
     limited = 8 << 20 if hard == resource.RLIM_INFINITY else min(8 << 20, hard)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limited, hard))
     try:
-        assert names(limits.check_locked_memory(seen(tmp_path, MLX5))) == {"locked-memory-little"}
+        assert names(system.locked_memory(seen(tmp_path, MLX5))) == {"locked-memory-little"}
         root = seen(tmp_path / "root", MLX5, {"/proc/self/status": "CapEff:\t000001ffffffffff\n"})
-        assert names(limits.check_locked_memory(root)) == {"locked-memory-enough"}
-        assert names(limits.check_locked_memory(Host(root=tmp_path / "none"))) == {"locked-memory-enough"}
+        assert names(system.locked_memory(root)) == {"locked-memory-enough"}
+        assert names(system.locked_memory(Host(root=tmp_path / "none"))) == {"locked-memory-enough"}
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
 def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = seen(tmp_path, GPU)
-    monkeypatch.setattr(devices, "version_of", lambda package: "2.13.0+cpu")
-    found = devices.check_gpu(host)
+    monkeypatch.setattr(system, "version_of", lambda package: "2.13.0+cpu")
+    found = system.gpu(host)
     assert names(found) == {"gpu-found", "gpu-torch-for-cpu"}
     assert "H100" in found[0].found
-    monkeypatch.setattr(devices, "version_of", lambda package: "2.13.0+cu130")
-    assert names(devices.check_gpu(host)) == {"gpu-found"}
-    assert "gpu-hidden" in names(devices.check_gpu(seen(tmp_path, CUDA_VISIBLE_DEVICES="")))
-    assert "gpu-no-peer-memory" in names(devices.check_gpu(seen(tmp_path, MLX5)))
+    monkeypatch.setattr(system, "version_of", lambda package: "2.13.0+cu130")
+    assert names(system.gpu(host)) == {"gpu-found"}
+    assert "gpu-hidden" in names(system.gpu(seen(tmp_path, CUDA_VISIBLE_DEVICES="")))
+    assert "gpu-no-peer-memory" in names(system.gpu(seen(tmp_path, MLX5)))
     write(tmp_path, {"/proc/modules": "nvidia_peermem 16384 0 - Live 0x0\n"})
-    assert "gpu-no-peer-memory" not in names(devices.check_gpu(host))
+    assert "gpu-no-peer-memory" not in names(system.gpu(host))
     (tmp_path / "dev/nvidia0").unlink()
-    assert "gpu-not-given" in names(devices.check_gpu(host))
-    assert names(devices.check_gpu(Host(root=tmp_path / "none"))) == {"gpu-none"}
+    assert "gpu-not-given" in names(system.gpu(host))
+    assert names(system.gpu(Host(root=tmp_path / "none"))) == {"gpu-none"}
 
 
 def test_network_cards(tmp_path: Path) -> None:
     host = seen(tmp_path, ETH0)
-    assert names(devices.check_network(host)) == {"network-slow"}
+    assert names(system.network(host)) == {"network-slow"}
     write(tmp_path, {"/sys/class/net/eth0/speed": "100000\n"})
-    found = devices.check_network(host)
+    found = system.network(host)
     assert names(found) == {"network-found"}
     assert "eth0 (100 Gbit/s, MTU 1500)" in found[0].found
     write(tmp_path, {"/sys/class/net/eth0/operstate": "down\n"})
-    assert names(devices.check_network(host)) == {"network-loopback-only"}
+    assert names(system.network(host)) == {"network-loopback-only"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_network_cards(tmp_path: Path) -> None:
     ],
 )
 def test_variables(tmp_path: Path, env: dict[str, str], trees: list[dict[str, str]], finding: str) -> None:
-    found = environment.check(seen(tmp_path, *trees, **env))
+    found = software.environment(seen(tmp_path, *trees, **env))
     assert names(found) == {finding}
     if finding != "environment-clear":
         assert all(value in found[0].found for value in env.values())
@@ -111,8 +111,8 @@ def test_variables(tmp_path: Path, env: dict[str, str], trees: list[dict[str, st
 
 def test_huge_pages_that_are_off_or_not_given_by_request_alone(tmp_path: Path) -> None:
     mode = "/sys/kernel/mm/transparent_hugepage/enabled"
-    assert names(pages.check(seen(tmp_path, {mode: "always madvise [never]\n"}))) == {"huge-pages-off"}
-    assert names(pages.check(Host(root=tmp_path / "none"))) == {"huge-pages-off"}
+    assert names(system.huge_pages(seen(tmp_path, {mode: "always madvise [never]\n"}))) == {"huge-pages-off"}
+    assert names(system.huge_pages(Host(root=tmp_path / "none"))) == {"huge-pages-off"}
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -125,7 +125,7 @@ def test_a_quota_of_the_container(tmp_path: Path, version: int) -> None:
         write(tmp_path, {"/proc/self/cgroup": "2:cpuacct,cpu:/\n", f"{folder}/cpu.cfs_quota_us": "150000\n"})
         write(tmp_path, {f"{folder}/cpu.cfs_period_us": "100000\n"})
     write(tmp_path, {f"{folder}/cpu.stat": "nr_periods 100\nnr_throttled 40\n"})
-    found = limits.check_cpus(Host(root=tmp_path))
+    found = system.cpus(Host(root=tmp_path))
     assert names(found) == {"cpus-few", "cpus-throttled"}
     assert "1.5 cores" in found[0].found
     assert "40 of 100" in found[1].found
@@ -133,13 +133,13 @@ def test_a_quota_of_the_container(tmp_path: Path, version: int) -> None:
 
 def test_a_slow_clock(tmp_path: Path) -> None:
     source = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-    assert "clock-slow-source" in names(clocks.check(seen(tmp_path, {source: "hpet\n"})))
+    assert "clock-slow-source" in names(system.clock(seen(tmp_path, {source: "hpet\n"})))
 
 
 def test_a_system_whose_clock_does_not_count_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("time.CLOCK_BOOTTIME")
-    assert names(clocks.check(Host())) == {"clock-without-suspends"}
+    assert names(system.clock(Host())) == {"clock-without-suspends"}
 
 
 def test_no_shared_memory(tmp_path: Path) -> None:
-    assert names(limits.check_shared_memory(Host(root=tmp_path))) == {"shared-memory-little"}
+    assert names(system.shared_memory(Host(root=tmp_path))) == {"shared-memory-little"}

@@ -22,9 +22,11 @@ from tests.support.node_servers import environment
 NIXL = pytest.mark.skipif(util.find_spec("nixl") is None, reason="NIXL is not installed")
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="takes the rights of root")
 NOBODY = """
-import os, sys
+import dataclasses, json, os, sys
 import kvferry._doctor.catalogue
+from kvferry._doctor.finding import table
 # The folders of this Python may be closed to others; the system's is not.
+table()
 sys.executable = "/usr/bin/python3"
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)
@@ -136,9 +138,10 @@ def test_yama_is_named_where_it_forbids(tmp_path: Path) -> None:
     scope.parent.mkdir(parents=True)
     scope.write_text("1\n")
     host = Host(root=tmp_path)
-    assert "kernel.yama.ptrace_scope is 1" in same_host._why(host, 1)
-    assert "CAP_SYS_PTRACE" in same_host._why(host, 1)
-    assert "sysctl -w kernel.yama.ptrace_scope=0" in same_host._remedy(host)
+    said, step = same_host._obstacles(host, 1)
+    assert "kernel.yama.ptrace_scope is 1" in said
+    assert "CAP_SYS_PTRACE" in said
+    assert "sysctl -w kernel.yama.ptrace_scope=0" in step
 
 
 @pytest.mark.parametrize(("limit", "finding"), [(256, "open-files-few"), (8192, "open-files-enough")])
@@ -275,8 +278,7 @@ sys.meta_path.insert(0, Missing())
 def test_what_a_read_says(monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str) -> None:
     """Ways and speeds that this machine does not have."""
     monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10, 0))
-    monkeypatch.setattr(moves, "written", lambda log: way)
-    monkeypatch.setattr(moves, "way_of", lambda text: text)
+    monkeypatch.setattr(moves, "_way", lambda text: way)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert names(moves.check(Host())) == {finding}
 

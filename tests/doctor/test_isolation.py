@@ -65,7 +65,7 @@ def test_a_check_that_raises_is_a_finding() -> None:
     def broken(host: Host) -> list[Finding]:
         raise ValueError("a file that nobody expected")
 
-    found = Check("cpus", "cores", broken, ()).run(Host())
+    found = Check("cpus", broken).run(Host())
     assert names(found) == {"check-died"}
     assert "a file that nobody expected" in found[0].found
 
@@ -126,7 +126,7 @@ def test_a_check_is_not_forked(tmp_path: Path) -> None:
 import os
 from kvferry._doctor import host, isolation
 os.register_at_fork(before=lambda: print("forked", flush=True))
-print(*(found.kind.name for found in isolation.run("cma", host.Host(), 30)))
+print(*(found.finding for found in isolation.run("cma", host.Host(), 30)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "cma-works\n"), done.stderr

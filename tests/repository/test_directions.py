@@ -94,7 +94,8 @@ FACES = {
     "engine": {*BELOW, "_session", "_cache", "_client"},
     "testing": {*BELOW, "_client", "_network"},
     "integrations": {*BELOW, "_session", "_cache", "_client", "engine"},
-    "_demo": {*BELOW, "_session", "_cache", "_client", "engine"},
+    # An example: it takes all else from `kvferry` itself.
+    "_demo": {"errors", "geometry", "host_memory"},
     "_doctor": {"errors", "geometry", "planner", "host_memory", "_transport", "_wire", "v1"},
     "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo", "_doctor"},
 }

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from kvferry._doctor.catalogue import CHECKS, KINDS
-from kvferry._doctor.isolation import KINDS as ISOLATION
-from kvferry._doctor.packages import RANGES
+from kvferry._doctor import finding
+from kvferry._doctor.catalogue import CHECKS
+from kvferry._doctor.software import RANGES
 from tests.support.repository import ROOT
 
-PAGE = (ROOT / "docs" / "doctor.md").read_text()
+TABLE = (ROOT / "client" / "kvferry" / "_doctor" / "findings.md").read_text()
 
 
-def section(heading: str) -> str:
-    """What stands below a heading of the page."""
-    return PAGE.partition(f"\n### {heading}\n")[2].partition("\n### ")[0].partition("\n## ")[0]
+def test_doctor_page_ends_with_the_table_of_findings() -> None:
+    assert (ROOT / "docs" / "doctor.md").read_text().endswith(f"\n{TABLE}")
 
 
-def rows(text: str) -> list[list[str]]:
-    """The rows of a table, without its head."""
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
-    return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_the_page_has_the_table_of_each_check(check: object) -> None:
-    from kvferry._doctor.catalogue import Check
-
-    assert isinstance(check, Check)
-    text = section(f"`{check.name}`")
-    assert f"Looks at {check.looks_at}." in text
-    expected = [[f"`{kind.name}`", kind.level.value, kind.means, kind.remedy] for kind in check.kinds]
-    assert rows(text) == expected
-
-
-def test_the_page_has_what_any_check_can_find() -> None:
-    expected = [[f"`{kind.name}`", kind.level.value, kind.means, kind.remedy] for kind in ISOLATION]
-    assert rows(section("Any check")) == expected
-    assert re.findall(r"^### (.+)$", PAGE, re.MULTILINE) == [*(f"`{check.name}`" for check in CHECKS), "Any check"]
+def test_table_of_findings_has_each_check_and_each_name_once() -> None:
+    headings = [line.removeprefix("### ").strip("`") for line in TABLE.splitlines() if line.startswith("### ")]
+    assert headings == [*(check.name for check in CHECKS), "Any check"]
+    names = [line.split("`")[1] for line in TABLE.splitlines() if line.startswith("| `")]
+    assert names == list(finding.table())
+    levels = {level for level, _, _ in finding.table().values()}
+    assert levels == {"ok", "warning", "problem", "unknown"}
 
 
 def test_each_finding_is_provoked_by_a_test() -> None:
     folders = (ROOT / "tests" / "doctor", ROOT / "tests" / "rdma" / "verbs")
     tests = "".join(path.read_text() for folder in folders for path in folder.glob("test_*.py"))
-    assert [name for name in KINDS if f'"{name}"' not in tests] == []
-
-
-def test_names_of_findings_are_unique() -> None:
-    kinds = [kind for check in CHECKS for kind in check.kinds]
-    assert len({kind.name for kind in (*kinds, *ISOLATION)}) == len(kinds) + len(ISOLATION)
+    assert [name for name in finding.table() if f'"{name}"' not in tests] == []
 
 
 @pytest.mark.parametrize("package", sorted(RANGES))

@@ -19,14 +19,11 @@ from kvferry._cli.admin import abort, drain, end_lease, evict
 from kvferry._cli.demo import demo
 from kvferry._cli.doctor import doctor
 from kvferry._cli.engines import engine, engines
-from kvferry._cli.health import health
-from kvferry._cli.info import info
+from kvferry._cli.listings import requests, transfers
+from kvferry._cli.node import health, info, version
 from kvferry._cli.plan import plan
 from kvferry._cli.references import decline, reference
-from kvferry._cli.requests import requests
 from kvferry._cli.top import top
-from kvferry._cli.transfers import transfers
-from kvferry._cli.version import version
 
 if TYPE_CHECKING:
     from kvferry.errors import KvferryError

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Asker, Connection, Server, with_connection
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
 from kvferry._cli.render import duration, enum_name, print_json, safe
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
-
-    from kvferry.v1.admin_pb2_grpc import AdminStub
 
 POLL = 0.5
 """Seconds between two questions how many leases are live."""
@@ -41,17 +37,17 @@ def drain(
     It stays up for what is live. Only a restart makes it serve again. With --wait the exit code is 1 if leases are
     still live at the end.
     """
-    from kvferry.v1 import admin_pb2, introspection_pb2
+    from kvferry.v1 import admin_pb2
 
-    with _operator(connection, server) as (asker, admin):
-        about = asker.stub.GetServerInfo(introspection_pb2.GetServerInfoRequest(), timeout=asker.timeout)
+    with connection.node(server) as node:
+        about = node.info()
         _confirm(
             yes, f"Drain {server}, which has been up for {_seconds(about.uptime)}? Only a restart makes it serve again."
         )
         request = admin_pb2.DrainRequest(home_epoch=about.home_epoch)
         until = time.monotonic() + wait
         while True:
-            answer = admin.Drain(request, timeout=asker.timeout)
+            answer = node.call(node.admin.Drain, request)
             left = until - time.monotonic()
             if not answer.leases or left <= 0:
                 break
@@ -80,23 +76,21 @@ def end_lease(
     """
     from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 
-    with _operator(connection, server) as (asker, admin):
-        source = asker.summary(engine_id).engine
+    with connection.node(server) as node:
+        source = node.summary(engine_id).engine
         # The number and the home's epoch are of one listing.
         asked = introspection_pb2.ListTransfersRequest(engine_id=engine_id)
-        listing = asker.all_pages(asker.stub.ListTransfers, asked, "transfers")
-        named = [one for one in listing.transfers if one.read.lease_number == lease_number]
-        for one in named:
-            source = one.source
-            what = (
-                f"lease {lease_number} of {one.read.reader.engine_id!r} on request {one.request_id!r} of {engine_id!r}"
-            )
-            _confirm(yes, f"Let {what} run out?")
+        listing = node.listing(node.introspection.ListTransfers, asked, "transfers")
+        for listed in listing.transfers:
+            if listed.read.lease_number == lease_number:
+                source, reader = listed.source, listed.read.reader.engine_id
+                what = f"lease {lease_number} of {reader!r} on request {listed.request_id!r} of {engine_id!r}"
+                _confirm(yes, f"Let {what} run out?")
         request = admin_pb2.EndLeaseRequest(home_epoch=listing.home_epoch, source=source, lease_number=lease_number)
-        answer = admin.EndLease(request, timeout=asker.timeout)
+        answer = node.call(node.admin.EndLease, request)
     state = enum_name(kv_transfer_pb2.ReadState, answer.state, "READ_STATE_")
-    ends = _ends(answer.remaining)
-    _answer(answer, as_json, f"Lease {lease_number} {f'ends {ends}' if ends else f'has ended as {state}'}.")
+    ends = f"ends in {_seconds(answer.remaining)}" if answer.remaining.ToNanoseconds() else f"has ended as {state}"
+    _answer(answer, as_json, f"Lease {lease_number} {ends}.")
 
 
 @with_connection
@@ -117,11 +111,11 @@ def abort(
     """
     from kvferry.v1 import admin_pb2, introspection_pb2
 
-    with _operator(connection, server) as (asker, admin):
-        source = asker.summary(engine_id).engine
+    with connection.node(server) as node:
+        source = node.summary(engine_id).engine
         _confirm(yes, f"Abort publication {publication} of {engine_id!r}?")
         request = admin_pb2.AbortPublicationRequest(source=source, publication=publication)
-        answer = admin.AbortPublication(request, timeout=asker.timeout)
+        answer = node.call(node.admin.AbortPublication, request)
     state = enum_name(introspection_pb2.RequestState, answer.state, "REQUEST_STATE_")
     _answer(answer, as_json, f"Publication {publication} is {state}. {_leases(answer.leases, answer.leases_remaining)}")
 
@@ -142,22 +136,12 @@ def evict(
     """
     from kvferry.v1 import admin_pb2
 
-    with _operator(connection, server) as (asker, admin):
-        summary = asker.summary(engine_id)
+    with connection.node(server) as node:
+        summary = node.summary(engine_id)
         what = f"{engine_id!r}, incarnation {summary.engine.incarnation.hex()}, with {summary.publications} requests"
         _confirm(yes, f"Evict {what} and {summary.leases} leases? It has to be started again.")
-        answer = admin.EvictEngine(admin_pb2.EvictEngineRequest(engine=summary.engine), timeout=asker.timeout)
+        answer = node.call(node.admin.EvictEngine, admin_pb2.EvictEngineRequest(engine=summary.engine))
     _answer(answer, as_json, f"{engine_id!r} is evicted. {_leases(answer.leases, answer.leases_remaining)}")
-
-
-@contextmanager
-def _operator(connection: Connection, server: str) -> Iterator[tuple[Asker, AdminStub]]:
-    """Connect to a node server's two services for operators. Raises as `Connection.channel`."""
-    from kvferry.v1.admin_pb2_grpc import AdminStub
-    from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-
-    with connection.channel(server) as channel:
-        yield Asker(IntrospectionStub(channel), connection.timeout), AdminStub(channel)
 
 
 def _confirm(yes: bool, question: str) -> None:
@@ -180,14 +164,8 @@ def _answer(answer: Any, as_json: bool, text: str) -> None:
 def _leases(count: int, remaining: Duration) -> str:
     if not count:
         return "No lease is live."
-    return f"{count} {'lease is' if count == 1 else 'leases are'} live; the last ends {_ends(remaining)} at the latest."
-
-
-def _ends(remaining: Duration) -> str:
-    """Return when a lease ends; empty if it has."""
-    from kvferry._clock import from_duration
-
-    return f"in {_seconds(remaining)}" if from_duration(remaining) else ""
+    live = "1 lease is" if count == 1 else f"{count} leases are"
+    return f"{live} live; the last ends in {_seconds(remaining)} at the latest."
 
 
 def _seconds(value: Duration) -> str:

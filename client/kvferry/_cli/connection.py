@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import grpc
 
     from kvferry._directory.listing import Listed
+    from kvferry._wire.channel import TlsConfig
     from kvferry.v1 import introspection_pb2
+    from kvferry.v1.admin_pb2_grpc import AdminStub
     from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
 DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
@@ -72,38 +74,13 @@ class Connection:
     ] = None
 
     @contextmanager
-    def introspection(self, server: str) -> Iterator[Asker]:
-        """Connect to a node server's service Introspection. Raises as `channel`."""
-        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-
-        with self.channel(server) as channel:
-            yield Asker(IntrospectionStub(channel), self.timeout)
-
-    @contextmanager
-    def channel(self, server: str) -> Iterator[grpc.Channel]:
-        """Connect to a node server.
-
-        Raises:
-            typer.BadParameter: an address or file that cannot be used.
-            KvferryError: what the node server answered, or that it cannot be reached.
-        """
-        with self.open_channel(server) as (channel, typed), typed():
-            yield channel
-
-    @contextmanager
-    def open_channel(self, server: str) -> Iterator[tuple[grpc.Channel, Callable[[], AbstractContextManager[None]]]]:
+    def node(self, server: str) -> Iterator[Node]:
         """Make a channel to a node server, which connects with its first call.
 
-        Yields:
-            The channel; and what makes a ``with`` block, for calls, that raises a `KvferryError` where gRPC raises its.
-
         Raises:
             typer.BadParameter: an address or file that cannot be used.
         """
-        import grpc
-
         from kvferry._wire.channel import TlsConfig, connect
-        from kvferry._wire.status import from_rpc_error
         from kvferry.errors import InvalidInput
 
         files = self.tls_ca, self.tls_cert, self.tls_key
@@ -112,16 +89,8 @@ class Connection:
             channel = connect(server, tls)
         except InvalidInput as error:
             raise typer.BadParameter(str(error)) from None
-
-        @contextmanager
-        def typed() -> Iterator[None]:
-            try:
-                yield
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, server, tls) from None
-
         with channel:
-            yield channel, typed
+            yield Node(server, channel, tls, self.timeout)
 
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
@@ -165,22 +134,55 @@ def look_up(url: str, timeout: float) -> Listed:
         directory.close()
 
 
-class Asker:
-    """Calls to one node server, with the timeout of the command."""
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Calls to one node server. All raise a `KvferryError` for what it answers, or if it cannot be reached."""
 
-    def __init__(self, stub: IntrospectionStub, timeout: float) -> None:
-        self.stub = stub
-        self.timeout = timeout
+    server: str
+    channel: grpc.Channel
+    tls: TlsConfig | None
+    timeout: float
+
+    def call(self, method: Callable[..., Response], request: object) -> Response:
+        """Call a method of a stub."""
+        import grpc
+
+        from kvferry._wire.status import from_rpc_error
+
+        try:
+            return method(request, timeout=self.timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.server, self.tls) from None
+
+    @property
+    def introspection(self) -> IntrospectionStub:
+        """Its service Introspection."""
+        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+        return IntrospectionStub(self.channel)
+
+    @property
+    def admin(self) -> AdminStub:
+        """Its service Admin."""
+        from kvferry.v1.admin_pb2_grpc import AdminStub
+
+        return AdminStub(self.channel)
+
+    def info(self) -> introspection_pb2.GetServerInfoResponse:
+        """Ask for what it says of itself."""
+        from kvferry.v1 import introspection_pb2
+
+        return self.call(self.introspection.GetServerInfo, introspection_pb2.GetServerInfoRequest())
 
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
         """Ask for an engine with all its ranks, page by page."""
         from kvferry.v1 import introspection_pb2
 
         request = introspection_pb2.GetEngineRequest(engine_id=engine_id)
-        whole = self.stub.GetEngine(request, timeout=self.timeout)
+        whole = self.call(self.introspection.GetEngine, request)
         while whole.next_page_token:
             request.page_token = whole.next_page_token
-            page = self.stub.GetEngine(request, timeout=self.timeout)
+            page = self.call(self.introspection.GetEngine, request)
             whole.geometry.ranks.extend(page.geometry.ranks)
             whole.next_page_token = page.next_page_token
         return whole
@@ -190,28 +192,24 @@ class Asker:
         from kvferry.v1 import introspection_pb2
 
         request = introspection_pb2.GetEngineRequest(engine_id=engine_id, page_size=1)
-        return self.stub.GetEngine(request, timeout=self.timeout).summary
+        return self.call(self.introspection.GetEngine, request).summary
 
-    def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
+    def listing(self, method: Callable[..., Response], request: Any, field: str) -> Response:
         """Ask for all pages of a list, and return them as one response."""
-        return self.pages(call, request, field)[0]
+        return self.pages(method, request, field)[0]
 
     def pages(
-        self, call: Callable[..., Response], request: Any, field: str, most: float = math.inf
+        self, method: Callable[..., Response], request: Any, field: str, most: float = math.inf
     ) -> tuple[Response, bool]:
         """Ask for at most so many pages of a list. Returns them as one response, and whether they were all."""
         request.page_size = PAGE_SIZE
-        whole: Any = None
-        taken = 0
-        while True:
-            page: Any = call(request, timeout=self.timeout)
-            if whole is None:
-                whole = page
-            else:
-                getattr(whole, field).extend(getattr(page, field))
-            taken += 1
-            if not page.next_page_token or taken >= most:
-                whole.next_page_token = ""
-                answer: Response = whole
-                return answer, not page.next_page_token
-            request.page_token = page.next_page_token
+        whole: Any = self.call(method, request)
+        taken, following = 1, whole.next_page_token
+        while following and taken < most:
+            request.page_token = following
+            page: Any = self.call(method, request)
+            getattr(whole, field).extend(getattr(page, field))
+            taken, following = taken + 1, page.next_page_token
+        whole.next_page_token = ""
+        answer: Response = whole
+        return answer, not following

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -61,10 +62,10 @@ def doctor(
     counts = dict.fromkeys(("problem", "warning", "unknown", "ok"), 0)
     for check, findings in examine(host):
         for finding in findings:
-            counts[finding.kind.level.value] += 1
-            found.append({"check": check.name, **finding.as_dict()})
+            counts[finding.level] += 1
+            found.append({"check": check, **dataclasses.asdict(finding)})
             if not as_json:
-                _show(check.name, finding)
+                _show(check, finding)
     if as_json:
         print(json.dumps({"findings": found, "counts": counts}, indent=2))
     else:
@@ -77,13 +78,11 @@ def _show(check: str, finding: Finding) -> None:
     """Print a finding: what was found, what it means and what to do."""
     from kvferry._cli.render import safe
 
-    level = finding.kind.level
-    colour = sys.stdout.isatty()
-    word = f"{level.value:<9}"
-    head = typer.style(word, fg=STYLES[level.value], bold=True) if colour else word
+    word = f"{finding.level:<9}"
+    head = typer.style(word, fg=STYLES[finding.level], bold=True) if sys.stdout.isatty() else word
     lines = _wrapped(f"{check}: {safe(finding.found)}")
     print(head + lines[0].lstrip(), *lines[1:], sep="\n")
-    for text in (finding.kind.means, f"To do: {safe(finding.remedy)}" if finding.remedy else ""):
+    for text in (finding.means, f"To do: {safe(finding.do)}" if finding.do else ""):
         if text:
             print(*_wrapped(text), sep="\n")
 

@@ -1,17 +1,27 @@
-"""`kvferry engines` and `kvferry engine ID`."""
+"""`kvferry engines`, of one node server or of a whole fleet, and `kvferry engine ID`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Directory, Server, with_connection
-from kvferry._cli.fleet import ask, ask_all, end_after, home_of, homes_in, print_fleet
-from kvferry._cli.render import add_row, console, enum_name, print_json, ranges, safe, short, size, table
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Directory, Server, look_up, with_connection
+from kvferry._cli.render import as_dict, console, enum_name, facts, print_json, ranges, safe, sentences, size, table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvferry.errors import KvferryError
     from kvferry.v1 import geometry_pb2, introspection_pb2
+
+    Answers: TypeAlias = list[tuple[str, introspection_pb2.ListEnginesResponse]]
+    Failures: TypeAlias = list[tuple[str, KvferryError]]
+
+MAX_AT_ONCE = 32
+"""Most node servers that are asked at the same time."""
 
 
 @with_connection
@@ -32,10 +42,12 @@ def engines(
     connection: Connection,
 ) -> None:
     """List the engines of one node server, of several, or of a fleet."""
+    if every and not directory:
+        raise typer.BadParameter("--all needs a directory: name it with --directory or KVFERRY_DIRECTORY")
     if every:
-        servers = homes_in(directory, connection.timeout)
+        servers = sorted(look_up(directory, connection.timeout).homes)
     elif len(servers) == 1:
-        response = ask(servers[0], connection)
+        response = _ask(servers[0], connection)
         if as_json:
             print_json(response)
         elif not response.engines:
@@ -43,34 +55,69 @@ def engines(
         else:
             console().print(_table([(servers[0], response)], with_home=False))
         return
-    answered, failed = ask_all(list(dict.fromkeys(servers)), connection)
+    answered, failed = _ask_all(list(dict.fromkeys(servers)), connection)
     if as_json:
-        print_fleet(answered, failed)
+        _print_fleet(answered, failed)
     elif any(response.engines for _, response in answered):
         console().print(_table(answered, with_home=True))
     else:
         console().print(f"No engine has its home at the {len(answered)} node servers that answered.", markup=False)
-    end_after(failed)
+    for server, error in failed:
+        message = " ".join(sentences(error).split())
+        where = "" if safe(server) in message else f"{safe(server)}: "
+        print(f"kvferry: {where}{message} [{error.reason or type(error).__name__}]", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
 
 
-def _table(answered: list[tuple[str, introspection_pb2.ListEnginesResponse]], *, with_home: bool) -> object:
-    rows = table(
-        "Engine", *(["Home"] if with_home else []), "Incarnation", "State", ">Ranks", ">Requests", ">Leases", ">Cache"
-    )
+def _ask(server: str, connection: Connection) -> introspection_pb2.ListEnginesResponse:
+    """Ask one node server for its engines. Raises as `Node.call`."""
+    from kvferry.v1 import introspection_pb2
+
+    with connection.node(server) as node:
+        return node.listing(node.introspection.ListEngines, introspection_pb2.ListEnginesRequest(), "engines")
+
+
+def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failures]:
+    """Ask several node servers at once. Returns what they answer, and why others do not, each in the given order."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from kvferry.errors import KvferryError
+
+    def outcome(server: str) -> introspection_pb2.ListEnginesResponse | KvferryError:
+        try:
+            return _ask(server, connection)
+        except KvferryError as error:
+            return error
+
+    with ThreadPoolExecutor(MAX_AT_ONCE, "kvferry-fleet") as pool:
+        found = list(zip(servers, pool.map(outcome, servers), strict=True))
+    answered = [(server, answer) for server, answer in found if not isinstance(answer, KvferryError)]
+    return answered, [(server, answer) for server, answer in found if isinstance(answer, KvferryError)]
+
+
+def _print_fleet(answered: Answers, failed: Failures) -> None:
+    """Print what a fleet answers as JSON: for each node server its response, or its error."""
+    homes = [{"server": server, "response": as_dict(response)} for server, response in answered]
+    errors = [
+        {"server": server, "error": {"name": type(error).__name__, "reason": error.reason, "message": error.message}}
+        for server, error in failed
+    ]
+    print(json.dumps({"homes": [*homes, *errors]}, indent=2))
+
+
+def _table(answered: Answers, *, with_home: bool) -> Table:
+    columns = "Incarnation", "State", ">Ranks", ">Requests", ">Leases", ">Cache"
     listed = [(summary, server) for server, response in answered for summary in response.engines]
-    for summary, server in sorted(listed, key=lambda each: (each[0].engine.engine_id, each[1])):
-        add_row(
-            rows,
-            summary.engine.engine_id,
-            *([server] if with_home else []),
-            short(summary.engine.incarnation),
-            _state(summary),
-            _registered(summary),
-            summary.publications,
-            summary.leases,
-            size(summary.cache_bytes),
+    rows = [
+        (
+            *((summary.engine.engine_id, server) if with_home else (summary.engine.engine_id,)),
+            summary.engine.incarnation.hex()[:8],
+            *(_state(summary), _registered(summary), summary.publications, summary.leases, size(summary.cache_bytes)),
         )
-    return rows
+        for summary, server in sorted(listed, key=lambda each: (each[0].engine.engine_id, each[1]))
+    ]
+    return table("Engine", *(["Home"] if with_home else []), *columns, rows=rows)
 
 
 @with_connection
@@ -84,62 +131,60 @@ def engine(
 ) -> None:
     """Show one engine: identity, groups, and what each rank holds. With a directory, at the home that it lists."""
     if directory and server == DEFAULT_SERVER:
-        server = home_of(engine_id, directory, connection.timeout)
-    with connection.introspection(server) as asker:
-        response = asker.engine(engine_id)
+        server = _home_of(engine_id, directory, connection.timeout)
+    with connection.node(server) as node:
+        response = node.engine(engine_id)
     if as_json:
         print_json(response)
         return
-    summary, geometry, out = response.summary, response.geometry, console()
-    facts = table("", "")
-    facts.show_header = False
-    add_row(facts, "engine", summary.engine.engine_id)
-    add_row(facts, "incarnation", summary.engine.incarnation.hex())
-    add_row(facts, "state", _state(summary))
-    add_row(facts, "ranks", _registered(summary))
-    add_row(facts, "requests", summary.publications)
-    add_row(facts, "leases", summary.leases)
-    add_row(facts, "cache", size(summary.cache_bytes))
-    for key, value in sorted(geometry.identity.items()):
-        add_row(facts, key, value)
-    out.print(facts)
-    out.print(_groups(geometry), _ranks(geometry), sep="\n")
+    summary, geometry = response.summary, response.geometry
+    shown = {
+        "engine": summary.engine.engine_id,
+        "incarnation": summary.engine.incarnation.hex(),
+        "state": _state(summary),
+        "ranks": _registered(summary),
+        "requests": summary.publications,
+        "leases": summary.leases,
+        "cache": size(summary.cache_bytes),
+    }
+    groups = "Group", "Kind", ">Block tokens", ">Blocks", ">Null block", ">Window", "Pool"
+    console().print(
+        facts([*shown.items(), *sorted(geometry.identity.items())]),
+        table(*groups, rows=map(_group, geometry.groups), title="Groups"),
+        table(">Rank", "Labels", ">Layers", "Holds", "Format", rows=map(_rank, geometry.ranks), title="Ranks"),
+        sep="\n",
+    )
 
 
-def _groups(geometry: geometry_pb2.EngineGeometry) -> object:
+def _home_of(engine_id: str, directory: str, timeout: float) -> str:
+    """Return the address at which a directory lists an engine. Raises `EngineNotListed`, and as `look_up`."""
+    from kvferry.errors import EngineNotListed
+
+    found = look_up(directory, timeout).find(engine_id)
+    if found is None:
+        message = f"engine {engine_id!r} is not listed in {directory}"
+        raise EngineNotListed(message, engine_id=engine_id, directory=directory)
+    return found.home
+
+
+def _group(group: geometry_pb2.Group) -> tuple[object, ...]:
     from kvferry.v1 import geometry_pb2
 
-    rows = table("Group", "Kind", ">Block tokens", ">Blocks", ">Null block", ">Window", "Pool", title="Groups")
-    for group in geometry.groups:
-        add_row(
-            rows,
-            group.name,
-            enum_name(geometry_pb2.GroupKind, group.kind, "GROUP_KIND_"),
-            group.block_tokens or "-",
-            group.num_blocks,
-            group.null_block if group.has_null_block else "-",
-            group.window_tokens or "-",
-            group.pool or "own",
-        )
-    return rows
+    kind = enum_name(geometry_pb2.GroupKind, group.kind, "GROUP_KIND_")
+    null = group.null_block if group.has_null_block else "-"
+    sizes = group.block_tokens or "-", group.num_blocks, null, group.window_tokens or "-"
+    return group.name, kind, *sizes, group.pool or "own"
 
 
-def _ranks(geometry: geometry_pb2.EngineGeometry) -> object:
-    rows = table(">Rank", "Labels", ">Layers", "Holds", "Format", title="Ranks")
-    for rank in geometry.ranks:
-        held = {
-            f"{plane.component} [{plane.unit_begin}, {plane.unit_end}) of {plane.axis_size}": None
-            for plane in rank.planes
-        }
-        add_row(
-            rows,
-            rank.rank,
-            ", ".join(f"{name} {value}" for name, value in sorted(rank.labels.items())),
-            len({plane.layer for plane in rank.planes}),
-            ", ".join(held),
-            ", ".join(dict.fromkeys(f"{plane.format} {plane.dtype}".strip() for plane in rank.planes)),
-        )
-    return rows
+def _rank(rank: geometry_pb2.RankGeometry) -> tuple[object, ...]:
+    held = (f"{each.component} [{each.unit_begin}, {each.unit_end}) of {each.axis_size}" for each in rank.planes)
+    return (
+        rank.rank,
+        ", ".join(f"{name} {value}" for name, value in sorted(rank.labels.items())),
+        len({plane.layer for plane in rank.planes}),
+        ", ".join(dict.fromkeys(held)),
+        ", ".join(dict.fromkeys(f"{plane.format} {plane.dtype}".strip() for plane in rank.planes)),
+    )
 
 
 def _registered(summary: introspection_pb2.EngineSummary) -> str:

@@ -147,8 +147,8 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
     engine_id, at, address = live.rpartition("@")
     if not at or not engine_id or not address:
         raise typer.BadParameter(f"{live!r} is not ID@ADDRESS", param_hint=f"--{side}-engine")
-    with connection.introspection(address) as asker:
-        answer = asker.engine(engine_id)
+    with connection.node(address) as node:
+        answer = node.engine(engine_id)
     missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
     if count:
         more = f" and {count - len(missing)} more" if count > len(missing) else ""

@@ -57,8 +57,8 @@ def decline(
     text = sys.stdin.readline().strip() if given == "-" else given
     request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=text))])
     introduce(request)
-    with connection.channel(server) as channel:
-        answer = KVTransferStub(channel).Notify(request, timeout=connection.timeout)
+    with connection.node(server) as node:
+        answer = node.call(KVTransferStub(node.channel).Notify, request)
         check_server(answer.version, server)
         checked_results(request, list(answer.results), server)
     if as_json:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvferry.errors import KvferryError
+    from kvferry.v1 import introspection_pb2
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -64,22 +65,25 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
-def table(*columns: str, title: str = "") -> Table:
-    """Make an empty table; a column whose name starts with ``>`` is aligned to the right."""
+def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> Table:
+    """Make a table of plain text; a column whose name starts with ``>`` is aligned to the right."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
     for column in columns:
         made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(safe(str(cell))) for cell in row))
     return made
 
 
-def add_row(to: Table, *cells: object) -> None:
-    """Add a row of plain text."""
-    from rich.text import Text
-
-    to.add_row(*(Text(safe(str(cell))) for cell in cells))
+def facts(rows: Iterable[tuple[str, object]]) -> Table:
+    """Make a table of names and what they stand for."""
+    made = table("", "", rows=rows)
+    made.show_header = False
+    return made
 
 
 def safe(text: str) -> str:
@@ -96,11 +100,6 @@ def sentences(error: KvferryError) -> str:
     return "\n  ".join(["the destination cannot read the source's cache:", *map(safe, error.lines)])
 
 
-def short(identifier: bytes) -> str:
-    """Shorten a random identifier to eight characters."""
-    return identifier.hex()[:8]
-
-
 def enum_name(names: Any, number: int, prefix: str) -> str:
     """Return ``ready`` for ``ENGINE_STATE_READY`` of protobuf's `names`; the number, if it is not known here."""
     if number not in names.values():
@@ -109,20 +108,23 @@ def enum_name(names: Any, number: int, prefix: str) -> str:
     return name.removeprefix(prefix).lower().replace("_", " ")
 
 
-def read_state(states: Any, transfer: Any) -> str:
-    """Return the state of a read as protobuf's `states` names it; with the parts that its reader may have moved, if it
-    waits for more, and with what its ranks say of their failures."""
+def read_state(transfer: introspection_pb2.TransferSummary) -> str:
+    """Return the state of a read; with the parts that its reader may have moved, if it waits for more, and with what
+    its ranks say of their failures."""
     from kvferry._wire.failures import failures_of
+    from kvferry.v1 import kv_transfer_pb2
 
-    state = enum_name(states, transfer.read.state, "READ_STATE_")
+    state = enum_name(kv_transfer_pb2.ReadState, transfer.read.state, "READ_STATE_")
     if transfer.parts:
         state += f", {transfer.parts} part{'s' * (transfer.parts > 1)} so far"
     failures = failures_of(transfer.reports)
     return f"{state}: {failures}" if failures else state
 
 
-def duration(seconds: float) -> str:
-    """Return seconds as ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min`` or ``3 d 4 h``."""
+def duration(seconds: float, none: str = "") -> str:
+    """Return seconds as ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min`` or ``3 d 4 h``; `none` for 0, if given."""
+    if none and not seconds:
+        return none
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     rest = round(seconds)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvferry._cli.connection import Asker, Connection
-
-if TYPE_CHECKING:
-    from kvferry.v1 import introspection_pb2
+from kvferry._cli.connection import Node
+from kvferry._cli.render import read_state
+from kvferry._clock import from_duration
+from kvferry.errors import KvferryError
+from kvferry.v1 import introspection_pb2 as ipb
 
 PAGES = 4
 """Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for a node
 server with any number of leases."""
-
-SERVERS_AT_ONCE = 16
-"""How many node servers are asked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ class Look:
     leases: int = 0
     transfers: Sequence[ListedRead] = ()
     whole: bool = True
-    peers: Sequence[Peers] = field(default=())
+    peers: Sequence[Peers] = ()
 
     @property
     def rate(self) -> float | None:
@@ -104,50 +99,39 @@ class Look:
 
 
 class Looker:
-    """Looks at one node server again and again. Each method is called on one thread at a time.
+    """Looks at one node server again and again; by one thread at a time."""
 
-    Args:
-        server: its address.
-        asker: calls it.
-        typed: see `Connection.channel`.
-    """
-
-    def __init__(self, server: str, asker: Asker, typed: Callable[[], Any]) -> None:
-        self.server = server
-        self._asker = asker
-        self._typed = typed
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._epoch = b""
         self._bytes: dict[tuple[bytes, int, int], int] = {}
         self._at = 0.0
 
     def look(self) -> Look:
         """Ask it. A node server that does not answer is a `Look` with an error."""
-        from kvferry.errors import KvferryError
-        from kvferry.v1 import introspection_pb2 as ipb
-
-        asker = self._asker
+        node = self._node
         try:
-            with self._typed():
-                listed, every = asker.pages(asker.stub.ListEngines, ipb.ListEnginesRequest(), "engines", PAGES)
-                read, all_read = asker.pages(asker.stub.ListTransfers, ipb.ListTransfersRequest(), "transfers", PAGES)
+            stub = node.introspection
+            listed, every = node.pages(stub.ListEngines, ipb.ListEnginesRequest(), "engines", PAGES)
+            read, all_read = node.pages(stub.ListTransfers, ipb.ListTransfersRequest(), "transfers", PAGES)
         except KvferryError as error:
-            return Look(self.server, error=error.message)
+            return Look(node.server, error=error.message)
         restarted = bool(self._epoch) and self._epoch != read.home_epoch
-        if restarted or not self._epoch:
+        if restarted:
             self._bytes, self._at = {}, 0.0
         self._epoch = read.home_epoch
         return Look(
-            self.server,
+            node.server,
             restarted=restarted,
             engines=len(listed.engines),
             publications=sum(engine.publications for engine in listed.engines),
             leases=sum(engine.leases for engine in listed.engines),
-            transfers=[_transfer(self.server, summary) for summary in read.transfers],
+            transfers=[self._listed(summary) for summary in read.transfers],
             whole=every and all_read,
             peers=self._peers(read.transfers),
         )
 
-    def _peers(self, transfers: Sequence[introspection_pb2.TransferSummary]) -> list[Peers]:
+    def _peers(self, transfers: Sequence[ipb.TransferSummary]) -> list[Peers]:
         now, before = time.monotonic(), self._at
         known: dict[tuple[bytes, int, int], int] = {}
         moved: dict[tuple[str, str], int] = defaultdict(int)
@@ -168,59 +152,19 @@ class Looker:
         self._bytes, self._at = known, now
         return list(found.values())
 
-
-class Lookers:
-    """Looks at several node servers at once. A context manager, which closes the connections.
-
-    Args:
-        connection: how to reach them.
-        servers: their addresses.
-
-    Raises:
-        typer.BadParameter: an address or file that cannot be used.
-    """
-
-    def __init__(self, connection: Connection, servers: Sequence[str]) -> None:
-        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-
-        self._lookers = []
-        with ExitStack() as stack:
-            for server in dict.fromkeys(servers):
-                channel, typed = stack.enter_context(connection.open_channel(server))
-                self._lookers.append(Looker(server, Asker(IntrospectionStub(channel), connection.timeout), typed))
-            self._threads = ThreadPoolExecutor(min(len(self._lookers), SERVERS_AT_ONCE), "kvferry-top")
-            self._stack = stack.pop_all()
-
-    def look(self) -> list[Look]:
-        """Ask all of them; takes at most the timeout for each list, unless there are more than are asked at once."""
-        return list(self._threads.map(Looker.look, self._lookers))
-
-    def __enter__(self) -> Lookers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The calls that are under way end with their channels.
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._stack.close()
-
-
-def _transfer(server: str, summary: introspection_pb2.TransferSummary) -> ListedRead:
-    from kvferry._cli.render import read_state
-    from kvferry._clock import from_duration
-    from kvferry.v1 import kv_transfer_pb2
-
-    read = summary.read
-    return ListedRead(
-        server=server,
-        source=summary.source.engine_id,
-        publication=summary.publication,
-        request_id=summary.request_id,
-        reader=read.reader.engine_id,
-        lease_number=read.lease_number,
-        state=read_state(kv_transfer_pb2.ReadState, summary),
-        reported=read.reported,
-        parties=read.parties,
-        bytes=read.bytes,
-        remaining=from_duration(summary.lease_remaining),
-        router_key=summary.router_key,
-    )
+    def _listed(self, summary: ipb.TransferSummary) -> ListedRead:
+        read = summary.read
+        return ListedRead(
+            self._node.server,
+            summary.source.engine_id,
+            summary.publication,
+            summary.request_id,
+            read.reader.engine_id,
+            read.lease_number,
+            read_state(summary),
+            read.reported,
+            read.parties,
+            read.bytes,
+            from_duration(summary.lease_remaining),
+            summary.router_key,
+        )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry._cli.render import add_row, duration, safe, size, table
+from kvferry._cli.render import duration, safe, size, table
 from kvferry._cli.top_looks import ListedRead, Look, Peers
 
 if TYPE_CHECKING:
@@ -18,6 +18,10 @@ MOST_LISTED = 100
 
 FRAME = 4
 """Lines of a table that are not rows: its title, its head, the rule and the line that counts what is left out."""
+
+
+SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
+"""The fields of a `Look` that are in JSON as they are."""
 
 
 class Screen:
@@ -76,19 +80,7 @@ def as_json(looks: Sequence[Look], at: float) -> dict[str, Any]:
     """Return the looks as plain values; `at` is the time, in seconds since 1970."""
     return {
         "time": at,
-        "servers": [
-            {
-                "server": look.server,
-                "error": look.error,
-                "restarted": look.restarted,
-                "engines": look.engines,
-                "publications": look.publications,
-                "leases": look.leases,
-                "bytes_per_second": look.rate,
-                "whole": look.whole,
-            }
-            for look in looks
-        ],
+        "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
         "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
         "transfers": [dataclasses.asdict(read) for read in newest(looks)[:MOST_LISTED]],
     }
@@ -107,41 +99,41 @@ def newest(looks: Sequence[Look]) -> list[ListedRead]:
 
 
 def _servers(looks: Sequence[Look], more: int) -> Table:
-    made = table("Server", ">Engines", ">Publications", ">Leases", ">Rate", "State", title="Node servers")
-    for look in looks:
-        if look.error:
-            add_row(made, look.server, "-", "-", "-", "-", look.error)
-        else:
-            state = "restarted" if look.restarted else "ok"
-            add_row(made, look.server, look.engines, look.publications, look.leases, _rate(look), state)
-    return _one_line_each(made, more)
+    rows = (
+        (look.server, *"----", look.error)
+        if look.error
+        else (
+            *(look.server, look.engines, look.publications, look.leases, _rate(look)),
+            "restarted" if look.restarted else "ok",
+        )
+        for look in looks
+    )
+    columns = "Server", ">Engines", ">Publications", ">Leases", ">Rate", "State"
+    return _one_line_each(table(*columns, rows=rows, title="Node servers"), more)
 
 
 def _pairs(pairs: Sequence[tuple[str, Peers]], more: int) -> Table:
-    made = table("Source", "Reader", ">Reading", ">Ended", ">Bytes", ">Rate", "At", title="Peers")
-    for server, peers in pairs:
-        rate = _per_second(peers.rate)
-        add_row(made, peers.source, peers.reader, peers.reading, peers.ended, size(peers.bytes), rate, server)
-    return _one_line_each(made, more)
+    rows = (
+        (of.source, of.reader, of.reading, of.ended, size(of.bytes), _per_second(of.rate), server)
+        for server, of in pairs
+    )
+    columns = "Source", "Reader", ">Reading", ">Ended", ">Bytes", ">Rate", "At"
+    return _one_line_each(table(*columns, rows=rows, title="Peers"), more)
 
 
 def _reads(reads: Sequence[ListedRead], more: int) -> Table:
-    made = table(
-        "Source", ">Publication", "Request", "Reader", "State", ">Ranks done", ">Bytes", ">Lease ends", title="Reads"
-    )
-    for read in reads:
-        add_row(
-            made,
+    rows = (
+        (
             read.source,
             "none yet" if read.waits else read.publication,
             f"router key {read.router_key}" if read.waits else read.request_id,
-            read.reader,
-            read.state,
-            f"{read.reported}/{read.parties}",
-            size(read.bytes),
-            duration(read.remaining) if read.remaining > 0 else "no lease" if read.waits else "ended",
+            *(read.reader, read.state, f"{read.reported}/{read.parties}", size(read.bytes)),
+            "no lease" if read.waits else duration(read.remaining, none="ended"),
         )
-    return _one_line_each(made, more)
+        for read in reads
+    )
+    columns = "Source", ">Publication", "Request", "Reader", "State", ">Ranks done", ">Bytes", ">Lease ends"
+    return _one_line_each(table(*columns, rows=rows, title="Reads"), more)
 
 
 def _one_line_each(made: Table, more: int) -> Table:

@@ -14,8 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.geometry.model import Group, GroupKind
-from kvferry.geometry.plane import Plane
+from kvferry import Group, GroupKind, Plane
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Flags: TypeAlias = npt.NDArray[np.bool_]

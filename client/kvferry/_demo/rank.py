@@ -1,9 +1,8 @@
-"""A rank of the demonstration: a process with memory of its own, which takes commands over a pipe."""
+"""A rank of the demonstration, as a worker of an engine is: a process with memory of its own, which does what its
+scheduler tells it over a pipe."""
 
 from __future__ import annotations
 
-import mmap
-import queue
 import signal
 import time
 from collections.abc import Sequence
@@ -12,52 +11,15 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from kvferry._cache import Cache
-from kvferry._client import Client
-from kvferry._demo.pattern import POISON, Bytes, blocks_view, expected, wanted
-from kvferry._engine_spec import EngineSpec
-from kvferry._reads.read import Read
-from kvferry._transport.nixl_options import NixlOptions
-from kvferry.errors import KvferryError
-from kvferry.geometry.blocks import Blocks
+from kvferry import Blocks, Cache, Client, EngineSpec, Group, GroupKind, KvferryError, NixlOptions, RankGeometry
+from kvferry._demo.pattern import POISON, blocks_view, expected, wanted
 from kvferry.geometry.file import rank_bytes, rebase
-from kvferry.geometry.model import Group, GroupKind, MemoryRegion, RankGeometry
-from kvferry.geometry.plane import MemoryKind
-
-REPORT_EVERY = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class RankJob:
-    """What a rank needs to start.
-
-    Attributes:
-        address: its node server.
-        spec: its engine.
-        geometry: its planes, at the addresses of the geometry file; moved to where its memory is.
-        token: of the engine's session.
-        serve: a source; else a destination.
-        ucx_tls: UCX transports to use; empty: UCX's choice.
-    """
-
-    address: str
-    spec: EngineSpec
-    geometry: RankGeometry
-    token: str
-    serve: bool
-    ucx_tls: str
+from kvferry.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of the demonstration.
-
-    Attributes:
-        name: request_id.
-        tokens: its length.
-        source, destination: its blocks, by group.
-        reference: once published.
-    """
+    """One request: its name and length, its blocks in both caches by group, and its reference once it is published."""
 
     name: str
     tokens: int
@@ -68,154 +30,113 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one rank read for one request.
-
-    Attributes:
-        request: its name.
-        seconds: from the start of the read to its end.
-        bytes, descriptors, pieces: see `ReadResult`.
-        error: why it failed; empty if it did not.
-    """
+    """What one rank read for one request, and why it could not; see `kvferry.ReadResult`."""
 
     request: str
-    seconds: float
+    source_ranks: tuple[int, ...] = ()
     bytes: int = 0
     descriptors: int = 0
     pieces: int = 0
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Bytes that a rank has read so far."""
-
-    rank: int
-    done: int
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """How many bytes of its memory a rank found right, wrong, and written although nobody asked for it."""
-
-    right: int
-    wrong: int
-    strayed: int
-
-
-def run_rank(job: RankJob, pipe: Connection) -> None:
-    """Run the process of a rank. It answers each message of the pipe with one, and ends when the pipe ends."""
-    # Ctrl-C reaches the whole foreground group; the parent decides what becomes of it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    memory = mmap.mmap(-1, rank_bytes(job.geometry))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    cells = np.frombuffer(memory, np.uint8)
-    cells[:] = POISON
-    start = cells.ctypes.data
-    geometry = rebase(job.geometry, start)
-    region = MemoryRegion(MemoryKind.DRAM, 0, start, len(cells))
-    with Client(job.address, options=NixlOptions(ucx_tls=job.ucx_tls)) as client:
-        cache = client.register_cache(
-            job.spec,
-            geometry.rank,
-            planes=geometry.planes,
-            regions=[region],
-            # The geometry says for each rank what it holds.
-            replicated=True,
-            keep=memory,
-            labels=geometry.labels,
-            token=job.token,
-            serve=job.serve,
-        )
-        pipe.send("ready")
-        while True:
-            try:
-                command, argument = pipe.recv()
-            except EOFError:
-                return
-            if command == "fill":
-                _fill(cells, start, geometry, job.spec.groups, argument)
-                pipe.send("filled")
-            elif command == "read":
-                pipe.send(_read_all(cache, argument, job.spec.num_ranks, pipe))
-            elif command == "verify":
-                pipe.send(_verify(cells, start, geometry, job.spec.groups, argument))
-
-
-def _fill(
-    cells: Bytes, start: int, geometry: RankGeometry, groups: Sequence[Group], requests: Sequence[Request]
+def run_rank(
+    address: str, spec: EngineSpec, planned: RankGeometry, token: str, serve: bool, ucx_tls: str, pipe: Connection
 ) -> None:
-    by_name = {group.name: group for group in groups}
-    for plane in geometry.planes:
-        view = blocks_view(cells, start, plane)
-        for request in requests:
-            blocks = request.source[plane.group]
-            view[blocks.ids] = expected(request.name, plane, _numbers(by_name[plane.group], blocks))
+    """Run the process of a rank: it answers each message of the pipe with one, and ends when the pipe ends.
+
+    Args:
+        address: its node server.
+        spec: its engine.
+        planned: its planes, at the addresses of the geometry file; moved to where its memory is.
+        token: of the engine's session, which the scheduler has.
+        serve: it is read from; else it reads.
+        ucx_tls: UCX transports to use; empty: UCX's choice.
+        pipe: to the scheduler.
+    """
+    # Ctrl-C reaches the whole foreground group; the scheduler decides what becomes of its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        memory = HostMemory(rank_bytes(planned))
+        geometry = rebase(planned, memory.region.base)
+        with Client(address, options=NixlOptions(ucx_tls=ucx_tls)) as client:
+            cache = client.register_cache(
+                spec,
+                geometry.rank,
+                planes=geometry.planes,
+                regions=[memory.region],
+                # The geometry says for each rank what it holds.
+                replicated=True,
+                keep=memory,
+                labels=geometry.labels,
+                token=token,
+                serve=serve,
+            )
+            rank = _Rank(cache, memory, geometry)
+            pipe.send(None)
+            while True:
+                command, requests = pipe.recv()
+                pipe.send(getattr(rank, command)(requests))
+    except KvferryError as error:
+        pipe.send(error)
+    except (EOFError, ConnectionError):
+        pass
+
+
+class _Rank:
+    """What a rank does; each method is a command of the scheduler."""
+
+    def __init__(self, cache: Cache, memory: HostMemory, geometry: RankGeometry) -> None:
+        self._cache, self._memory = cache, memory.array
+        self._groups = {group.name: group for group in cache.spec.groups}
+        self._planes = [(plane, blocks_view(self._memory, memory.region.base, plane)) for plane in geometry.planes]
+        self._memory[:] = POISON
+
+    def fill(self, requests: Sequence[Request]) -> None:
+        """Write the requests' blocks, as prefill does."""
+        for plane, view in self._planes:
+            for request in requests:
+                blocks = request.source[plane.group]
+                view[blocks.ids] = expected(request.name, plane, _numbers(self._groups[plane.group], blocks))
+
+    def read(self, requests: Sequence[Request]) -> tuple[float, list[Moved]]:
+        """Read all requests at once; the seconds until the last one's end, and what was read for each."""
+        began = time.perf_counter()
+        parties = self._cache.spec.num_ranks
+        reads = [
+            self._cache.read(one.reference, one.destination, (0, one.tokens), read_id=one.name, parties=parties)
+            for one in requests
+        ]
+        moved = []
+        for read in reads:
+            try:
+                got = read.result()
+                moved.append(Moved(read.read_id, got.source_ranks, got.bytes, got.descriptors, got.pieces))
+            except KvferryError as error:
+                moved.append(Moved(read.read_id, error=f"{type(error).__name__}: {error}"))
+        return time.perf_counter() - began, moved
+
+    def verify(self, requests: Sequence[Request]) -> tuple[int, int, int]:
+        """Check every byte that was read, and that no other byte was written: how many bytes are right, wrong, and
+        written although nobody asked for it."""
+        right = wrong = 0
+        for plane, view in self._planes:
+            group = self._groups[plane.group]
+            for request in requests:
+                blocks = request.destination[plane.group]
+                numbers = _numbers(group, blocks)
+                must, may = wanted(plane, group, request.tokens, numbers)
+                found = view[blocks.ids]
+                good = (found == expected(request.name, plane, numbers))[must]
+                right += int(np.count_nonzero(good))
+                wrong += int(good.size - np.count_nonzero(good))
+                found[may] = POISON
+                view[blocks.ids] = found
+        # With what was read put back to poison, everything must be poison.
+        return right, wrong, int(len(self._memory) - np.count_nonzero(self._memory == POISON))
 
 
 def _numbers(group: Group, blocks: Blocks) -> range:
     """Return which blocks of the request these are."""
     first = 0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens
     return range(first, first + len(blocks.ids))
-
-
-def _read_all(cache: Cache, requests: Sequence[Request], parties: int, pipe: Connection) -> list[Moved]:
-    """Read all requests at once, and report progress meanwhile."""
-    began = time.perf_counter()
-    ends: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
-
-    def note(read: Read) -> None:
-        ends.put((read.read_id, time.perf_counter() - began))
-
-    reads = []
-    for request in requests:
-        read = cache.read(
-            request.reference,
-            request.destination,
-            (0, request.tokens),
-            read_id=request.name,
-            parties=parties,
-        )
-        read.add_done_callback(note)
-        reads.append(read)
-    for read in reads:
-        while True:
-            try:
-                read.exception(REPORT_EVERY)
-                break
-            except TimeoutError:
-                pipe.send(Progress(cache.rank.rank, sum(other.progress().done for other in reads)))
-    pipe.send(Progress(cache.rank.rank, sum(read.progress().done for read in reads)))
-    ended = dict(ends.get() for _ in reads)
-    return [_moved(read, ended[read.read_id]) for read in reads]
-
-
-def _moved(read: Read, seconds: float) -> Moved:
-    try:
-        result = read.result()
-    except KvferryError as error:
-        return Moved(read.read_id, seconds, error=f"{type(error).__name__}: {error}")
-    return Moved(read.read_id, seconds, result.bytes, result.descriptors, result.pieces)
-
-
-def _verify(
-    cells: Bytes, start: int, geometry: RankGeometry, groups: Sequence[Group], requests: Sequence[Request]
-) -> Verified:
-    """Check every byte that was read, and that no other byte was written."""
-    by_name = {group.name: group for group in groups}
-    right = wrong = 0
-    for plane in geometry.planes:
-        view = blocks_view(cells, start, plane)
-        group = by_name[plane.group]
-        for request in requests:
-            blocks = request.destination[plane.group]
-            numbers = _numbers(group, blocks)
-            must, may = wanted(plane, group, request.tokens, numbers)
-            found = view[blocks.ids]
-            good = (found == expected(request.name, plane, numbers))[must]
-            right += int(np.count_nonzero(good))
-            wrong += int(good.size - np.count_nonzero(good))
-            found[may] = POISON
-            view[blocks.ids] = found
-    # With what was read put back to poison, everything must be poison.
-    return Verified(right, wrong, int(len(cells) - np.count_nonzero(cells == POISON)))

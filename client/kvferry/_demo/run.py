@@ -2,76 +2,129 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import cast
+from typing import Any
 
 import numpy as np
 
-from kvferry._client import Client
-from kvferry._control.publications import Release
-from kvferry._demo.rank import Moved, Progress, RankJob, Request, Verified
-from kvferry._demo.stage import DemoFailed, DemoProcesses, RankProcess, gather
-from kvferry._engine_spec import EngineSpec
-from kvferry._session import EngineSession
+import kvferry
+from kvferry import Blocks, EngineGeometry, EngineSession, EngineSpec, Group, GroupKind, KvferryError, Release
+from kvferry._demo.rank import Moved, Request, run_rank
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import EngineGeometry, Group, GroupKind
-from kvferry.planner.plan import ReadPlan, plan_read
 
+ANSWER_TIMEOUT = 300.0
 RELEASE_TIMEOUT = 30.0
 MEMCPY_BYTES = 256 << 20
 
 
+class DemoFailed(KvferryError):
+    """A process of the demonstration died or stopped answering."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What a destination rank read, and how many bytes of its memory are right, wrong, and written unasked."""
+
+    rank: int
+    reads: list[Moved]
+    right: int
+    wrong: int
+    strayed: int
+
+
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """What the demonstration did.
+    """What the demonstration did; the fields are those of `kvferry demo --json`.
 
     Attributes:
-        plans: by destination rank.
-        by_source: bytes that each destination rank read from each source rank.
-        moved: what each destination rank read, by rank.
-        verified: what each found in its memory, by rank.
-        releases: what the source was told.
-        first_contact: seconds of one small read before the others: handshakes, agents, connections.
+        first_contact_seconds: of one small read before the others: handshakes, agents, connections.
         seconds: from the first read's start to the last one's end, the slowest rank's.
-        memcpy_rate: bytes per second of one thread's memcpy in the same run.
+        bytes: moved in this time.
+        memcpy_bytes_per_second: of one thread in the same run.
+        released: how many publications the source was told of as released.
+        released_as: with which outcomes.
+        ranks: by destination rank.
+        failures: what went wrong, a sentence each.
     """
 
-    plans: dict[int, ReadPlan]
-    by_source: dict[int, Counter[int]]
-    moved: dict[int, list[Moved]]
-    verified: dict[int, Verified]
-    releases: list[Release]
-    first_contact: float
+    first_contact_seconds: float
     seconds: float
-    memcpy_rate: float
+    bytes: int
+    memcpy_bytes_per_second: float
+    released: int
+    released_as: list[str]
+    ranks: list[RankOutcome]
+    failures: list[str]
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes moved."""
-        return sum(moved.bytes for of_rank in self.moved.values() for moved in of_rank)
 
-    @property
-    def failures(self) -> list[str]:
-        """What went wrong, a sentence each; empty if nothing did."""
-        found = [f"rank {r}, {m.request}: {m.error}" for r, of_rank in self.moved.items() for m in of_rank if m.error]
-        for rank, verified in self.verified.items():
-            if verified.wrong or verified.strayed:
-                found.append(f"rank {rank}: {verified.wrong} bytes are wrong, {verified.strayed} were written unasked")
+class Engine:
+    """An engine of the demonstration: a session, and a process for each rank. A context manager, which ends them.
+
+    Args:
+        address: its node server.
+        geometry: its ranks.
+        role: source or destination; part of its engine_id, because both files may give the same one.
+        ucx_tls: UCX transports to use; empty: UCX's choice.
+    """
+
+    def __init__(self, address: str, geometry: EngineGeometry, role: str, ucx_tls: str) -> None:
+        name = f"{geometry.engine_id}-{role}"
+        spec = EngineSpec(name, geometry.groups, len(geometry.ranks), geometry.identity, geometry.partial)
+        with ExitStack() as stack:
+            self.session: EngineSession = stack.enter_context(kvferry.Client(address)).open_engine(spec)
+            self._ranks: list[tuple[Any, Any]] = []
+            stack.callback(self._end)
+            # Node servers run in this process: it must not fork.
+            context = multiprocessing.get_context("spawn")
+            for rank in geometry.ranks:
+                pipe, theirs = context.Pipe()
+                job = address, spec, rank, str(self.session.token), role == "source", ucx_tls, theirs
+                process = context.Process(target=run_rank, args=job, daemon=True)
+                process.start()
+                theirs.close()
+                self._ranks.append((process, pipe))
+            self._stack = stack.pop_all()
+
+    def answers(self) -> list[Any]:
+        """Return the next answer of each rank. Raises what a rank raised, or `DemoFailed`."""
+        found = []
+        for number, (process, pipe) in enumerate(self._ranks):
+            if not pipe.poll(ANSWER_TIMEOUT):
+                raise DemoFailed(f"rank {number} did not answer within {ANSWER_TIMEOUT:.0f} s")
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                process.join()
+                raise DemoFailed(f"rank {number} ended with exit code {process.exitcode}") from None
+            if isinstance(found[-1], KvferryError):
+                raise found[-1]
         return found
 
+    def tell(self, command: str, requests: Sequence[Request]) -> list[Any]:
+        """Have all ranks do something at once, and return their answers."""
+        for _, pipe in self._ranks:
+            pipe.send((command, requests))
+        return self.answers()
 
-@dataclass(frozen=True, slots=True)
-class DemoReporter:
-    """What the run calls to report a new phase, the bytes to move, and the bytes moved so far."""
+    def __enter__(self) -> Engine:
+        return self
 
-    phase: Callable[[str], None]
-    total: Callable[[int], None]
-    done: Callable[[int], None]
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _end(self) -> None:
+        for _, pipe in self._ranks:
+            # Upon which the rank ends.
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(10.0)
+            process.kill()
+            process.join()
 
 
 def run_demo(
@@ -82,170 +135,104 @@ def run_demo(
     tokens: int,
     ucx_tls: str,
     seed: int,
-    report: DemoReporter,
+    phase: Callable[[str], None],
 ) -> DemoOutcome:
-    """Move `requests` requests of about `tokens` tokens each from one engine to the other.
+    """Move `requests` requests of about `tokens` tokens each from one engine to the other; `phase` is told how it goes.
 
     Raises:
-        Incompatible: the geometries cannot be read from each other.
         InvalidField: the caches are too small for so many tokens.
         DemoFailed: a process died.
     """
-    plans = {rank.rank: plan_read(source, destination, rank.rank) for rank in destination.ranks}
     wanted = _requests(source, destination, requests, tokens, seed)
-    with DemoProcesses() as stage:
-        report.phase("starting node servers and ranks")
-        homes = stage.start_server("prefill"), stage.start_server("decode")
-        for home in homes:
-            stage.wait_for(home)
-        with Client(homes[0]) as prefill, Client(homes[1]) as decode:
-            specs = _spec(source, "source"), _spec(destination, "destination")
-            sessions = prefill.open_engine(specs[0]), decode.open_engine(specs[1])
-            sources = _start(stage, homes[0], specs[0], source, sessions[0], serve=True, ucx_tls=ucx_tls)
-            destinations = _start(stage, homes[1], specs[1], destination, sessions[1], serve=False, ucx_tls=ucx_tls)
-            _all_answer([*sources, *destinations], "ready")
-            report.phase("filling the source with a pattern")
-            _ask(sources, "fill", wanted)
-            _all_answer(sources, "filled")
-            memcpy_rate = _memcpy_rate()
-            report.phase("first read: making connections")
-            by_source = {rank: _by_source(plan, wanted[1:]) for rank, plan in plans.items()}
-            published = [
-                replace(request, reference=sessions[0].publish(request.name, request.source).reference)
-                for request in wanted
-            ]
-            first = _move(destinations, published[:1], report)
-            report.phase("moving")
-            report.total(sum(counter.total() for counter in by_source.values()))
-            moved = _move(destinations, published[1:], report)
-            report.phase("verifying every byte")
-            _ask(destinations, "verify", published)
-            verified = {rank.rank: cast("Verified", rank.answer()) for rank in destinations}
-            releases = _releases(sessions[0], len(published))
-    return DemoOutcome(plans, by_source, moved, verified, releases, _slowest(first), _slowest(moved), memcpy_rate)
-
-
-def _slowest(moved: dict[int, list[Moved]]) -> float:
-    return max((item.seconds for items in moved.values() for item in items), default=0.0)
-
-
-def _spec(geometry: EngineGeometry, role: str) -> EngineSpec:
-    """Make the spec of an engine. The role is part of its id, because both files may give the same engine_id."""
-    return EngineSpec(
-        f"{geometry.engine_id}-{role}", geometry.groups, len(geometry.ranks), geometry.identity, geometry.partial
+    phase("starting node servers and ranks")
+    # A demonstration that ends early waits for nothing.
+    with kvferry.serve(drain=0.0) as there, kvferry.serve(drain=0.0) as here, ExitStack() as engines:
+        prefill = engines.enter_context(Engine(there.address, source, "source", ucx_tls))
+        decode = engines.enter_context(Engine(here.address, destination, "destination", ucx_tls))
+        prefill.answers(), decode.answers()
+        phase("filling the source with a pattern")
+        prefill.tell("fill", wanted)
+        memcpy_rate = _memcpy_rate()
+        phase("first read: making connections")
+        # A router would carry the references.
+        published = [
+            replace(request, reference=prefill.session.publish(request.name, request.source).reference)
+            for request in wanted
+        ]
+        first = decode.tell("read", published[:1])
+        phase("moving")
+        moved = decode.tell("read", published[1:])
+        phase("verifying every byte")
+        verified = decode.tell("verify", published)
+        releases: list[Release] = []
+        until = time.monotonic() + RELEASE_TIMEOUT
+        while len(releases) < len(published) and time.monotonic() < until:
+            releases += prefill.session.released(timeout=1.0)
+    ranks = [
+        RankOutcome(rank, reads, *found) for rank, ((_, reads), found) in enumerate(zip(moved, verified, strict=True))
+    ]
+    failures = [f"rank {of.rank}, {read.request}: {read.error}" for of in ranks for read in of.reads if read.error]
+    failures += [
+        f"rank {of.rank}: {of.wrong} bytes are wrong, {of.strayed} were written unasked"
+        for of in ranks
+        if of.wrong or of.strayed
+    ]
+    return DemoOutcome(
+        max(seconds for seconds, _ in first),
+        max(seconds for seconds, _ in moved),
+        sum(read.bytes for of in ranks for read in of.reads),
+        memcpy_rate,
+        len(releases),
+        sorted({release.outcome.name for release in releases}),
+        ranks,
+        failures,
     )
-
-
-def _start(
-    stage: DemoProcesses,
-    address: str,
-    spec: EngineSpec,
-    geometry: EngineGeometry,
-    session: EngineSession,
-    *,
-    serve: bool,
-    ucx_tls: str,
-) -> list[RankProcess]:
-    token = str(session.token)
-    return [stage.start_rank(RankJob(address, spec, rank, token, serve, ucx_tls)) for rank in geometry.ranks]
-
-
-def _ask(ranks: list[RankProcess], command: str, argument: object) -> None:
-    for rank in ranks:
-        rank.pipe.send((command, argument))
-
-
-def _all_answer(ranks: list[RankProcess], expected: str) -> None:
-    for rank in ranks:
-        answer = rank.answer()
-        if answer != expected:
-            raise DemoFailed(f"rank {rank.rank} answered {answer!r}, not {expected!r}")
-
-
-def _move(ranks: list[RankProcess], requests: list[Request], report: DemoReporter) -> dict[int, list[Moved]]:
-    done = {rank.rank: 0 for rank in ranks}
-
-    def on_progress(progress: Progress) -> None:
-        done[progress.rank] = progress.done
-        report.done(sum(done.values()))
-
-    _ask(ranks, "read", requests)
-    return {rank: cast("list[Moved]", answer) for rank, answer in gather(ranks, on_progress).items()}
-
-
-def _releases(session: EngineSession, count: int) -> list[Release]:
-    """Wait for the release of every publication."""
-    found: list[Release] = []
-    until = time.monotonic() + RELEASE_TIMEOUT
-    while len(found) < count and time.monotonic() < until:
-        found += session.released(timeout=1.0)
-    return found
 
 
 def _requests(source: EngineGeometry, destination: EngineGeometry, count: int, tokens: int, seed: int) -> list[Request]:
     """Make a small request for the first contact, and `count` requests of different lengths whose blocks lie scattered
     in both caches."""
     random = np.random.default_rng(seed)
-    sides = [_Allocator(engine.groups, random) for engine in (source, destination)]
-    step = lcm(
-        *(group.block_tokens for engine in (source, destination) for group in engine.groups if group.block_tokens)
-    )
+    free: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
+    for engine, pools in zip((source, destination), free, strict=True):
+        for group in engine.groups:
+            ids = [block for block in range(group.num_blocks) if block != group.null_block]
+            pools.setdefault(group.pool or group.name, random.permutation(ids).tolist())
+    groups = (*source.groups, *destination.groups)
+    step = min(tokens, lcm(*(group.block_tokens for group in groups if group.block_tokens)))
     requests = []
     for index in range(count + 1):
-        length = max(1, tokens - int(random.integers(0, max(1, min(step, tokens))))) if index else min(step, tokens)
-        theirs, mine = (side.allocate(length) for side in sides)
+        length = tokens - int(random.integers(0, step)) if index else step
+        theirs, mine = (
+            {group.name: _blocks(group, pools[group.pool or group.name], length) for group in engine.groups}
+            for engine, pools in zip((source, destination), free, strict=True)
+        )
         requests.append(Request(f"request-{index}", length, theirs, mine))
     return requests
 
 
-class _Allocator:
-    """Allocates blocks at random, each once per pool."""
-
-    def __init__(self, groups: tuple[Group, ...], random: np.random.Generator) -> None:
-        self._groups = groups
-        self._free: dict[str, list[int]] = {}
-        for group in groups:
-            ids = [block for block in range(group.num_blocks) if block != group.null_block]
-            self._free.setdefault(group.pool or group.name, list(random.permutation(ids)))
-
-    def allocate(self, tokens: int) -> dict[str, Blocks]:
-        blocks = {}
-        for group in self._groups:
-            free = self._free[group.pool or group.name]
-            if group.kind is GroupKind.STATE:
-                first, wanted = 0, 1
-            else:
-                first = max(0, tokens - group.window_tokens) if group.kind is GroupKind.WINDOW else 0
-                first = first // group.block_tokens * group.block_tokens
-                wanted = -(-tokens // group.block_tokens) - first // group.block_tokens
-            if wanted > len(free):
-                expected = (
-                    f"enough blocks in group {group.name!r}; give fewer --requests or --tokens, or a larger cache"
-                )
-                raise InvalidField("num_blocks", group.num_blocks, expected)
-            ids = [free.pop() for _ in range(wanted)]
-            if group.kind is GroupKind.STATE:
-                blocks[group.name] = Blocks(ids, state_token=tokens)
-            else:
-                blocks[group.name] = Blocks(ids, first_token=first, end_token=tokens)
-        return blocks
-
-
-def _by_source(plan: ReadPlan, requests: list[Request]) -> Counter[int]:
-    """Return the bytes that a rank will read from each source rank."""
-    found: Counter[int] = Counter()
-    for request in requests:
-        for source in plan.expand(request.source, request.destination, (0, request.tokens)).sources:
-            found[source.source_rank] += source.total_bytes
-    return found
+def _blocks(group: Group, free: list[int], tokens: int) -> Blocks:
+    """Take the blocks of a request from those that are free."""
+    first, count = 0, 1
+    if group.kind is not GroupKind.STATE:
+        first = max(0, tokens - group.window_tokens) if group.kind is GroupKind.WINDOW else 0
+        first = first // group.block_tokens * group.block_tokens
+        count = -(-(tokens - first) // group.block_tokens)
+    if count > len(free):
+        problem = f"enough blocks in group {group.name!r}; give fewer --requests or --tokens, or a larger cache"
+        raise InvalidField("num_blocks", group.num_blocks, problem)
+    ids = [free.pop() for _ in range(count)]
+    if group.kind is GroupKind.STATE:
+        return Blocks(ids, state_token=tokens)
+    return Blocks(ids, first_token=first, end_token=tokens)
 
 
 def _memcpy_rate() -> float:
     """Measure the bytes per second of one thread that copies memory which is already mapped."""
     source, destination = np.ones(MEMCPY_BYTES, np.uint8), np.ones(MEMCPY_BYTES, np.uint8)
-    best = 0.0
+    times = []
     for _ in range(3):
         began = time.perf_counter()
         np.copyto(destination, source)
-        best = max(best, MEMCPY_BYTES / (time.perf_counter() - began))
-    return best
+        times.append(time.perf_counter() - began)
+    return MEMCPY_BYTES / min(times)

@@ -34,8 +34,8 @@ class Host:
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str:
-        """Return what is in a file, without the last line's end; empty if it cannot be read. Files of sysfs "
-        "may refuse."""
+        """Return what is in a file, without the last line's end; empty if it cannot be read, as files of sysfs may
+        refuse to be."""
         try:
             return self.path(path).read_text(errors="replace").strip()
         except OSError:
@@ -48,12 +48,28 @@ class Host:
         except OSError:
             return []
 
-    def chosen(self, path: str) -> str:
-        """Return the word in brackets of a file like ``always [madvise] never``; empty if there is none."""
-        _, bracket, rest = self.text(path).partition("[")
-        return rest.partition("]")[0] if bracket else ""
-
     def status(self, pid: int | str = "self") -> dict[str, str]:
         """Return the fields of /proc/PID/status; none if there is no such process."""
         lines = (line.partition(":") for line in self.text(f"/proc/{pid}/status").splitlines())
         return {name: value.strip() for name, _, value in lines}
+
+    def capable(self, capability: int) -> bool:
+        """Say whether this process has a capability, by its number in linux/capability.h."""
+        return bool(int(self.status().get("CapEff", "0"), 16) >> capability & 1)
+
+    def rdma_devices(self) -> list[str]:
+        """Return the names of RDMA devices, such as ``mlx5_0``."""
+        return self.names("/sys/class/infiniband")
+
+    def gpu_files(self) -> list[str]:
+        """Return the names of NVIDIA's device files, such as ``nvidia0``."""
+        return [name for name in self.names("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+
+    def gpus(self) -> list[str]:
+        """Return the GPUs that the system knows: NVIDIA's by model, and whether there are AMD's."""
+        found = []
+        for name in self.names("/proc/driver/nvidia/gpus"):
+            lines = self.text(f"/proc/driver/nvidia/gpus/{name}/information").splitlines()
+            found.append(next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), name))
+        # Without /proc/driver, as some sandboxes are, the device files remain.
+        return found or self.gpu_files() or (["an AMD GPU (/dev/kfd)"] if self.path("/dev/kfd").exists() else [])

@@ -1,15 +1,14 @@
 """Runs a check in a process of its own, because NIXL can end its process, and names or locks can hang.
 
-`kvferry._doctor.__main__` is that process: it reads the host as JSON from its input, and writes its findings to
-the file that is named there.
+`kvferry._doctor.catalogue.main` is that process: it takes the host, pickled, from its input, and writes its findings,
+pickled, to the file that is named there.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,22 +16,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry._doctor.finding import Finding, Kind, Level
+from kvferry._doctor.finding import Finding, finding
 from kvferry._doctor.host import Host
-
-DIED = Kind(
-    "check-died",
-    Level.PROBLEM,
-    "The check could not end. If it was NIXL that ended its process, it ends engines as well.",
-    "Read what the process wrote last.",
-)
-HUNG = Kind(
-    "check-hung",
-    Level.PROBLEM,
-    "What the check did does not end. An engine that does the same waits until its own deadline.",
-    "Look at the other findings first; a host without free CPUs can be the reason too.",
-)
-KINDS = (DIED, HUNG)
 
 _LINES = 5
 _PR_SET_PDEATHSIG = 1
@@ -54,19 +39,13 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         answer = Path(folder) / "findings"
-        asked = dataclasses.asdict(host) | {
-            "root": str(host.root),
-            "environ": {},
-            "answer": str(answer),
-            "parent": os.getpid(),
-        }
-        with (Path(folder) / "stderr").open("w+") as written:
+        with (Path(folder) / "stderr").open("w+b") as written:
             process = subprocess.Popen(
-                python("from kvferry._doctor.__main__ import main; main()", check),
+                # The name is for lists of processes.
+                python("from kvferry._doctor.catalogue import main; main()", check),
                 stdin=subprocess.PIPE,
                 stdout=written,
                 stderr=written,
-                text=True,
                 # Its temporary files end with the folder, also if it is killed.
                 env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": folder},
                 # So that what it starts can be ended with it. No `preexec_fn`, with which Python forks: what gRPC does
@@ -75,7 +54,7 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
             )
             hung = False
             try:
-                process.communicate(json.dumps(asked), timeout=seconds)
+                process.communicate(pickle.dumps((check, host, os.getpid(), str(answer))), timeout=seconds)
             except subprocess.TimeoutExpired:
                 hung = True
             finally:
@@ -84,12 +63,14 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             written.seek(0)
-            last = " / ".join(written.read().split("\n")[-_LINES:]).strip(" /")
+            last = " / ".join(written.read().decode(errors="replace").split("\n")[-_LINES:]).strip(" /")
+        wrote = f"; it wrote last: {last}" if last else ""
         if hung:
-            return [HUNG.found(f"the check `{check}` took longer than {seconds:g} s{_wrote(last)}")]
+            return [finding("check-hung", f"the check `{check}` took longer than {seconds:g} s{wrote}")]
         if process.returncode != 0 or not answer.exists():
-            return [DIED.found(f"the check `{check}` ended {ended(process.returncode)}{_wrote(last)}")]
-        return [Finding.from_dict(found) for found in json.loads(answer.read_text())]
+            return [finding("check-died", f"the check `{check}` ended {ended(process.returncode)}{wrote}")]
+        found: list[Finding] = pickle.loads(answer.read_bytes())
+        return found
 
 
 def end_with(parent: int) -> None:
@@ -107,15 +88,5 @@ def end_with(parent: int) -> None:
 
 
 def ended(code: int) -> str:
-    """Say how a process ended.
-
-    Args:
-        code: as `subprocess` returns it: negative for a signal.
-    """
-    if code < 0:
-        return f"by {signal.Signals(-code).name}"
-    return f"with exit code {code}"
-
-
-def _wrote(last: str) -> str:
-    return f"; it wrote last: {last}" if last else ""
+    """Say how a process ended, by the code that `subprocess` returns: negative for a signal."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -7,58 +7,25 @@ it took. Time is compared with a copy of as many bytes within one process.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry._doctor.finding import Finding, Kind, Level
+from kvferry._doctor.finding import Finding, finding
 from kvferry._doctor.host import Host
 from kvferry._doctor.isolation import ended, python
-from kvferry._doctor.packages import version_of
+from kvferry._doctor.software import version_of
 
 if TYPE_CHECKING:
-    from kvferry._transport.nixl_agent import ReadHandle
-
-BY_CMA = Kind("reads-by-cma", Level.OK)
-BY_TCP = Kind(
-    "reads-by-tcp",
-    Level.PROBLEM,
-    "Reads between engines of this host go over TCP, without a message: 4 to 14 times slower than by CMA, and with CPU "
-    "at the source.",
-    "See the findings of `cma` and `environment`: they say what keeps UCX from CMA.",
-)
-BY_ANOTHER = Kind(
-    "reads-by-another-way", Level.UNKNOWN, "kvferry's numbers are of CMA and TCP; this way was not measured."
-)
-SLOW = Kind(
-    "reads-slow",
-    Level.WARNING,
-    "Reads by CMA reach half of a copy's speed and more where the machine is idle.",
-    "Run it again when the host is idle. If it stays so, look at `huge-pages` and `cpus`.",
-)
-UNUSABLE = Kind(
-    "nixl-unusable",
-    Level.PROBLEM,
-    "No engine can move bytes here: NIXL is installed, but does not work.",
-    "Read what NIXL and UCX say, and the finding of `cma`. UCX_TLS, if set, has to contain tcp; loopback or a card has "
-    "to be up.",
-)
-ENDS_BADLY = Kind(
-    "nixl-ends-badly",
-    Level.PROBLEM,
-    "Reads work, but a process that used NIXL does not end in order: a supervisor takes each end of an engine for a "
-    "crash.",
-    "Read what the process wrote. Two copies of a library in one process can be the reason: docs/nixl.md, Libraries "
-    "loaded twice.",
-)
-NOT_TRIED = Kind("moves-not-tried", Level.UNKNOWN, "Nothing was measured.", "pip install 'kvferry[nixl]'")
-KINDS = (BY_CMA, BY_TCP, BY_ANOTHER, SLOW, UNUSABLE, ENDS_BADLY, NOT_TRIED)
+    from kvferry._transport.nixl_agent import AgentInfo, ReadHandle
 
 SIZE = 64 << 20
 ROUNDS = 3
@@ -71,54 +38,44 @@ def check(host: Host) -> list[Finding]:
     """Read `SIZE` bytes of another process `ROUNDS` times, and look at how that process ends."""
     from kvferry.errors import KvferryError, NixlMissing
 
-    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
-        # Set before NIXL is loaded. Its lines are read below, and not shown.
-        log = Path(folder) / f"ucx.{os.getpid()}"
-        os.environ |= {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(Path(folder) / "ucx.%p")}
+    with ucx_log(UCX_LOG_LEVEL="info", UCX_PROTO_INFO="y") as written:
         try:
             rate, copies, code = _measure()
         except NixlMissing as error:
-            return [NOT_TRIED.found(error.message)]
+            return [finding("moves-not-tried", error.message)]
         except (KvferryError, OSError, subprocess.SubprocessError) as error:
-            return [UNUSABLE.found(f"{error}{complaints(written(log))}")]
-        text = written(log)
-    version = re.search(r"UCX\s+INFO\s+Version (\S+)", text)
-    way = way_of(text)
-    share = rate / copies
+            return [finding("nixl-unusable", f"{error}{complaints(written())}")]
+        text = written()
+    version, way, share = re.search(r"UCX\s+INFO\s+Version (\S+)", text), _way(text), rate / copies
     said = (
         f"NIXL {version_of('nixl') or '?'} with UCX {version[1] if version else '?'} read {SIZE >> 20} MiB from "
-        f"another "
-        f"process by {way or 'a way that it does not tell'} at {rate / 1e9:.2f} GB/s: {share:.2f} of a copy in "
-        f"one process "
-        f"({copies / 1e9:.2f} GB/s)"
+        f"another process by {way or 'a way that it does not tell'} at {rate / 1e9:.2f} GB/s: {share:.2f} of a copy in "
+        f"one process ({copies / 1e9:.2f} GB/s)"
     )
-    if way.startswith("tcp"):
-        read = BY_TCP
-    elif way.startswith("cma"):
-        read = BY_CMA if share >= SHARE else SLOW
-    else:
-        read = BY_ANOTHER
-    findings = [read.found(said)]
+    by_cma = "reads-by-cma" if share >= SHARE else "reads-slow"
+    known = {"tcp": "reads-by-tcp", "cma": by_cma}
+    findings = [finding(known.get(way[:3], "reads-by-another-way"), said)]
     if code:
-        findings.append(ENDS_BADLY.found(f"the process that was read from ended {ended(code)}"))
+        findings.append(finding("nixl-ends-badly", f"the process that was read from ended {ended(code)}"))
     return findings
 
 
-def way_of(text: str) -> str:
-    """Return the transport of large reads from UCX's log (UCX_PROTO_INFO), as ``cma/memory``; empty if not told."""
-    lines = text.splitlines()
-    for number in range(len(lines) - 1, -1, -1):
-        if "remote memory read by ucp_get" in lines[number]:
-            rows = [row.split("|")[1:4] for row in lines[number + 1 : number + 9] if row.count("|") == 4]
-            large = [config.strip() for limits, _, config in rows if "inf" in limits]
-            return large[0] if large else ""
-    return ""
+@contextmanager
+def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
+    """Have UCX, which must not be loaded yet, write its log to a file instead of showing it.
 
+    Yields:
+        what returns the log until now; UCX does not flush it itself.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
+        os.environ |= {"UCX_LOG_FILE": str(Path(folder) / "ucx.%p"), **settings}
+        log = Path(folder) / f"ucx.{os.getpid()}"
 
-def written(log: Path) -> str:
-    """Return what UCX has written to its log until now; it does not flush it itself."""
-    ctypes.CDLL(None).fflush(None)
-    return log.read_text(errors="replace") if log.exists() else ""
+        def written() -> str:
+            ctypes.CDLL(None).fflush(None)
+            return log.read_text(errors="replace") if log.exists() else ""
+
+        yield written
 
 
 def complaints(text: str) -> str:
@@ -127,39 +84,40 @@ def complaints(text: str) -> str:
     return f". UCX: {'; '.join(lines[:3])}" if lines else ""
 
 
+def _way(text: str) -> str:
+    """Return the transport of large reads from UCX's log (UCX_PROTO_INFO), as ``cma/memory``; empty if not told."""
+    last = text.rpartition("remote memory read by ucp_get")[2].splitlines()[1:9] if "by ucp_get" in text else []
+    rows = [row.split("|")[1:4] for row in last if row.count("|") == 4]
+    return next((config.strip() for limits, _, config in rows if "inf" in limits), "")
+
+
 def _measure() -> tuple[float, float, int]:
-    """Bytes per second of the fastest read, and of the fastest copy in this process; how the process that was read from
-    ended, as `subprocess` tells it."""
+    """Return the bytes per second of the fastest read, and of the fastest copy in this process; and how the process
+    that was read from ended, as `subprocess` tells it."""
     import numpy as np
 
-    from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
+    from kvferry._transport.nixl_agent import NixlOptions, ReadingAgent
     from kvferry.errors import NixlError
-    from kvferry.geometry.model import MemoryRegion
     from kvferry.geometry.plane import MemoryKind
     from kvferry.host_memory import HostMemory
     from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 
     command = python("from kvferry._doctor.moves import serve; serve()")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as source:
+        assert source.stdout is not None
         try:
             memory, other = HostMemory(SIZE), HostMemory(SIZE)
             agent = ReadingAgent(f"doctor-reader-{os.getpid()}", [memory.region], NixlOptions())
-            line = source.stdout.readline() if source.stdout else ""
-            if not line:
-                raise NixlError("the process that should have been read from ended", call="", peer="", problem="")
-            told = json.loads(line)
-            blob = bytes.fromhex(told["metadata"])
-            region = MemoryRegion(MemoryKind.DRAM, 0, told["base"], SIZE)
-            info = AgentInfo(told["name"], blob, bytes.fromhex(told["sha256"]), (region,))
+            try:
+                info: AgentInfo = pickle.load(source.stdout)
+            except EOFError:
+                message = "the process that should have been read from ended"
+                raise NixlError(message, call="", peer="", problem="") from None
             agent.add_peer(info)
-            _finish(agent.warm_up(info.name))
+            _seconds(agent.warm_up(info.name))
             kinds = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
-            one = [np.array([value], np.uint64) for value in (region.base, memory.region.base, SIZE)]
-            times = []
-            for _ in range(ROUNDS):
-                handle = agent.make(info.name, RawDescriptors(kinds, *one))
-                times.append(_finish(handle))
-                handle.release()
+            one = [np.array([value], np.uint64) for value in (info.regions[0].base, memory.region.base, SIZE)]
+            reads = [_seconds(agent.make(info.name, RawDescriptors(kinds, *one))) for _ in range(ROUNDS)]
             if not (memory.array[:: 1 << 20] == 7).all():
                 raise NixlError("the bytes that arrived are not those of the source", call="", peer="", problem="")
             copies = []
@@ -171,10 +129,10 @@ def _measure() -> tuple[float, float, int]:
             source.communicate(timeout=_WAIT)
         finally:
             source.kill()
-    return SIZE / min(times), SIZE / min(copies), source.returncode
+    return SIZE / min(reads), SIZE / min(copies), source.returncode
 
 
-def _finish(handle: ReadHandle) -> float:
+def _seconds(handle: ReadHandle) -> float:
     """Post a read and wait for its end; the seconds that it took."""
     from kvferry._transport.nixl_agent import HandleState
     from kvferry.errors import NixlError
@@ -186,7 +144,9 @@ def _finish(handle: ReadHandle) -> float:
         state = handle.check()
     if state is not HandleState.DONE:
         raise NixlError(f"a read did not end within {_WAIT:.0f} s", call="", peer=handle.peer, problem=state.value)
-    return time.monotonic() - started
+    took = time.monotonic() - started
+    handle.release()
+    return took
 
 
 def serve() -> None:
@@ -197,13 +157,7 @@ def serve() -> None:
     memory = HostMemory(SIZE)
     memory.array[:] = 7
     agent = ServingAgent(f"doctor-source-{os.getpid()}", [memory.region])
-    info = agent.info
-    told = {
-        "name": info.name,
-        "metadata": info.metadata.hex(),
-        "sha256": info.sha256.hex(),
-        "base": memory.region.base,
-    }
-    print(json.dumps(told), flush=True)
+    sys.stdout.buffer.write(pickle.dumps(agent.info))
+    sys.stdout.flush()
     sys.stdin.read()
     agent.close()

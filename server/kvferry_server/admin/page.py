@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlencode
 
 from kvferry_server.admin import status
-from kvferry_server.admin.markup import Child, Html, element, join, table
+from kvferry_server.admin.markup import Html, each, html
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.status import Row
 from kvferry_server.admin.timeline import COLOURS, timeline
@@ -17,215 +17,132 @@ from kvferry_server.domain.event_log import short
 MAX_PAIRS = 8
 """Pairs of engines whose plans are linked to."""
 
+DOCUMENT = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<link rel="stylesheet" href="/page.css"><script src="/page.js" defer=""></script></head>
+<body>
+<nav><a href="/" class="home">kvferry</a><a href="/statusz">state</a><a href="/metrics">metrics</a>
+<label><input type="checkbox" id="live" checked="">live </label><span id="updated"></span></nav>
+<main>{content}</main>
+</body>
+</html>
+"""
+FRONT = """<h1>Node server {state[advertise]}</h1>
+<p class="{how}">{ready}</p>
+<p>Version {state[version]}, epoch {epoch}, up for {state[uptime_s]:.0f} s. Live leases: {leases}. Pinned requests:
+{state[pinned]}{oldest}.</p>
+<h2>Engines</h2>{engines}
+<h2>The last reads</h2><p class="legend">{legend}</p>{timeline}
+<h2>Reads</h2><p class="note">Under way, and ended ones whose outcome is kept.</p>{reads}
+<h2>Requests</h2><p class="note">Published, and not yet acknowledged by their engine as released.</p>{requests}
+<h2>Plans</h2>{plans}
+"""
+ENGINE = """<h1>engine {engine_id}</h1>
+<p>Incarnation {incarnation}. {count} ranks. Groups: {groups}.</p>{ranks}"""
+PLAN = """<h1>{title}</h1><p><img src="{picture}" alt="who reads what from whom: {title}" class="plan"></p>
+<p><a href="{picture}">the picture, or why there is none</a></p>"""
+PLANS = """<ul>{links}</ul>
+<form action="/plan" method="get"><select name="destination" aria-label="destination">{options}</select> reads from
+<select name="source" aria-label="source">{options}</select><button>draw</button></form>
+<p class="note">Engines whose home is another node server are not listed: kvferry plan takes ID@ADDRESS.</p>"""
+TABLE = '<table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
-def document(title: str, *content: Child) -> Html:
+
+def document(title: str, content: Html) -> Html:
     """Return a whole document."""
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width"),
-        element("title", title),
-        element("link", rel="stylesheet", href="/page.css"),
-        element("script", src="/page.js", defer=""),
-    )
-    bar = element(
-        "nav",
-        element("a", "kvferry", href="/", class_="home"),
-        element("a", "state", href="/statusz"),
-        element("a", "metrics", href="/metrics"),
-        element("label", element("input", type="checkbox", id="live", checked=""), "live "),
-        element("span", id="updated"),
-    )
-    body = element("body", bar, element("main", *content))
-    return join(Html("<!doctype html>\n"), element("html", head, body, lang="en"))
+    return html(DOCUMENT, title=title, content=content)
 
 
 def front(node: NodeState, query: Mapping[str, str]) -> Html:
     """Return the first page: engines, reads, pinned requests and the timeline. Raises `InvalidField` for a token that
     none of its links has."""
+
+    def shown(name: str, rows: Sequence[Row], following: str) -> Html:
+        return _rows(name, rows, f"more {name}", f"/?{urlencode({**query, name: following})}" if following else "")
+
     engines, more_engines = status.engine_rows(node, query.get("engines", ""))
-    reads, more_reads = status.read_rows(node, query.get("reads", ""))
-    requests, more_requests = status.request_rows(node, query.get("requests", ""))
-    ended = status.last_reads(node)
-    state = status.overview(node)
-    return document(
-        f"kvferry: {state['advertise']}",
-        _heading(state),
-        element("h2", "Engines"),
-        _rows("engines", [_with_link(row) for row in engines], ENGINE_COLUMNS),
-        _more("engines", more_engines, query),
-        element("h2", "The last reads"),
-        element("p", *(element("span", name, class_=name) for name in COLOURS), class_="legend"),
-        timeline(ended),
-        element("h2", "Reads"),
-        element("p", "Under way, and ended ones whose outcome is kept.", class_="note"),
-        _rows("reads", reads, READ_COLUMNS),
-        _more("reads", more_reads, query),
-        element("h2", "Requests"),
-        element("p", "Published, and not yet acknowledged by their engine as released.", class_="note"),
-        _rows("requests", requests, REQUEST_COLUMNS),
-        _more("requests", more_requests, query),
-        element("h2", "Plans"),
-        _plans(engines, ended),
+    linked = [{**row, "engine_id": _link(row["engine_id"], "/engine", engine_id=row["engine_id"])} for row in engines]
+    ended, state = status.last_reads(node), status.overview(node)
+    pinned = state["oldest_pin_s"]
+    content = html(
+        FRONT,
+        state=state,
+        epoch=state["epoch"][:8],
+        how="good" if state["ready"] else "bad",
+        ready="ready" if state["ready"] else f"not ready: {state['why_not_ready']}",
+        leases=", ".join(f"{count} {name}" for name, count in state["leases"].items()) or "none",
+        oldest="" if pinned is None else f", the oldest for {pinned:.0f} s",
+        engines=shown("engines", linked, more_engines),
+        legend=each('<span class="{0}">{0}</span>', COLOURS),
+        timeline=timeline(ended),
+        reads=shown("reads", *status.read_rows(node, query.get("reads", ""))),
+        requests=shown("requests", *status.request_rows(node, query.get("requests", ""))),
+        plans=_plans(engines, ended),
     )
-
-
-ENGINE_COLUMNS = (
-    "engine_id",
-    "incarnation",
-    "state",
-    "ranks",
-    "missing",
-    "publications",
-    "leases",
-    "cache_bytes",
-    "peer",
-)
-READ_COLUMNS = (
-    "lease_number",
-    "source",
-    "reader",
-    "publication",
-    "request_id",
-    "router_key",
-    "state",
-    "reason",
-    "parts",
-    "lease_remaining_s",
-    "reported",
-    "bytes",
-)
-REQUEST_COLUMNS = (
-    "engine_id",
-    "publication",
-    "request_id",
-    "state",
-    "blocks",
-    "leases",
-    "reads",
-    "last_failure",
-    "age_s",
-)
-RANK_COLUMNS = ("rank", "state", "labels", "planes", "cache_bytes", "node", "watched")
+    return document(f"kvferry: {state['advertise']}", content)
 
 
 def engine_page(engine: Engine, first: int) -> Html:
     """Return the page of one engine's ranks, from one on; within a turn."""
     ref = engine.ref
     rows, following = status.rank_rows(engine, first)
-    more = None
-    if following:
-        target = "/engine?" + urlencode({"engine_id": ref.engine_id, "first": following})
-        more = element("p", element("a", "more ranks", href=target))
-    title = f"engine {ref.engine_id}"
-    groups = ", ".join(group.name for group in engine.first.groups) if engine.first is not None else ""
-    return document(
-        title,
-        element("h1", title),
-        element("p", f"Incarnation {short(ref.incarnation)}. {engine.num_ranks} ranks. Groups: {groups or 'none'}."),
-        _rows("ranks", rows, RANK_COLUMNS),
-        more,
+    more = f"/engine?{urlencode({'engine_id': ref.engine_id, 'first': following})}" if following else ""
+    content = html(
+        ENGINE,
+        engine_id=ref.engine_id,
+        incarnation=short(ref.incarnation),
+        count=engine.num_ranks,
+        groups=", ".join(group.name for group in engine.first.groups) if engine.first is not None else "none",
+        ranks=_rows("ranks", rows, "more ranks", more),
     )
+    return document(f"engine {ref.engine_id}", content)
 
 
 def plan_page(source: str, destination: str) -> Html:
     """Return the page with the picture of a plan."""
     title = f"{destination} reads from {source}"
-    picture = "/plan.svg?" + urlencode({"source": source, "destination": destination})
-    return document(
-        title,
-        element("h1", title),
-        element("img", src=picture, alt=f"who reads what from whom: {title}", class_="plan"),
-        element("p", element("a", "the picture, or why there is none", href=picture)),
-    )
+    picture = f"/plan.svg?{urlencode({'source': source, 'destination': destination})}"
+    return document(title, html(PLAN, title=title, picture=picture))
 
 
 def state_page(state: Row) -> Html:
     """Return the state of the node server as a table."""
-    rows: list[tuple[Child, ...]] = [(name, _text(value)) for name, value in state.items()]
-    return document(
-        "kvferry: state",
-        element("h1", "State"),
-        element("p", element("a", "as JSON", href="/statusz?format=json")),
-        table(("what", "value"), rows, id="state"),
-    )
+    content = '<h1>State</h1><p><a href="/statusz?format=json">as JSON</a></p>{}'
+    rows = [{"what": name, "value": value} for name, value in state.items()]
+    return document("kvferry: state", html(content, _rows("state", rows)))
 
 
 def problem_page(problem: str) -> Html:
     """Return a page that says what is wrong."""
-    return document("kvferry", element("h1", "That did not work"), element("p", problem))
+    return document("kvferry", html("<h1>That did not work</h1><p>{}</p>", problem))
 
 
-def _heading(state: Row) -> Html:
-    ready = "ready" if state["ready"] else f"not ready: {state['why_not_ready']}"
-    leases = ", ".join(f"{count} {name}" for name, count in state["leases"].items()) or "none"
-    oldest = "" if state["oldest_pin_s"] is None else f", the oldest for {state['oldest_pin_s']:.0f} s"
-    return join(
-        element("h1", f"Node server {state['advertise']}"),
-        element("p", ready, class_="good" if state["ready"] else "bad"),
-        element(
-            "p",
-            f"Version {state['version']}, epoch {state['epoch'][:8]}, up for {state['uptime_s']:.0f} s. "
-            f"Live leases: {leases}. Pinned requests: {state['pinned']}{oldest}.",
-        ),
-    )
-
-
-def _rows(name: str, rows: Sequence[Row], columns: tuple[str, ...]) -> Html:
+def _rows(name: str, rows: Sequence[Row], more: str = "", target: str = "") -> Html:
+    """Return rows as a table, with a link to the following ones."""
     if not rows:
-        return element("p", "None.", class_="none", id=name)
-    cells: list[tuple[Child, ...]] = [tuple(_cell(row[column]) for column in columns) for row in rows]
-    return table(tuple(column.replace("_", " ") for column in columns), cells, id=name)
+        return html('<p class="none" id="{}">None.</p>', name)
+    head = each("<th>{}</th>", (column.replace("_", " ") for column in rows[0]))
+    body = each("<tr>{}</tr>", (each("<td>{}</td>", _cells(row.values())) for row in rows))
+    table = html(TABLE, name=name, head=head, body=body)
+    return html('{}<p><a href="{}">{}</a></p>', table, target, more) if target else table
 
 
-def _cell(value: object) -> Child:
-    return value if isinstance(value, Html) else _text(value)
+def _cells(values: Iterable[object]) -> Iterable[str]:
+    # `Html` is a `str`, and stays what it is.
+    return (value if isinstance(value, str) else json.dumps(value) for value in values)
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _with_link(row: Row) -> Row:
-    target = "/engine?" + urlencode({"engine_id": row["engine_id"]})
-    return {**row, "engine_id": element("a", row["engine_id"], href=target)}
-
-
-def _more(name: str, token: str, query: Mapping[str, str]) -> Html | None:
-    if not token:
-        return None
-    return element("p", element("a", f"more {name}", href="/?" + urlencode({**query, name: token})))
+def _link(text: str, path: str, **query: str) -> Html:
+    return html('<a href="{}?{}">{}</a>', path, urlencode(query), text)
 
 
 def _plans(engines: Sequence[Row], ended: Sequence[Row]) -> Html:
     here = [row["engine_id"] for row in engines if row["state"] == "ready"]
     if not here:
-        return element("p", "No engine is complete.", class_="none")
+        return Html('<p class="none">No engine is complete.</p>')
     known = [pair for pair in status.pairs(ended) if set(pair) <= set(here)][:MAX_PAIRS]
-    links = [
-        element(
-            "li",
-            element(
-                "a",
-                f"{reader} reads from {source}",
-                href="/plan?" + urlencode({"source": source, "destination": reader}),
-            ),
-        )
-        for source, reader in known
-    ]
-    options = [element("option", name, value=name) for name in here]
-    form = element(
-        "form",
-        element("select", *options, name="destination", aria_label="destination"),
-        " reads from ",
-        element("select", *options, name="source", aria_label="source"),
-        element("button", "draw"),
-        action="/plan",
-        method="get",
+    links = (
+        _link(f"{reader} reads from {source}", "/plan", source=source, destination=reader) for source, reader in known
     )
-    note = element(
-        "p",
-        "Engines whose home is another node server are not listed: kvferry plan takes ID@ADDRESS.",
-        class_="note",
-    )
-    return join(element("ul", *links) if links else None, form, note)
+    return html(PLANS, links=each("<li>{}</li>", links), options=each('<option value="{0}">{0}</option>', here))

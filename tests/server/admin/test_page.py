@@ -15,7 +15,7 @@ import pytest
 
 from kvferry._wire.channel import connect
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.admin.markup import Html, element, join
+from kvferry_server.admin.markup import Html, each, html
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get
 from tests.support.node_servers import Kvferryd
@@ -107,8 +107,9 @@ def test_an_engine_shows_its_ranks(named: Watched) -> None:
     assert EVIL not in got.text
 
 
-def test_whatever_is_not_html_is_escaped() -> None:
-    evil = '"><script>'
-    assert element("p", evil, title=evil) == '<p title="&quot;&gt;&lt;script&gt;">&quot;&gt;&lt;script&gt;</p>'
-    assert join(element("b", 1), "<", None) == "<b>1</b>&lt;"
-    assert element("p", Html("<b>x</b>"), id=None) == "<p><b>x</b></p>"
+def test_templates_escape_whatever_is_not_html() -> None:
+    evil = '"><script>{0.__class__}'
+    escaped = "&quot;&gt;&lt;script&gt;{0.__class__}"
+    assert html('<p title="{}">{name}</p>', evil, name=evil) == f'<p title="{escaped}">{escaped}</p>'
+    assert html("<p>{}{:.1f}</p>", Html("<b>x</b>"), 1.25) == "<p><b>x</b>1.2</p>"
+    assert each("<b>{0}{0}</b>", [1, "<"]) == "<b>11</b><b>&lt;&lt;</b>"

@@ -1,0 +1,150 @@
+"""Which versions of packages, and which environment variables, make kvferry slow or keep it from working."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable
+from importlib import metadata, util
+
+from kvferry._doctor.finding import Finding, finding
+from kvferry._doctor.host import Host
+
+RANGES: dict[str, tuple[str, str]] = {
+    "grpcio": ("1.80", "2"),
+    "protobuf": ("4.25.3", "8"),
+    "numpy": ("1.26", ""),
+    "nixl": ("1.5.1", "2"),
+}
+"""The first version that kvferry accepts, and the first that it does not, as pyproject.toml declares them."""
+
+ONE_QUEUE_UNTIL = "1.84"
+"""Before it, grpcio handles the calls of all methods one after another (docs/grpc.md)."""
+
+SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic-settings")
+
+_RDMA = {"ib", "rc", "rc_v", "rc_x", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "srd"}
+_CUDA = {"cuda", "cuda_copy", "cuda_ipc", "gpu"}
+_UCX_VERBOSE = {"debug", "trace", "trace_req", "trace_data", "trace_async", "trace_func", "trace_poll", "data"}
+
+
+def version_of(package: str) -> str:
+    """Return the installed version of a package; empty if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with, for comparisons: ``1.85.1`` as (1, 85, 1)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def packages(host: Host) -> list[Finding]:
+    """Compare the installed versions with those that kvferry accepts."""
+    found = {package: version_of(package) for package in (*RANGES, "torch")}
+    findings = []
+    for package, (first, beyond) in RANGES.items():
+        version = found[package]
+        if version and (_parts(version) < _parts(first) or (beyond and _parts(version) >= _parts(beyond))):
+            wanted = f">={first}{f',<{beyond}' if beyond else ''}"
+            said = f"{package} {version}; kvferry needs {wanted}"
+            findings.append(finding("package-out-of-range", said, f"pip install '{package}{wanted}'"))
+    fit = not findings
+    if _parts(RANGES["grpcio"][0]) <= _parts(found["grpcio"]) < _parts(ONE_QUEUE_UNTIL):
+        findings.append(finding("grpcio-one-queue", f"grpcio {found['grpcio']}"))
+    if not found["nixl"]:
+        findings.append(finding("nixl-missing", "NIXL is not installed for this Python"))
+    elif util.find_spec("grpc_tools") is not None:
+        said = f"grpcio-tools {version_of('grpcio-tools')} beside nixl {found['nixl']}"
+        findings.append(finding("grpc-tools-beside-nixl", said))
+    if missing := [package for package in SERVER if not version_of(package)]:
+        findings.append(finding("server-missing", f"not installed: {', '.join(missing)}"))
+    installed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    where = f"Python {platform.python_version()}, kvferry {version_of('kvferry') or 'from its source'}, {installed}"
+    return [finding("packages-fit", where), *findings] if fit else findings
+
+
+def _small(value: str) -> bool:
+    """Say whether a size such as ``8k`` is smaller than the segments that kvferry sets."""
+    found = re.fullmatch(r"(\d+)([kmg]?)b?", value)
+    return found is not None and int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2]] < 256 << 10
+
+
+_VARIABLES: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
+    ("UCX_TCP_TX_SEG_SIZE", "ucx-tcp-segments", _small),
+    ("UCX_TCP_RX_SEG_SIZE", "ucx-tcp-segments", _small),
+    ("UCX_TCP_USER_TIMEOUT", "ucx-tcp-user-timeout", lambda value: value != "inf"),
+    ("UCX_RCACHE_MAX_UNRELEASED", "ucx-rcache-unbounded", lambda value: value in ("inf", "infinity")),
+    ("UCX_LOG_LEVEL", "verbose-logging", lambda value: value in _UCX_VERBOSE),
+    ("NIXL_LOG_LEVEL", "verbose-logging", lambda value: value in ("debug", "trace")),
+    ("GRPC_VERBOSITY", "verbose-logging", lambda value: value in ("debug", "info")),
+    ("GRPC_TRACE", "verbose-logging", lambda value: value != "none"),
+    ("PYTORCH_CUDA_ALLOC_CONF", "torch-expandable-segments", lambda value: "expandable_segments:true" in value),
+    ("PYTORCH_ALLOC_CONF", "torch-expandable-segments", lambda value: "expandable_segments:true" in value),
+)
+"""Variables whose value, in small letters and without spaces, tells by itself."""
+
+
+def environment(host: Host) -> list[Finding]:
+    """Look at the variables of UCX, NIXL, gRPC and torch's allocator."""
+    findings = [*_transports(host), *_places(host)]
+    for name, kind, bad in _VARIABLES:
+        value = host.environ.get(name, "").lower().replace(" ", "")
+        if value and bad(value):
+            findings.append(finding(kind, f"{name}={host.environ[name]}"))
+    if not findings:
+        set_here = ", ".join(sorted(name for name in host.environ if name.startswith(("UCX_", "NIXL_", "GRPC_"))))
+        findings.append(
+            finding("environment-clear", f"set, and harmless: {set_here}" if set_here else "nothing is set")
+        )
+    return findings
+
+
+def _allowed(value: str, names: set[str]) -> bool:
+    """Say whether UCX_TLS lets UCX use one of these transports; ``^a,b`` is all but those."""
+    listed = {name.strip().lstrip("\\").partition(":")[0] for name in value.lower().lstrip("^").split(",")}
+    if value.startswith("^"):
+        return not names & listed
+    return "all" in listed or bool(names & listed)
+
+
+def _transports(host: Host) -> list[Finding]:
+    value = host.environ.get("UCX_TLS", "")
+    if not value:
+        return []
+    rdma, of_rdma = bool(host.rdma_devices()), _allowed(value, _RDMA)
+    if value.startswith("^"):
+        cma = _allowed(value, {"cma"}) and _allowed(value, {"sm", "shm"})
+    else:
+        cma = _allowed(value, {"cma", "sm", "shm"})
+    lacking = {
+        "ucx-tls-without-tcp": not _allowed(value, {"tcp"}) and not (rdma and of_rdma),
+        "ucx-tls-without-cma": not cma,
+        "ucx-tls-without-rdma": rdma and not of_rdma,
+        "ucx-tls-without-cuda": bool(host.gpus()) and not _allowed(value, _CUDA),
+    }
+    return [finding(name, f"UCX_TLS={value}") for name, lacks in lacking.items() if lacks]
+
+
+def _places(host: Host) -> list[Finding]:
+    """Look at variables that name devices, files and folders: whether they are there."""
+    findings = []
+    devices = host.environ.get("UCX_NET_DEVICES", "")
+    there = [*host.names("/sys/class/net"), *host.rdma_devices()]
+    named = [] if devices.startswith("^") else [name.strip().partition(":")[0] for name in devices.split(",")]
+    # UCX takes patterns too; those are left to it.
+    missing = [name for name in named if name not in (*there, "", "all") and not set(name) & set("*?[")]
+    if missing:
+        said = f"UCX_NET_DEVICES={devices}; not there: {', '.join(missing)}; there: {', '.join(there)}"
+        findings.append(finding("ucx-net-devices-missing", said))
+    roots = host.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "")
+    if roots and not host.text(roots):
+        said = f"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH={roots}, which cannot be read or is empty"
+        findings.append(finding("grpc-roots-missing", said))
+    plugins = host.environ.get("NIXL_PLUGIN_DIR", "")
+    if plugins and "libplugin_UCX.so" not in host.names(plugins):
+        findings.append(finding("nixl-plugins-missing", f"NIXL_PLUGIN_DIR={plugins}, which has no libplugin_UCX.so"))
+    return findings

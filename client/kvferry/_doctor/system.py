@@ -1,0 +1,192 @@
+"""What the system gives this process: memory, files, cores, a clock, GPUs and network cards."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import time
+from pathlib import Path
+
+from kvferry._doctor.finding import Finding, finding
+from kvferry._doctor.host import Host
+from kvferry._doctor.software import version_of
+
+ENOUGH_FILES = 4096
+ENOUGH_SHARED = 1 << 30
+THROTTLED_SHARE = 0.05
+SLOW_MBITS = 10_000
+SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
+
+_TRIED = 16 << 20
+_CAP_IPC_LOCK = 14
+
+
+def huge_pages(host: Host) -> list[Finding]:
+    """Read the kernel's mode, a word in brackets, and try to get huge pages: reads from a source in pages of 2 MiB are
+    up to twice as fast as from pages of 4 KiB (docs/nixl.md)."""
+    mode = host.text("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0]
+    if mode in ("", "never"):
+        return [finding("huge-pages-off", "transparent huge pages: never" if mode else "the kernel has none")]
+    given = _given()
+    said = f"mode {mode}; {given >> 20} of {_TRIED >> 20} MiB came in huge pages"
+    if not given:
+        allowed = host.status().get("THP_enabled", "1")
+        return [finding("huge-pages-not-given", f"{said}; THP_enabled of this process: {allowed}")]
+    asks = mode == "madvise" and host.environ.get("THP_MEM_ALLOC_ENABLE") != "1"
+    return [finding("huge-pages-on-request" if asks else "huge-pages-given", said)]
+
+
+def _given() -> int:
+    """Allocate memory as engines may; the bytes of it in huge pages."""
+    from kvferry.host_memory import HostMemory
+
+    memory = HostMemory(_TRIED)
+    first, inside, given = memory.region.base, False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) < first + _TRIED and int(bounds[2], 16) > first
+        elif inside and line.startswith("AnonHugePages:"):
+            given += int(line.split()[1]) << 10
+    return min(given, _TRIED)
+
+
+def locked_memory(host: Host) -> list[Finding]:
+    """Compare RLIMIT_MEMLOCK with what RDMA needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    said = f"RLIMIT_MEMLOCK: {_size(soft)}, and at most {_size(hard)}"
+    if soft == resource.RLIM_INFINITY:
+        return [finding("locked-memory-enough", "RLIMIT_MEMLOCK: unlimited")]
+    if not host.rdma_devices():
+        said += "; it does not matter without RDMA, since nothing is locked"
+    elif host.capable(_CAP_IPC_LOCK):
+        said += "; it does not bind this process, which has CAP_IPC_LOCK, as root has"
+    else:
+        return [finding("locked-memory-little", said)]
+    return [finding("locked-memory-enough", said)]
+
+
+def open_files(host: Host) -> list[Finding]:
+    """Compare RLIMIT_NOFILE with what agents and connections take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    said = f"RLIMIT_NOFILE: {soft:,}, and at most {hard:,}"
+    return [finding("open-files-enough" if soft >= ENOUGH_FILES else "open-files-few", said)]
+
+
+def cpus(host: Host) -> list[Finding]:
+    """Count the cores that this process may use, and how often its container was stopped."""
+    allowed, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota, times, stopped = _quota(host)
+    said = f"may run on {allowed} of {all_cores} cores"
+    if quota:
+        said += f", for {quota:g} cores' time (cgroup)"
+    findings = [finding("cpus-enough" if min(allowed, quota or allowed) >= 2 else "cpus-few", said)]
+    if times and stopped / times > THROTTLED_SHARE:
+        said = f"stopped in {stopped:,} of {times:,} periods ({stopped / times:.0%})"
+        findings.append(finding("cpus-throttled", said))
+    return findings
+
+
+def _quota(host: Host) -> tuple[float, int, int]:
+    """Return the cores' time that the cgroup allows (0: all), its periods, and those in which it was stopped."""
+    for unified, folder in _cgroups(host):
+        if unified:
+            limit, _, period = host.text(f"{folder}/cpu.max").partition(" ")
+        else:
+            limit, period = host.text(f"{folder}/cpu.cfs_quota_us"), host.text(f"{folder}/cpu.cfs_period_us")
+        if limit.isdigit() and period.isdigit() and int(period):
+            stat = dict(re.findall(r"^(\w+) (\d+)$", host.text(f"{folder}/cpu.stat"), re.MULTILINE))
+            return int(limit) / int(period), int(stat.get("nr_periods", 0)), int(stat.get("nr_throttled", 0))
+    return 0.0, 0, 0
+
+
+def _cgroups(host: Host) -> list[tuple[bool, str]]:
+    """Return the folders of this process's cgroup and of those above it, the nearest first; whether each is of version
+    2."""
+    folders = []
+    for line in host.text("/proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        roots = ("/sys/fs/cgroup/cpu",) if controllers else ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+        names = [name for name in path.split("/") if name and name != ".."]
+        for depth in range(len(names), -1, -1):
+            folders += [(not controllers, "/".join([root, *names[:depth]])) for root in roots]
+    return folders
+
+
+def shared_memory(host: Host) -> list[Finding]:
+    """Measure /dev/shm."""
+    try:
+        found = os.statvfs(host.path("/dev/shm"))
+    except OSError:
+        return [finding("shared-memory-little", "there is no /dev/shm")]
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    name = "shared-memory-enough" if total >= ENOUGH_SHARED else "shared-memory-little"
+    return [finding(name, f"/dev/shm: {_size(total)}, {_size(free)} free")]
+
+
+def _size(count: int) -> str:
+    if count == resource.RLIM_INFINITY:
+        return "unlimited"
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1024:.3g} KiB"
+
+
+def clock(host: Host) -> list[Finding]:
+    """Look at the source of the clock by which leases are judged, and at how long this host was suspended. Clocks of
+    two hosts are never compared (PROTOCOL)."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)
+    if boottime is None:
+        return [finding("clock-without-suspends", "no CLOCK_BOOTTIME")]
+    suspended = time.clock_gettime(boottime) - time.clock_gettime(time.CLOCK_MONOTONIC)
+    source = host.text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    findings = []
+    if suspended > 1.0:
+        said = f"since its start this host was suspended for {suspended:,.0f} s"
+        findings.append(finding("clock-suspended", said))
+    if source in SLOW_CLOCKS:
+        findings.append(finding("clock-slow-source", f"the kernel's clock source is {source}"))
+    said = f"CLOCK_BOOTTIME, from {source or 'a source that is not told'}; never suspended"
+    return findings or [finding("clock-good", said)]
+
+
+def gpu(host: Host) -> list[Finding]:
+    """Look for GPUs, and for what they need to be read by other processes and cards."""
+    found = host.gpus()
+    if not found:
+        return [finding("gpu-none", "no GPU: KV caches here are in host memory")]
+    findings = [finding("gpu-found", ", ".join(found))]
+    nvidia = "AMD" not in found[0]
+    if nvidia and not host.gpu_files():
+        said = f"{len(found)} in /proc/driver/nvidia/gpus, none as /dev/nvidia0 or the like"
+        findings.append(finding("gpu-not-given", said))
+    visible = host.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if visible.strip() in ("", "-1", "none", "NoDevFiles"):
+        findings.append(finding("gpu-hidden", f"CUDA_VISIBLE_DEVICES={visible!r}"))
+    if version_of("torch").endswith("+cpu"):
+        findings.append(finding("gpu-torch-for-cpu", f"torch {version_of('torch')}"))
+    if nvidia and host.rdma_devices() and "nvidia_peermem" not in host.text("/proc/modules"):
+        gdrcopy = "there" if host.path("/dev/gdrdrv").exists() else "not there"
+        said = f"nvidia_peermem is not loaded; gdrcopy (/dev/gdrdrv) is {gdrcopy}"
+        findings.append(finding("gpu-no-peer-memory", said))
+    return findings
+
+
+def network(host: Host) -> list[Finding]:
+    """Look at the network cards of this network namespace."""
+    cards: dict[str, int] = {}
+    for name in host.names("/sys/class/net"):
+        folder = f"/sys/class/net/{name}"
+        # Loopback is always "unknown", and so are some virtual cards.
+        if name != "lo" and host.text(f"{folder}/operstate") in ("up", "unknown"):
+            speed = host.text(f"{folder}/speed")
+            known = int(speed) if speed.isdigit() else 0
+            told = f"{known / 1000:g} Gbit/s" if known else "speed not told"
+            cards[f"{name} ({told}, MTU {host.text(f'{folder}/mtu')})"] = known
+    if not cards:
+        return [finding("network-loopback-only", "no card but loopback is up")]
+    slow = all(0 < known < SLOW_MBITS for known in cards.values()) and not host.rdma_devices()
+    return [finding("network-slow" if slow else "network-found", ", ".join(cards))]
