@@ -10,7 +10,7 @@ NO_GPU = Kind("gpu-none", Level.OK)
 GPU = Kind(
     "gpu-found",
     Level.OK,
-    "kvferry's guarantees have been shown on host memory; docs/gpu.md says what was run on GPUs.",
+    "kvferry's guarantees have been shown on host memory; CONTRIBUTING.md says what was run on GPUs.",
 )
 GPU_HIDDEN = Kind(
     "gpu-hidden",
