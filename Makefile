@@ -121,7 +121,7 @@ test-sglang: $(SGLANG_VENV) ## Run the tests that need a real SGLang (PYTEST_ARG
 
 # Without a GPU it says so and runs nothing; DEVICE=cpu runs the same tests on the host's memory. Moving to a GPU needs a
 # torch that was built for CUDA: make setup TORCH=...
-test-gpu: setup ## Run the tests of GPUs and measure, docs/gpu.md (DEVICE=cpu, PYTEST_ARGS=)
+test-gpu: setup ## Run the tests of GPUs and measure, see CONTRIBUTING.md (DEVICE=cpu, PYTEST_ARGS=)
 	@.venv/bin/python -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(PYTEST_ARGS)
 
 # Without qemu or Debian's packages it says so and runs nothing. KVM is not needed.

@@ -11,7 +11,7 @@ unset PYTHONHOME PYTHONPATH
 # setuptools: the last that has pkg_resources, which grpcio-tools 1.62 imports.
 requirements=(grpcio-tools==1.62.3 mypy-protobuf==3.6.0 'setuptools<81')
 package=client/kvferry/v1
-# What kvferry says to etcd (docs/directory.md).
+# What kvferry says to etcd (docs/deployment.md).
 etcd=client/kvferry/_directory/etcd_v3_pb2.py
 venv=.venv-proto
 stamp=$venv/.installed

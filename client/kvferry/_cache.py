@@ -100,7 +100,7 @@ class Cache(OneProcess):
             timeout: seconds until the read fails, the wait for the publication included (R5).
             allow_overlap: accept blocks that another read of this cache writes to, or that this process has published.
                 For engines that know that the bytes do not overlap.
-            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/tracing.md.
+            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/monitoring.md.
             prompt: the prompt of this request. A publication of another one is refused (`PromptMismatch`).
 
         Returns:

@@ -68,7 +68,7 @@ class EngineSession(OneProcess):
             checksums: every rank will call `Cache.checksum` for these blocks, so that readers in integrity mode wait
                 for the sums.
             timeout: seconds to keep trying.
-            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
+            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/monitoring.md.
             reference: the reference that a router made for this request, and sent to the reader as well; empty: none
                 did. See docs/routers.md.
             layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,

@@ -83,6 +83,7 @@ def test_the_policy_in_security_fits_the_certificates_of_the_page(tmp_path: Path
 
 
 def test_settings_of_the_unit_are_settings() -> None:
-    (toml,) = [text for kind, text in BLOCK.findall(PAGE) if kind == "toml"]
+    section = PAGE[PAGE.index("## systemd") : PAGE.index("## A container")]
+    (toml,) = [text for kind, text in BLOCK.findall(section) if kind == "toml"]
     given = tomllib.loads(toml)
     assert load(given).config.advertise == given["advertise"]

@@ -75,7 +75,10 @@ def markdown(
     """
     counts = Counter(outcome.result for outcome in outcomes.values())
     summary = ", ".join(f"{counts[result]} {result}" for result in ("passed", "failed", "skipped") if counts[result])
-    parts = ["# Report of the tests on a GPU", "Written by `make test-gpu`; [GPUs](gpu.md) says what the tests show."]
+    parts = [
+        "# Report of the tests on a GPU",
+        "Written by `make test-gpu`; [Contributing](../CONTRIBUTING.md#gpus) says what the tests show.",
+    ]
     parts.append(Table("Machine", ("", ""), [*machine.items()]).markdown().replace("---:", "---"))
     rows = [
         (_short(name), outcome.result, f"{outcome.seconds:.1f}", outcome.found) for name, outcome in outcomes.items()

@@ -1,2 +1,2 @@
-"""Where engines have their homes: a file, DNS or etcd says it (docs/directory.md). Discovery only: no read waits for it
-whose reference carries an address, and nothing in a directory is secret or proves anything."""
+"""Where engines have their homes: a file, DNS or etcd says it (docs/deployment.md). Discovery only: no read whose
+reference carries an address waits for it, and nothing in a directory is secret or proves anything."""

@@ -36,7 +36,7 @@ def open_directory(url: str) -> Directory:
 
     Args:
         url: ``file:/etc/kvferry/directory.toml``, ``dns:///name:port`` or ``etcd://host:port,host:port/prefix``; see
-            docs/directory.md. No URL contains a password: etcd's is read from the file in ``password_file``.
+            docs/deployment.md. No URL contains a password: etcd's is read from the file in ``password_file``.
 
     Raises:
         InvalidField: the URL has another form, or names a file or package that is needed and missing.

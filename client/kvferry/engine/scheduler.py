@@ -141,7 +141,7 @@ class SchedulerPort(OneProcess):
             expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
             payload: opaque bytes for the readers, at most 64 KiB.
             checksums: every rank will call `Cache.checksum` for these blocks.
-            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
+            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/monitoring.md.
             reference: the reference that a router made for this request, and sent to the reader as well; empty: none
                 did. See docs/routers.md.
             layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,
@@ -240,7 +240,7 @@ class SchedulerPort(OneProcess):
                 read is granted when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report how their shares ended; the error names the ranks that did not.
-            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/tracing.md.
+            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/monitoring.md.
             prompt: the prompt of this request. A publication of another one is refused (`PromptMismatch`), as soon as
                 its source says so: before bytes move.
 

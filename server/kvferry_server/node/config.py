@@ -114,7 +114,7 @@ class NodeConfig(BaseSettings):
     directory: str = Field(
         "",
         description="etcd in which to list this server and its engines, so that readers find them: "
-        "etcd://HOST:PORT[,HOST:PORT]/PREFIX, etcds:// for TLS (docs/directory.md). Empty: none.",
+        "etcd://HOST:PORT[,HOST:PORT]/PREFIX, etcds:// for TLS (docs/deployment.md). Empty: none.",
         json_schema_extra={"group": "directory", "metavar": "URL"},
     )
     directory_ttl: float = Field(
