@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors soak mutate
+.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors metrics soak mutate
 .PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
@@ -144,6 +144,9 @@ house: ## Draw docs/house.svg, the folders and their imports
 
 errors: setup ## Write docs/errors.md from the protos and the exceptions
 	@.venv/bin/python -m scripts.errors_page
+
+metrics: setup ## Write the tables of metrics into docs
+	@.venv/bin/python -m scripts.metric_tables
 
 soak: setup ## Leaks after 10,000 requests; then random load and faults, every byte verified (MINUTES=60, SEED=)
 	@KVFERRY_LEAK_REQUESTS=10000 .venv/bin/pytest tests/faults/test_leaks.py

@@ -12,8 +12,8 @@ import kvferry
 from kvferry._wire.failures import failures_of
 from kvferry._wire.status import reason_name
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin.collector import engine_state
 from kvferry_server.admin.limits import PAGE_SIZE
+from kvferry_server.admin.metrics import engine_state
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short

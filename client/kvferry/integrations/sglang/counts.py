@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvferry._control.publications import Release
 from kvferry._reads.read import ReadResult
-from kvferry.errors import PromptMismatch
-from kvferry.integrations import metrics
+from kvferry.stats import METRICS
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -39,19 +38,22 @@ class Counts:
         # Not before SGLang has set the folder of the files: prometheus-client asks for it when it is imported.
         from prometheus_client import Counter
 
-        labels = ["tp_rank"]
-        made = cls(
+        def counter(path: str) -> Counter:
+            metric = METRICS[path]
+            made = Counter(metric.name, metric.documentation, ["tp_rank", *metric.labels])
+            for value in metric.values:
+                made.labels(str(rank), value)
+            return made
+
+        return cls(
             str(rank),
-            Counter(*metrics.READS, [*labels, "outcome"]),
-            Counter(*metrics.FAILURES, [*labels, "reason"]),
-            Counter(*metrics.PROMPTS, [*labels, "prompt"]),
-            Counter(*metrics.BYTES, labels),
-            Counter(*metrics.PUBLISHED, labels),
-            Counter(*metrics.RELEASED, [*labels, "outcome"]),
+            counter("reads.outcomes"),
+            counter("reads.failures"),
+            counter("reads.prompts"),
+            counter("ranks.bytes"),
+            counter("source.published"),
+            counter("source.released"),
         )
-        # There from the start, so that an alert sees the first one.
-        made.failures.labels(made.rank, PromptMismatch.__name__)
-        return made
 
     def read(self, result: ReadResult) -> None:
         """Count this rank's share of a good read."""
