@@ -65,23 +65,8 @@ class EndedRead:
     reason: str
 
 
-ENGINE_EVENTS = (
-    "engine_opened",
-    "engine_complete",
-    "engine_lost",
-    "engine_back",
-    "engine_dead",
-    "engine_replaced",
-    "engine_evicted",
-    "engine_retired",
-    "engine_forgotten",
-    "rank_registered",
-    "rank_back",
-    "rank_lost",
-)
-"""What happens to engines and ranks: the names of the events in the log."""
-
 LIVE = (LeaseState.WAITING, LeaseState.READING)
+"""The states of live leases."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +87,10 @@ class Journal:
     engine_events: Counter[str] = counter(
         "kvferry_engine_events",
         "What happened to engines and ranks, by the names of the events in the log.",
-        event=ENGINE_EVENTS,
+        event=(
+            *("engine_opened", "engine_complete", "engine_lost", "engine_back", "engine_dead", "engine_replaced"),
+            *("engine_evicted", "engine_retired", "engine_forgotten", "rank_registered", "rank_back", "rank_lost"),
+        ),
     )
     stages: Counter[PublicationStage] = gauge(
         "kvferry_publications",
@@ -175,8 +163,14 @@ class Journal:
             self.live_leases[LeaseState.READING] += waiting
             self._publication(logging.DEBUG, "publication_published", publication, blocks=publication.blocks)
         elif stage is PublicationStage.ENDING:
-            bad = publication.outcome not in EXPECTED_OUTCOMES
-            self._ended(logging.INFO if bad else logging.DEBUG, publication, now)
+            self._publication(
+                logging.DEBUG if publication.outcome in EXPECTED_OUTCOMES else logging.INFO,
+                "publication_ended",
+                publication,
+                outcome=_name(publication.outcome),
+                age_s=now - publication.first_at,
+                live_leases=len(publication.leases),
+            )
         elif stage is PublicationStage.FORGOTTEN:
             self.pinned.pop(publication, None)
         elif stage is PublicationStage.RELEASED:
@@ -193,17 +187,6 @@ class Journal:
                 held_s=held,
                 reads_valid=publication.valid_reads,
             )
-
-    def _ended(self, level: int, publication: PublicationRecord, now: float) -> None:
-        outcome = _name(publication.outcome)
-        self._publication(
-            level,
-            "publication_ended",
-            publication,
-            outcome=outcome,
-            age_s=now - publication.first_at,
-            live_leases=len(publication.leases),
-        )
 
     def _publication(self, level: int, event: str, publication: PublicationRecord, **fields: object) -> None:
         if self.events.writes(level):
