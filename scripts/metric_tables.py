@@ -47,7 +47,7 @@ def main() -> int:
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text()
         found |= {name for _, name, _ in PLACE.findall(text)}
-        current = PLACE.sub(lambda place: place[1] + table(TABLES[place[2]]) + place[3], text)
+        current = PLACE.sub(lambda place: f"{place[1]}\n{table(TABLES[place[2]])}\n{place[3]}", text)
         if text != current:
             stale.append(page.name)
             if "--check" not in sys.argv[1:]:
