@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors schema soak mutate
+.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors schema metrics soak mutate
 .PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
@@ -147,6 +147,9 @@ errors: setup ## Write docs/errors.md from the protos and the exceptions
 
 schema: setup ## Write docs/geometry.schema.json from the fields of geometry files
 	@.venv/bin/python -m scripts.geometry_schema
+
+metrics: setup ## Write the tables of metrics into docs
+	@.venv/bin/python -m scripts.metric_tables
 
 soak: setup ## Leaks after 10,000 requests; then random load and faults, every byte verified (MINUTES=60, SEED=)
 	@KVFERRY_LEAK_REQUESTS=10000 .venv/bin/pytest tests/faults/test_leaks.py

@@ -15,10 +15,10 @@ from kvferry._reads.cache_reads import Wanted
 from kvferry._reads.read import Read, ReadTask
 from kvferry._reads.runtime import RankRuntime
 from kvferry._session import EngineSession, home_session_of
-from kvferry._transport.transport import TransportGauges
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.planner.request_blocks import written
+from kvferry.stats import TransportGauges
 
 OPEN_TIMEOUT = 30.0
 """Default seconds to wait for an engine: longer than its ttl, during which a predecessor still holds the engine_id."""

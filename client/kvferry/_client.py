@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -37,7 +36,7 @@ from kvferry.geometry.model import MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
-from kvferry.stats import ClientStats, SourceStats
+from kvferry.stats import ClientStats, SourceStats, total
 
 MAX_READS = 4096
 """Default of `Client`'s `max_reads`."""
@@ -259,16 +258,10 @@ class Client(OneProcess):
         with self._lock:
             sessions = (*self._replaced, *self._sessions.values())
             ranks = [runtime_of(cache).transport for cache in self._caches] + [rank.transport for rank in self._locals]
-        sources = [home_session_of(session).stats() for session in sessions]
-        released: Counter[str] = Counter()
-        for source in sources:
-            released.update(source.released)
         return ClientStats(
             reads=self._runtime.reads.stats(),
             ranks=self._runtime.shares.stats(transport.gauges() for transport in ranks),
-            source=SourceStats(
-                sum(source.published for source in sources), sum(source.held for source in sources), dict(released)
-            ),
+            source=total(SourceStats, [home_session_of(session).stats() for session in sessions]),
             calls=self._homes.stats(),
         )
 

@@ -1,16 +1,23 @@
-"""What a client has counted and measured since it was made, as plain values: `Client.stats` returns them.
+"""What a client counts and measures: `Client.stats` returns it as plain values.
 
-Nothing here needs a metrics library. `kvferry.integrations.prometheus` shows the same values to Prometheus; an engine
-with metrics of its own reads them where it likes. Totals only rise; the other values are of the moment.
+The classes are also the table of a client's metrics: a field has the name, the labels and the explanation that metrics
+systems show. `kvferry.integrations` and the documents take these from `METRICS`, so a new metric is one field here and
+one line where something happens. Nothing here needs a metrics library.
+
+Totals only rise; the other values are of the moment.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
+from typing import Any, Literal, TypeVar
 
 SECONDS = (0.0001, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Bounds for durations, from a plan of a short request to the longest timeout of a read."""
@@ -18,10 +25,48 @@ SECONDS = (0.0001, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 SIZES = tuple(4.0**power for power in range(5, 18))
 """Bounds for bytes: 1 KiB to 16 GiB."""
 
+Stats = TypeVar("Stats")
+
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of a table of metrics.
+
+    Attributes:
+        kind: as Prometheus names it.
+        name: of counters, without ``_total``.
+        documentation: what it says.
+        labels: names of its labels, each with the values that are known: strings, or members of an enum, which are
+            shown by their names in lower case. If there is one label, these are there from the start, because a rate
+            needs a value to begin with.
+        bounds: of a histogram, the upper bounds of its buckets.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    documentation: str
+    labels: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    bounds: tuple[float, ...] = SECONDS
+
+    @property
+    def values(self) -> Sequence[Any]:
+        """The known values of its only label; empty if there are several labels, or none."""
+        return next(iter(self.labels.values())) if len(self.labels) == 1 else ()
+
+    @property
+    def full_name(self) -> str:
+        """Its name as Prometheus shows it."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+def shown(value: object) -> str:
+    """Return the value of a label as it is shown."""
+    return value.name.lower() if isinstance(value, Enum) else str(value)
+
+
+@dataclass(slots=True)
 class Distribution:
-    """Measured values, counted by size.
+    """Measured values, counted by size. Not thread-safe.
 
     Attributes:
         bounds: upper bounds of the buckets, inclusive and rising.
@@ -29,153 +74,215 @@ class Distribution:
         sum: sum of the values.
     """
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
+    bounds: tuple[float, ...] = SECONDS
+    counts: list[int] = dataclasses.field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     @property
     def count(self) -> int:
         """Number of values."""
         return sum(self.counts)
 
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
     def up_to(self) -> Iterator[tuple[float, int]]:
         """Return each bound with the number of values up to it; the last bound is infinite."""
         return zip((*self.bounds, math.inf), accumulate(self.counts), strict=True)
 
 
-class Measured:
-    """Counts measured values. Not thread-safe.
-
-    Args:
-        bounds: see `Distribution`.
-    """
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def distribution(self) -> Distribution:
-        """Return the values so far."""
-        return Distribution(self._bounds, tuple(self._counts), self._sum)
+def counter(name: str, documentation: str, **labels: Sequence[Any]) -> Any:
+    """Return the field of a dataclass for a counter: a number, or a `Counter` by the values of its labels."""
+    return _field(Metric("counter", name, documentation, labels))
 
 
-@dataclass(frozen=True, slots=True)
+def gauge(name: str, documentation: str, **labels: Sequence[Any]) -> Any:
+    """Return the field of a dataclass for a value of the moment, otherwise like that of a `counter`."""
+    return _field(Metric("gauge", name, documentation, labels))
+
+
+def histogram(name: str, documentation: str, bounds: tuple[float, ...] = SECONDS, **labels: Sequence[Any]) -> Any:
+    """Return the field of a dataclass for a `Distribution`, or a dict of them by the values of its labels."""
+    return _field(Metric("histogram", name, documentation, labels, bounds))
+
+
+def _field(metric: Metric) -> Any:
+    def empty() -> object:
+        if metric.kind == "histogram":
+            return {} if metric.labels else Distribution(metric.bounds)
+        return Counter(dict.fromkeys(metric.values, 0)) if metric.labels else 0
+
+    return dataclasses.field(default_factory=empty, metadata={"metric": metric})
+
+
+def metrics_of(kind: Any) -> dict[str, Metric]:
+    """Return the metrics that a dataclass declares, by the names of its fields."""
+    return {each.name: each.metadata["metric"] for each in dataclasses.fields(kind) if "metric" in each.metadata}
+
+
+def total(kind: type[Stats], parts: Iterable[Stats]) -> Stats:
+    """Add values of a class that has numbers, and numbers by name."""
+    found = kind()
+    for part in parts:
+        for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+            value = getattr(part, each.name)
+            if isinstance(value, Mapping):
+                getattr(found, each.name).update(value)
+            else:
+                setattr(found, each.name, getattr(found, each.name) + value)
+    return found
+
+
+@dataclass(slots=True)
 class ReadStats:
-    """The reads whose leases this process holds: those of a `SchedulerPort`, or of `Cache.read`.
+    """The reads whose leases this process holds: those of a `SchedulerPort`, or of `Cache.read`."""
+
+    outcomes: Counter[str] = counter(
+        "kvferry_reader_reads",
+        "Reads that have ended; not_granted: no home gave a lease.",
+        outcome=("done", "failed", "cancelled", "expired", "not_granted"),
+    )
+    failures: Counter[str] = counter(
+        "kvferry_reader_failures",
+        "Reads that failed, expired or were not granted, by the class of their error. PromptMismatch is there from the "
+        "start, so that its alert sees the first one; others begin with the first such read.",
+        reason=("PromptMismatch",),
+    )
+    disputed: int = counter(
+        "kvferry_reader_disputed",
+        "Reads counted as done, of which their home has said since that their leases had ended.",
+    )
+    prompts: Counter[str] = counter(
+        "kvferry_reader_prompts",
+        "Reads that are done. matched: their source has marked the same prompt; unmarked: it has not marked what was "
+        "read; unknown: nothing was compared.",
+        prompt=("matched", "unmarked", "unknown"),
+    )
+    stages: Counter[str] = gauge(
+        "kvferry_reader_reads_in_progress",
+        "Reads in progress.",
+        stage=("waiting", "granted", "reading", "judging"),
+    )
+    wait: Distribution = histogram(
+        "kvferry_reader_wait_seconds",
+        "From the request until the source's home promised its blocks: mostly the source's computing. Of reads that "
+        "are done.",
+    )
+    grant: Distribution = histogram(
+        "kvferry_reader_grant_seconds",
+        "From the promise until all blocks were known, or the first of a progressive read. Of reads that are done.",
+    )
+    attach: Distribution = histogram(
+        "kvferry_reader_attach_seconds",
+        "From there until the engine had blocks to read into. Of reads that are done.",
+    )
+    judge: Distribution = histogram(
+        "kvferry_reader_judge_seconds",
+        "From the end of the last rank until the home's verdict. Of reads that are done.",
+    )
+    size: Distribution = histogram(
+        "kvferry_reader_read_bytes", "Bytes of a read that is done, by all ranks.", bounds=SIZES
+    )
+
+
+@dataclass(slots=True)
+class TransportGauges:
+    """What the transport of a cache is doing, and has done: `Cache.gauges`.
 
     Attributes:
-        outcomes: ended reads: "done", "failed", "cancelled", "expired"; "not_granted": no home gave a lease.
-        failures: reads that failed, expired or were not granted, by the class of their error.
-        disputed: reads counted as done, of which the home has said since that their leases had ended.
-        prompts: reads counted as done: "matched": their sources have marked the same prompt; "unmarked": they have not
-            marked what was read; "unknown": nothing was compared.
-        stages: reads in progress: "waiting", "granted", "reading", "judging".
-        wait: seconds from the request until the home promised the blocks.
-        grant: seconds from there until all blocks were known; of a progressive read, until the first were.
-        attach: seconds from there until there were blocks to read into.
-        judge: seconds from the end of the last rank until the home's verdict.
-        size: bytes of a read, by all ranks. This and the seconds are of reads that are done.
+        uncertain: transfers that ended and are not quiet; their destination blocks are in quarantine.
+        quiesced: transfers that were uncertain and became quiet, since the start.
+        bytes_moved: since the start, those of transfers that failed included.
+        chunks_in_flight: posted and not seen DONE.
+        peers: peers added to agents.
     """
 
-    outcomes: Mapping[str, int]
-    failures: Mapping[str, int]
-    disputed: int
-    prompts: Mapping[str, int]
-    stages: Mapping[str, int]
-    wait: Distribution
-    grant: Distribution
-    attach: Distribution
-    judge: Distribution
-    size: Distribution
+    transfers: int = gauge("kvferry_reader_transfers", "Transfers of ranks that have not ended.")
+    uncertain_bytes: int = gauge(
+        "kvferry_reader_uncertain_bytes",
+        "Bytes of ended transfers that may still write to their blocks, which are in quarantine.",
+    )
+    quarantined_bytes: int = counter(
+        "kvferry_reader_quarantined_bytes", "Bytes of transfers that ever were in quarantine."
+    )
+    agents: int = gauge("kvferry_reader_agents", "NIXL agents that read, retired ones included.")
+    retired_agents: int = gauge(
+        "kvferry_reader_retired_agents",
+        "NIXL agents that get no new work, and are destroyed as soon as that is safe.",
+    )
+    agents_retired: int = counter("kvferry_reader_agents_retired", "NIXL agents that were ever retired.")
+    staging_slots: int = gauge("kvferry_reader_staging_slots", "Slots of staging memory in use.")
+    uncertain: int = 0
+    quiesced: int = 0
+    bytes_moved: int = 0
+    chunks_in_flight: int = 0
+    peers: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RankStats:
-    """What the ranks of this process read into their memory, by all of its caches.
+@dataclass(slots=True)
+class RankStats(TransportGauges):
+    """What the ranks of this process read into their memory, by all of its caches; with the sums of their gauges."""
 
-    Attributes:
-        handshake: seconds that a rank waited for the handshake with a new source; not counted where it was known.
-        plan: seconds in which a rank made descriptors of a request's blocks.
-        move: seconds from the start of a rank's transfer until its last byte was seen, or it failed; of a progressive
-            read, of its transfers together.
-        steps: seconds in which a rank had moved all that the source had published; only of progressive reads.
-        bytes: bytes that have arrived.
-        staged_bytes: those of them that went through staging memory.
-        pieces: contiguous ranges to read, before fusing and merging.
-        descriptors: NIXL descriptors, after it.
-        transfers: transfers that have not ended.
-        uncertain_bytes: bytes of transfers that have ended and may still write to their blocks, which are in
-            quarantine.
-        quarantined_bytes: bytes that ever were in quarantine.
-        agents: reading agents, retired ones included.
-        retired_agents: agents that get no new work, and are destroyed as soon as that is safe.
-        agents_retired: agents that were ever retired.
-        staging_slots: slots of staging memory in use.
-    """
-
-    handshake: Distribution
-    plan: Distribution
-    move: Distribution
-    steps: Distribution
-    bytes: int
-    staged_bytes: int
-    pieces: int
-    descriptors: int
-    transfers: int = 0
-    uncertain_bytes: int = 0
-    quarantined_bytes: int = 0
-    agents: int = 0
-    retired_agents: int = 0
-    agents_retired: int = 0
-    staging_slots: int = 0
+    handshake: Distribution = histogram(
+        "kvferry_reader_handshake_seconds",
+        "Wait of a rank for the handshake with a new source; not counted where the source was known.",
+    )
+    plan: Distribution = histogram(
+        "kvferry_reader_plan_seconds", "Time in which a rank made descriptors of a request's blocks."
+    )
+    move: Distribution = histogram(
+        "kvferry_reader_move_seconds",
+        "Transfer of a rank, until its last byte or its failure; of a progressive read, its transfers together.",
+    )
+    steps: Distribution = histogram(
+        "kvferry_reader_steps_seconds",
+        "Of a progressive read: a rank has moved all that its source has published, and waits for more.",
+    )
+    bytes: int = counter("kvferry_reader_bytes", "Bytes that have arrived at the ranks of this process.")
+    staged_bytes: int = counter("kvferry_reader_staged_bytes", "Those of them that went through staging memory.")
+    pieces: int = counter("kvferry_reader_pieces", "Contiguous ranges to read, before fusing and merging.")
+    descriptors: int = counter("kvferry_reader_descriptors", "NIXL descriptors, after fusing and merging.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SourceStats:
-    """The publications of the engines that this client has opened.
+    """The publications of the engines that this client has opened."""
 
-    Attributes:
-        published: publications.
-        held: publications that are not released: their blocks are pinned.
-        released: released publications: "read", "unread", "declined", "aborted", "final", see `ReleaseOutcome`;
-            "refused": the home has not accepted them.
-    """
+    published: int = counter("kvferry_source_published", "Publications.")
+    held: int = gauge(
+        "kvferry_source_publications_held", "Publications that are not released: their blocks are pinned."
+    )
+    released: Mapping[str, int] = counter(
+        "kvferry_source_released",
+        "Released publications, as `ReleaseOutcome` names their ends; refused: the home has not accepted them.",
+        outcome=("read", "unread", "declined", "aborted", "final", "refused"),
+    )
 
-    published: int = 0
-    held: int = 0
-    released: Mapping[str, int] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallStats:
-    """The calls to node servers.
+    """The calls to node servers."""
 
-    Attributes:
-        calls: calls that were started, streams included.
-        failed: those that failed, by the class of their error.
-        retried: those that failed in a way after which the same is asked again.
-        homes: node servers that this client has talked to.
-        unreachable: how many of them cannot be reached now.
-        unreachable_seconds: how long the longest of these outages has lasted.
-    """
-
-    calls: int = 0
-    failed: Mapping[str, int] = field(default_factory=dict)
-    retried: int = 0
-    homes: int = 0
-    unreachable: int = 0
-    unreachable_seconds: float = 0.0
+    calls: int = counter("kvferry_client_calls", "Calls to node servers that were started, streams included.")
+    failed: Mapping[str, int] = counter(
+        "kvferry_client_calls_failed", "Calls that failed, by the class of their error.", reason=()
+    )
+    retried: int = counter(
+        "kvferry_client_calls_retried", "Calls that failed in a way after which the same is asked again."
+    )
+    homes: int = gauge("kvferry_client_homes", "Node servers that were called.")
+    unreachable: int = gauge("kvferry_client_homes_unreachable", "Node servers that cannot be reached now.")
+    unreachable_seconds: float = gauge(
+        "kvferry_client_home_unreachable_seconds", "How long the longest outage of a node server has lasted."
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClientStats:
     """What a client has counted and measured: its reads, the transfers of its ranks, its publications and calls."""
 
@@ -183,3 +290,11 @@ class ClientStats:
     ranks: RankStats
     source: SourceStats
     calls: CallStats
+
+
+METRICS = {
+    f"{part}.{name}": metric
+    for part, kind in (("reads", ReadStats), ("ranks", RankStats), ("source", SourceStats), ("calls", CallStats))
+    for name, metric in metrics_of(kind).items()
+}
+"""All metrics of a client, by their paths in `ClientStats`, such as ``ranks.bytes``."""

@@ -29,6 +29,7 @@ SMALL = {
     "_prompt",
     "host_memory",
     "stats",
+    "_exposition",
     "_tracing",
 }
 """Single modules, each with its rule in `MAY_IMPORT`."""
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_forks": {"errors"},
     "_work_queue": {"errors", "_clock", "_threads"},
     "stats": set(),
+    "_exposition": {"stats"},
     "_tracing": {"errors", "_threads"},
     "geometry": {"errors", "_arguments"},
     "_engine_spec": {"errors", "_arguments", "geometry"},
@@ -51,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host_memory": {"errors", "_arguments", "geometry"},
     "planner": {"errors", "_arguments", "geometry"},
     "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
-    "_transport": {*BASE, "geometry", "planner", "_memory"},
+    "_transport": {*BASE, "stats", "geometry", "planner", "_memory"},
     "_wire": {*BASE, "geometry", "planner", "_prompt", "v1"},
     "_directory": {*BASE, "_wire"},
     "_control": {
@@ -103,7 +105,7 @@ RULES = {**MAY_IMPORT, **FACES}
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
-OF_THE_SDK = (PURE - {"_engine_spec"}) | {"_wire", "_directory", "_clock", "_tracing", "v1"}
+OF_THE_SDK = (PURE - {"_engine_spec"}) | {"_wire", "_directory", "_clock", "_exposition", "_tracing", "v1"}
 """What the server may use of it."""
 SERVER_RULES = {
     "domain": set[str](),

@@ -52,7 +52,7 @@ def assert_failed_and_still(transfer: Transfer, read: Transport, source: Source,
     before = memory.bytes[: source.size].copy()
     assert_done(read_all(read, source, memory, at=8 << 20))
     assert bool((memory.bytes[: source.size] == before).all())
-    assert read.gauges().active == read.gauges().uncertain == 0
+    assert read.gauges().transfers == read.gauges().uncertain == 0
 
 
 def test_staging_memory_that_is_not_to_be_had_fails_what_was_begun_before_it(

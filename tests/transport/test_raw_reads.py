@@ -148,7 +148,7 @@ def test_many_transfers_from_many_threads(
         thread.join()
     assert {ended(transfer) for transfer in transfers} == {TransferState.DONE}
     assert memory.right()
-    assert read.gauges().active == 0
+    assert read.gauges().transfers == 0
 
 
 def test_nixl_is_called_on_reading_threads_only(

@@ -43,7 +43,7 @@ from tests.transport.transfers import until
 def test_every_byte_arrives_and_everything_is_counted(world: World) -> None:
     read = world.transport()
     gauges = read.gauges()
-    assert (gauges.active, gauges.uncertain, gauges.quiesced, gauges.bytes_moved, gauges.agents) == (0, 0, 0, 0, 0)
+    assert (gauges.transfers, gauges.uncertain, gauges.quiesced, gauges.bytes_moved, gauges.agents) == (0, 0, 0, 0, 0)
     first, second = world.read(read), world.read(read, "other", 1, 3)
     done(first)
     done(second)
@@ -51,7 +51,7 @@ def test_every_byte_arrives_and_everything_is_counted(world: World) -> None:
     assert (first.progress().chunks, first.progress().descriptors) == (4, 1)
     assert until(lambda: read.gauges().bytes_moved == 7 * CHUNK)
     gauges = read.gauges()
-    assert (gauges.active, gauges.chunks_in_flight, gauges.agents, gauges.peers) == (0, 0, 1, 2)
+    assert (gauges.transfers, gauges.chunks_in_flight, gauges.agents, gauges.peers) == (0, 0, 1, 2)
     (agent,) = world.agents.made
     assert agent.options.chunk_bytes == CHUNK
     assert read.close(SOON)
@@ -65,20 +65,20 @@ def test_what_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
     done(world.read(read))
     moving, going_on = world.moving(read, chunks=3), world.moving(read, at=1)
     gauges = read.gauges()
-    assert (gauges.active, gauges.uncertain, gauges.chunks_in_flight) == (2, 0, 4)
+    assert (gauges.transfers, gauges.uncertain, gauges.chunks_in_flight) == (2, 0, 4)
     told: list[str] = []
     moving.add_done_callback(lambda _: told.append("done"))
     moving.add_quiet_callback(lambda _: told.append("quiet"))
     assert not moving.cancel()
     assert until(lambda: told == ["done"])
     gauges = read.gauges()
-    assert (gauges.active, gauges.uncertain, gauges.quiesced) == (1, 1, 0)
+    assert (gauges.transfers, gauges.uncertain, gauges.quiesced) == (1, 1, 0)
     world.agents.state["peer"] = DONE
     assert moving.wait_quiet(SOON)
     done(going_on)
     assert until(lambda: told == ["done", "quiet"])
     gauges = read.gauges()
-    assert (gauges.active, gauges.uncertain, gauges.quiesced, gauges.chunks_in_flight) == (0, 0, 1, 0)
+    assert (gauges.transfers, gauges.uncertain, gauges.quiesced, gauges.chunks_in_flight) == (0, 0, 1, 0)
     assert gauges.agents == 1
 
 
@@ -87,7 +87,7 @@ def test_what_ended_and_is_quiet_is_not_uncertain_until_it_is_forgotten(world: W
 
     def look(_: Transfer) -> None:
         gauges = read.gauges()
-        seen.append((gauges.active, gauges.uncertain, gauges.uncertain_bytes))
+        seen.append((gauges.transfers, gauges.uncertain, gauges.uncertain_bytes))
 
     moving = world.moving(read)
     # Callbacks of the end run before those of quiet, with which it is forgotten.
@@ -178,7 +178,7 @@ def test_what_is_not_registered_is_refused_and_nothing_is_read(world: World) -> 
             call()
     with pytest.raises(InvalidField, match="one agent of a name"):
         read.start([good, TransferPart(world.info(metadata=b"another"))], deadline=None, label="wrong")
-    assert (world.agents.made, read.gauges().active) == ([], 0)
+    assert (world.agents.made, read.gauges().transfers) == ([], 0)
     # The same agent, though not the same object.
     done(read.start([good, world.part(world.info(), 1)], deadline=None, label="twice"))
     done(read.start([TransferPart(world.info(), [into_own], spaces=(own,))], deadline=None, label="own"))
@@ -209,7 +209,7 @@ def test_after_the_end_nothing_is_begun(world: World) -> None:
     for call in calls:
         with pytest.raises(Closed):
             call()
-    assert read.gauges().active == 0
+    assert read.gauges().transfers == 0
 
 
 def test_the_end_waits_for_what_may_still_write(world: World) -> None:
@@ -273,7 +273,7 @@ def test_a_thread_that_cannot_be_had_fails_the_read(
         error = failed(transfer)
         assert isinstance(error, LimitReached if isinstance(refusal, KvferryError) else TransferFailed)
         assert transfer.quiet
-        assert read.gauges().active == 0
+        assert read.gauges().transfers == 0
     done(world.read(read))
 
 

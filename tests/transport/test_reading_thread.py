@@ -149,7 +149,7 @@ def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_
     wrong = replace(planned, descriptors=(replace(raw, source=moved),))
     with pytest.raises(InvalidField, match="the request's blocks"):
         read.start([TransferPart.of(source.info, wrong)], deadline=None, label="wrong")
-    assert read.gauges().active == 0
+    assert read.gauges().transfers == 0
     assert memory.untouched()
     assert_done(read.start([TransferPart.of(source.info, planned)], deadline=None, label="right"))
 

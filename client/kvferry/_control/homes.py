@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -21,7 +20,7 @@ from kvferry._wire.channel import Dial, TlsConfig, connect, is_loopback
 from kvferry._wire.reference import engine_ids
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, EngineNotListed, HomeNotAllowed
-from kvferry.stats import CallStats
+from kvferry.stats import CallStats, total
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 FIRST_ANSWER_TIMEOUT = 2.0
@@ -172,14 +171,5 @@ class Homes:
 def _sum(each: Iterable[CallStats]) -> CallStats:
     """Add the calls of several connections."""
     each = tuple(each)
-    failed: Counter[str] = Counter()
-    for one in each:
-        failed.update(one.failed)
-    return CallStats(
-        calls=sum(one.calls for one in each),
-        failed=dict(failed),
-        retried=sum(one.retried for one in each),
-        homes=sum(one.homes for one in each),
-        unreachable=sum(one.unreachable for one in each),
-        unreachable_seconds=max(one.unreachable_seconds for one in each),
-    )
+    longest = max((one.unreachable_seconds for one in each), default=0.0)
+    return replace(total(CallStats, each), unreachable_seconds=longest)

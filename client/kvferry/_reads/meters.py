@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 from weakref import WeakSet
 
-from kvferry._reads.leased_read import UNDER_WAY, LeasedRead, ReadStage
+from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry._reads.read_times import ShareWork
-from kvferry._transport.transport import TransportGauges
 from kvferry.errors import KvferryError, TransferCancelled, TransferExpired
-from kvferry.stats import SIZES, Measured, RankStats, ReadStats
-
-STAGES = (ReadStage.WAITING, *UNDER_WAY)
-OUTCOMES = ("done", "failed", "cancelled", "expired", "not_granted")
+from kvferry.stats import RankStats, ReadStats, TransportGauges, total
 
 
 def kind_of(error: KvferryError | None) -> str:
@@ -40,12 +37,7 @@ class ReadMeter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owners: WeakSet[HasReads] = WeakSet()
-        self._outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
-        self._failures: Counter[str] = Counter()
-        self._prompts: Counter[str] = Counter(matched=0, unmarked=0, unknown=0)
-        self._disputed = 0
-        self._wait, self._grant, self._attach, self._judge = Measured(), Measured(), Measured(), Measured()
-        self._size = Measured(SIZES)
+        self._stats = ReadStats()
 
     def add_owner(self, owner: HasReads) -> None:
         """Count the reads in progress of this owner, too, as long as it is referenced."""
@@ -54,18 +46,18 @@ class ReadMeter:
 
     def ended(self, read: LeasedRead) -> None:
         """Count a read that has ended."""
-        times = read.stamps.times(())
+        times, stats = read.stamps.times(()), self._stats
         kind = kind_of(read.error)
         with self._lock:
             self._count(kind, read.error)
             if kind == "done":
-                self._prompts[read.request.prompt.found] += 1
-                self._wait.add(times.wait)
-                self._grant.add(times.grant)
-                self._attach.add(times.attach)
+                stats.prompts[read.request.prompt.found] += 1
+                stats.wait.add(times.wait)
+                stats.grant.add(times.grant)
+                stats.attach.add(times.attach)
                 if times.judge:
-                    self._judge.add(times.judge)
-                self._size.add(read.bytes)
+                    stats.judge.add(times.judge)
+                stats.size.add(read.bytes)
 
     def refused(self, read: LeasedRead) -> None:
         """Count a read that got no lease, or whose lease ended before it began."""
@@ -76,38 +68,28 @@ class ReadMeter:
     def withdrawn(self) -> None:
         """Count a read that its engine took back before a rank had begun."""
         with self._lock:
-            self._outcomes["cancelled"] += 1
+            self._stats.outcomes["cancelled"] += 1
 
     def disputed(self) -> None:
         """Count a read that was counted as done, of which the home says that its lease had ended."""
         with self._lock:
-            self._disputed += 1
+            self._stats.disputed += 1
 
     def stats(self) -> ReadStats:
         """Return the counts so far."""
         with self._lock:
             owners = tuple(self._owners)
-        stages: Counter[ReadStage] = Counter()
-        for owner in owners:
-            stages.update(owner.stages())
+        stages = [owner.stages() for owner in owners]
         with self._lock:
-            return ReadStats(
-                outcomes=dict(self._outcomes),
-                failures=dict(self._failures),
-                disputed=self._disputed,
-                prompts=dict(self._prompts),
-                stages={stage.value: stages[stage] for stage in STAGES},
-                wait=self._wait.distribution(),
-                grant=self._grant.distribution(),
-                attach=self._attach.distribution(),
-                judge=self._judge.distribution(),
-                size=self._size.distribution(),
-            )
+            found = copy.deepcopy(self._stats)
+        for each in stages:
+            found.stages.update({stage.value: count for stage, count in each.items()})
+        return found
 
     def _count(self, outcome: str, error: KvferryError | None) -> None:
-        self._outcomes[outcome] += 1
+        self._stats.outcomes[outcome] += 1
         if outcome not in ("done", "cancelled"):
-            self._failures[type(error).__name__] += 1
+            self._stats.failures[type(error).__name__] += 1
 
 
 class ShareMeter:
@@ -115,8 +97,7 @@ class ShareMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._handshake, self._plan, self._move, self._steps = Measured(), Measured(), Measured(), Measured()
-        self._bytes = self._staged_bytes = self._pieces = self._descriptors = 0
+        self._stats = RankStats()
 
     def ended(self, work: ShareWork, arrived: int) -> None:
         """Count a share that has ended.
@@ -125,39 +106,26 @@ class ShareMeter:
             work: how much work it was.
             arrived: number of its bytes that have arrived.
         """
+        stats = self._stats
         with self._lock:
-            if work.handshake:
-                self._handshake.add(work.handshake)
-            if work.plan:
-                self._plan.add(work.plan)
-            if work.move:
-                self._move.add(work.move)
-            if work.steps:
-                self._steps.add(work.steps)
-            self._bytes += arrived
+            for seconds, measured in (
+                (work.handshake, stats.handshake),
+                (work.plan, stats.plan),
+                (work.move, stats.move),
+                (work.steps, stats.steps),
+            ):
+                if seconds:
+                    measured.add(seconds)
+            stats.bytes += arrived
             # What is staged arrives with the rest, or not at all: of a share that failed, the part is not known.
-            self._staged_bytes += min(work.staged_bytes, arrived)
-            self._pieces += work.pieces
-            self._descriptors += work.descriptors
+            stats.staged_bytes += min(work.staged_bytes, arrived)
+            stats.pieces += work.pieces
+            stats.descriptors += work.descriptors
 
     def stats(self, transports: Iterable[TransportGauges]) -> RankStats:
         """Return the counts so far, with the gauges of the ranks' transports."""
-        gauges = tuple(transports)
         with self._lock:
-            return RankStats(
-                handshake=self._handshake.distribution(),
-                plan=self._plan.distribution(),
-                move=self._move.distribution(),
-                steps=self._steps.distribution(),
-                bytes=self._bytes,
-                staged_bytes=self._staged_bytes,
-                pieces=self._pieces,
-                descriptors=self._descriptors,
-                transfers=sum(gauge.active for gauge in gauges),
-                uncertain_bytes=sum(gauge.uncertain_bytes for gauge in gauges),
-                quarantined_bytes=sum(gauge.quarantined_bytes for gauge in gauges),
-                agents=sum(gauge.agents for gauge in gauges),
-                retired_agents=sum(gauge.retired_agents for gauge in gauges),
-                agents_retired=sum(gauge.agents_retired for gauge in gauges),
-                staging_slots=sum(gauge.staging_slots for gauge in gauges),
-            )
+            found = copy.deepcopy(self._stats)
+        for each in dataclasses.fields(gauges := total(TransportGauges, transports)):
+            setattr(found, each.name, getattr(gauges, each.name))
+        return found

@@ -13,7 +13,6 @@ import socket
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_agent import AgentInfo
@@ -22,29 +21,9 @@ from kvferry._transport.peer_work import PeerWork
 from kvferry._transport.reading_thread import ReadingThread
 from kvferry.errors import Closed, KvferryError, TransferFailed
 from kvferry.geometry.model import MemoryRegion
+from kvferry.stats import TransportGauges
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadCounts:
-    """What the threads are doing, as `TransportGauges` says it.
-
-    Attributes:
-        bytes_moved: since the start.
-        chunks_in_flight: posted and not seen DONE.
-        agents: threads, each with an agent, including retired ones.
-        retired_agents: those that get no new work.
-        peers: peers added to agents.
-        agents_retired: agents that were ever retired.
-    """
-
-    bytes_moved: int
-    chunks_in_flight: int
-    agents: int
-    retired_agents: int
-    peers: int
-    agents_retired: int
 
 
 class ReadingThreads:
@@ -134,11 +113,11 @@ class ReadingThreads:
         for thread in self._all():
             thread.wake()
 
-    def counts(self) -> ThreadCounts:
-        """What they are doing, and have done."""
+    def counts(self) -> TransportGauges:
+        """What they are doing, and have done; the rest is for `Transport.gauges`."""
         with self._lock:
             threads, moved, retired = tuple(self.living), self._moved_before, self._agents_retired
-        return ThreadCounts(
+        return TransportGauges(
             bytes_moved=moved + sum(thread.moved for thread in threads),
             chunks_in_flight=sum(thread.chunks_in_flight for thread in threads),
             agents=len(threads),

@@ -28,8 +28,9 @@ from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE, Footprint
 from kvferry.planner.staged_read import StagedRead
+from kvferry.stats import TransportGauges
 
-__all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Transport", "TransportGauges"]
+__all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Transport"]
 
 SHARED_READ = 8 << 20
 """Bytes that are read from one peer from which several threads share them, where posts copy."""
@@ -60,39 +61,6 @@ class TransferPart:
     def of(cls, peer: AgentInfo, planned: SourceDescriptors) -> TransferPart:
         """What a plan reads from the rank of this agent."""
         return cls(peer, planned.descriptors, planned.staged, footprint=planned.footprint)
-
-
-@dataclass(frozen=True, slots=True)
-class TransportGauges:
-    """What a transport is doing.
-
-    Attributes:
-        active: transfers that have not ended.
-        uncertain: transfers that ended and are not quiet; their destination blocks are in quarantine.
-        quiesced: transfers that were uncertain and became quiet, since the start.
-        bytes_moved: since the start.
-        chunks_in_flight: posted and not seen DONE.
-        agents: reading agents, including retired ones.
-        retired_agents: agents that get no new work, and are destroyed as soon as that is safe.
-        peers: peers added to agents.
-        staging_slots: slots of staging memory in use, including those of reads that are not quiet.
-        uncertain_bytes: bytes of the transfers that ended and are not quiet.
-        quarantined_bytes: bytes of the transfers that ever ended without being quiet.
-        agents_retired: agents that were ever retired.
-    """
-
-    active: int
-    uncertain: int
-    quiesced: int
-    bytes_moved: int
-    chunks_in_flight: int
-    agents: int
-    retired_agents: int
-    peers: int
-    staging_slots: int
-    uncertain_bytes: int = 0
-    quarantined_bytes: int = 0
-    agents_retired: int = 0
 
 
 class Transport:
@@ -248,24 +216,17 @@ class Transport:
         with self._lock:
             transfers, pools = tuple(self._transfers), tuple(self._pools.values())
             quiesced, quarantined = self._quiesced, self._quarantined_bytes
-        threads = self._threads.counts()
         ended = [transfer for transfer in transfers if transfer.state.final]
         # One that is quiet may be here for a moment more, until its callbacks run.
         uncertain = [transfer for transfer in ended if not transfer.quiet]
-        return TransportGauges(
-            active=len(transfers) - len(ended),
-            uncertain=len(uncertain),
-            quiesced=quiesced,
-            bytes_moved=threads.bytes_moved,
-            chunks_in_flight=threads.chunks_in_flight,
-            agents=threads.agents,
-            retired_agents=threads.retired_agents,
-            peers=threads.peers,
-            staging_slots=sum(pool.in_use for pool in pools),
-            uncertain_bytes=sum(transfer.bytes_total for transfer in uncertain),
-            quarantined_bytes=quarantined,
-            agents_retired=threads.agents_retired,
-        )
+        found = self._threads.counts()
+        found.transfers = len(transfers) - len(ended)
+        found.uncertain = len(uncertain)
+        found.quiesced = quiesced
+        found.staging_slots = sum(pool.in_use for pool in pools)
+        found.uncertain_bytes = sum(transfer.bytes_total for transfer in uncertain)
+        found.quarantined_bytes = quarantined
+        return found
 
     def close(self, timeout: float = 10.0) -> bool:
         """Cancel what has not ended, and end the agents once all is quiet. Idempotent.

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from kvferry.stats import Measured
+from kvferry.stats import Distribution, counter, histogram
 from kvferry_server.domain.event_log import EventLog
 
 TAKING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -41,22 +42,25 @@ class _Call:
 _current: ContextVar[_Call | None] = ContextVar("kvferry_call", default=None)
 
 
+@dataclass(slots=True, eq=False)
 class CallCounts:
     """Counts of calls. Not thread-safe: they belong to the event loop that serves the calls.
 
     Args:
         events: where refusals are written; None: nowhere.
-
-    Attributes:
-        results: calls that ended, by method and result: ``OK``, the reason of the error, ``CANCELLED`` if the client
-            left, ``ABORTED`` for an error without a reason.
-        taken: how long calls took that do not wait for news, by method.
     """
 
-    def __init__(self, events: EventLog | None = None) -> None:
-        self.results: Counter[tuple[str, str]] = Counter()
-        self.taken: dict[str, Measured] = {}
-        self._events = events
+    events: EventLog | None = None
+    results: Counter[tuple[str, str]] = counter(
+        "kvferry_calls",
+        "Calls that ended. The result is OK, the reason of the error, CANCELLED if the client left, or ABORTED for an "
+        "error without a reason. Other results than OK and INTERNAL begin with the first such call.",
+        method=(),
+        result=(),
+    )
+    taken: dict[str, Distribution] = histogram(
+        "kvferry_call_seconds", "How long calls take that do not wait for news.", TAKING, method=()
+    )
 
     def counted(
         self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
@@ -72,7 +76,7 @@ class CallCounts:
         # From the start, because a rate needs a value to begin with.
         self.results[name, OK] += 0
         self.results[name, INTERNAL] += 0
-        distribution = self.taken.setdefault(name, Measured(TAKING)) if timed else None
+        distribution = self.taken.setdefault(name, Distribution(TAKING)) if timed else None
 
         async def call(request: Any, context: Any) -> Any:
             running, began = _Call(), perf_counter()
@@ -94,6 +98,6 @@ class CallCounts:
         running = _current.get()
         if running is not None:
             running.result = reason or ABORTED
-        if self._events is not None and reason:
+        if self.events is not None and reason:
             name = method.rpartition("/")[2]
-            self._events.refusal(name, reason, values, {"peer": peer.rstrip(":")})
+            self.events.refusal(name, reason, values, {"peer": peer.rstrip(":")})

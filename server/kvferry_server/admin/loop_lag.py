@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
-from kvferry.stats import Measured
+from kvferry.stats import Distribution, histogram
 from kvferry_server.admin.limits import LAG_POLL
 
 LATE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Bounds, in seconds, of how late timers are."""
 
 
+@dataclass(slots=True, eq=False)
 class LoopLag:
-    """Measures the running event loop.
+    """Measures the running event loop."""
 
-    Attributes:
-        seen: how late the timers were.
-    """
-
-    def __init__(self) -> None:
-        self.seen = Measured(LATE)
+    seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=LATE)
 
     async def run(self) -> None:
         """Measure until cancelled."""

@@ -16,8 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry.errors import KvferryError, LimitReached
 from kvferry_server.admin import page, status
-from kvferry_server.admin.collector import NodeCollector
 from kvferry_server.admin.limits import METRICS_KEPT, PAGE_SHARE
+from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.pictures import Pictures
 

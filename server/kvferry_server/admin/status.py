@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import kvferry
 from kvferry._wire.failures import failures_of
 from kvferry._wire.status import reason_name
+from kvferry.stats import shown
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.admin.collector import engine_state
 from kvferry_server.admin.limits import PAGE_SIZE
+from kvferry_server.admin.metrics import engine_state
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
@@ -49,21 +50,21 @@ def overview(node: NodeState) -> Row:
             "certificate_ends_in_s": None if expiry is None else round(expiry - time.time()),
             "authority_ends_in_s": None if authorities is None else round(authorities - time.time()),
             "engines": {state: states.count(state) for state in sorted(set(states))},
-            "publications": {stage.value: count for stage, count in sorted_counts(journal.stages) if count},
+            "publications": _by_name(journal.stages),
             "pinned": len(journal.pinned),
             "oldest_pin_s": None if oldest is None else round(now - oldest.first_at, 3),
-            "leases": {state.name.lower(): count for state, count in sorted_counts(journal.live_leases) if count},
-            "leases_ended": {state.name.lower(): count for state, count in sorted_counts(journal.ended)},
-            "released": {outcome.name.lower(): count for outcome, count in sorted_counts(journal.outcomes)},
+            "leases": _by_name(journal.live_leases),
+            "leases_ended": _by_name(journal.ended),
+            "released": _by_name(journal.outcomes),
             "memory_bytes": home.memory.used,
             "limits": {field.name: getattr(home.limits, field.name) for field in fields(home.limits)},
             "settings": dict(node.settings),
         }
 
 
-def sorted_counts(counts: Mapping[Any, int]) -> list[tuple[Any, int]]:
-    """Return the entries of a counter in the order of their names."""
-    return sorted(counts.items(), key=lambda entry: str(entry[0].name))
+def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
+    """Return the counts that are not 0, by the names of what they count."""
+    return {shown(key): count for key, count in counts.items() if count}
 
 
 def engine_rows(node: NodeState, token: str) -> tuple[list[Row], str]:

@@ -1,4 +1,7 @@
-"""The journal of a home: plain numbers of what has happened, its last reads, and a line in the event log for each.
+"""The journal of a home: its metrics, its last reads, and a line in the event log for each thing that has happened.
+
+A metric is a field of `Journal`, with its name, its labels and its explanation, and one line where something happens;
+what can be computed when somebody asks is in `kvferry_server.admin.metrics`.
 
 What happens once per request is logged at DEBUG, so that a thousand requests a second write nothing at INFO. What ends
 badly, and what happens to engines and ranks, is logged at INFO or WARNING, each kind at a bounded rate.
@@ -9,9 +12,10 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
-from kvferry.stats import Measured
+from kvferry.stats import Distribution, counter, gauge, histogram
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.event_log import EventLog, engine_fields, short
 from kvferry_server.domain.identity import EngineRef
@@ -61,6 +65,11 @@ class EndedRead:
     reason: str
 
 
+LIVE = (LeaseState.WAITING, LeaseState.READING)
+"""The states of live leases."""
+
+
+@dataclass(slots=True, eq=False)
 class Journal:
     """What has happened at one home. Not thread-safe: it belongs to its home's event loop.
 
@@ -69,45 +78,58 @@ class Journal:
 
     Attributes:
         events: the event log.
-        engine_events: how often each thing happened to engines and ranks, by its name in the log.
-        stages: publications that are here, by stage.
-        pinned: those that have arrived and are not released, oldest first.
-        published: publications that have all their blocks.
-        outcomes: released publications by outcome.
-        hold: how long publications were pinned, from their first step to their release.
+        pinned: publications that have arrived and are not released, oldest first.
         live_leases: live leases by state.
-        waiting: reads that wait under routers' keys, without a lease.
-        granted: leases granted.
-        ended: leases ended, by state.
-        lasted: how long leases lasted.
-        renewals: leases extended, and renewals refused, by ``extended`` and ``refused``.
-        verdicts: verdicts given on reports.
-        read_bytes: bytes that readers reported of reads that ended VALID.
-        notifications: notifications that arrived, by kind.
-        refused: notifications that were refused, by kind and reason.
         last_reads: the last reads that ended, oldest first.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.events = EventLog(clock)
-        self.engine_events: Counter[str] = Counter()
-        self.stages: Counter[PublicationStage] = Counter()
-        self.pinned: dict[PublicationRecord, None] = {}
-        self.published = 0
-        self.outcomes: Counter[PublicationOutcome] = Counter()
-        self.hold = Measured(LASTING)
-        self.live_leases: Counter[LeaseState] = Counter()
-        self.waiting = 0
-        self.granted = 0
-        self.ended: Counter[LeaseState] = Counter()
-        self.lasted = Measured(LASTING)
-        self.renewals: Counter[str] = Counter()
-        self.verdicts: Counter[Verdict] = Counter()
-        self.read_bytes = 0
-        self.notifications: Counter[str] = Counter()
-        self.refused: Counter[tuple[str, str]] = Counter()
-        self.last_reads: deque[EndedRead] = deque(maxlen=LAST_READS)
+    clock: Clock
+    engine_events: Counter[str] = counter(
+        "kvferry_engine_events",
+        "What happened to engines and ranks, by the names of the events in the log.",
+        event=(
+            *("engine_opened", "engine_complete", "engine_lost", "engine_back", "engine_dead", "engine_replaced"),
+            *("engine_evicted", "engine_retired", "engine_forgotten", "rank_registered", "rank_back", "rank_lost"),
+        ),
+    )
+    stages: Counter[PublicationStage] = gauge(
+        "kvferry_publications",
+        "Publications.",
+        state=[stage for stage in PublicationStage if stage is not PublicationStage.FORGOTTEN],
+    )
+    published: int = counter("kvferry_publications_published", "Publications that had all their blocks.")
+    outcomes: Counter[PublicationOutcome] = counter(
+        "kvferry_released", "Released publications.", outcome=tuple(PublicationOutcome)
+    )
+    hold: Distribution = histogram(
+        "kvferry_hold_seconds", "From the first step of a publication to its release: its pins.", bounds=LASTING
+    )
+    waiting: int = gauge(
+        "kvferry_router_waits", "Reads that wait for a publication under a router's own reference, without a lease."
+    )
+    granted: int = counter("kvferry_leases_granted", "Leases granted.")
+    ended: Counter[LeaseState] = counter(
+        "kvferry_leases_ended", "Leases ended.", state=[state for state in LeaseState if state not in LIVE]
+    )
+    lasted: Distribution = histogram("kvferry_lease_seconds", "How long leases lasted.", bounds=LASTING)
+    renewals: Counter[str] = counter("kvferry_renewals", "Renewals.", result=("extended", "refused"))
+    verdicts: Counter[Verdict] = counter("kvferry_verdicts", "Answers to reports.", verdict=tuple(Verdict))
+    read_bytes: int = counter(
+        "kvferry_read_bytes",
+        "Bytes of valid reads, as readers report; of each rank at most what the source's registered ranks hold of the "
+        "publication.",
+    )
+    notifications: Counter[str] = counter("kvferry_notifications", "Notifications in calls of Notify.", kind=())
+    refused: Counter[tuple[str, str]] = counter(
+        "kvferry_notifications_refused", "Notifications that were refused.", kind=(), reason=()
+    )
+    live_leases: Counter[LeaseState] = field(default_factory=Counter)
+    pinned: dict[PublicationRecord, None] = field(default_factory=dict)
+    last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))
+    events: EventLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = EventLog(self.clock)
 
     # Engines and ranks.
 
@@ -141,8 +163,14 @@ class Journal:
             self.live_leases[LeaseState.READING] += waiting
             self._publication(logging.DEBUG, "publication_published", publication, blocks=publication.blocks)
         elif stage is PublicationStage.ENDING:
-            bad = publication.outcome not in EXPECTED_OUTCOMES
-            self._ended(logging.INFO if bad else logging.DEBUG, publication, now)
+            self._publication(
+                logging.DEBUG if publication.outcome in EXPECTED_OUTCOMES else logging.INFO,
+                "publication_ended",
+                publication,
+                outcome=_name(publication.outcome),
+                age_s=now - publication.first_at,
+                live_leases=len(publication.leases),
+            )
         elif stage is PublicationStage.FORGOTTEN:
             self.pinned.pop(publication, None)
         elif stage is PublicationStage.RELEASED:
@@ -159,17 +187,6 @@ class Journal:
                 held_s=held,
                 reads_valid=publication.valid_reads,
             )
-
-    def _ended(self, level: int, publication: PublicationRecord, now: float) -> None:
-        outcome = _name(publication.outcome)
-        self._publication(
-            level,
-            "publication_ended",
-            publication,
-            outcome=outcome,
-            age_s=now - publication.first_at,
-            live_leases=len(publication.leases),
-        )
 
     def _publication(self, level: int, event: str, publication: PublicationRecord, **fields: object) -> None:
         if self.events.writes(level):

@@ -12,8 +12,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, Prompt, router_reference
+from kvferry.integrations.vllm.metrics import REASONS
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
-from kvferry.integrations.vllm.stats import REASONS
 from kvferry.testing import Fabric
 from tests.integrations.vllm.played_setup import TOKENS, prefill, to_read
 from tests.support.waiting import until

@@ -22,8 +22,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvferry.engine import Grant, ReadEnd, ReadTimes
 from kvferry.errors import KvferryError, TransferCancelled, TransferExpired, Unreachable
+from kvferry.integrations.vllm.metrics import METRICS, REASONS
 from kvferry.integrations.vllm.registration import register
-from kvferry.integrations.vllm.stats import COUNTERS, HISTOGRAMS, REASONS, KvferryStats
+from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
@@ -83,7 +84,8 @@ def test_counts_of_several_engines_and_intervals_add_up() -> None:
     two.aggregate(stats_of(ended(Unreachable("gone", address="a:1")), granted=False))
     kept = over_the_wire(two.to_dict())
     total = KvferryStats().aggregate(one).aggregate(KvferryStats(kept))
-    assert {name: total.data.get(name, 0) for name in COUNTERS} == {
+    counters = [key for key, (metric, _) in METRICS.items() if metric.kind == "counter" and key != REASONS]
+    assert {name: total.data.get(name, 0) for name in counters} == {
         "published": 0,
         "unread": 0,
         "read": 3,
@@ -150,8 +152,8 @@ def test_multi_connector_logs_and_counts_ours_by_its_name() -> None:
     assert 'vllm:kvferry_failures_total{engine="0",reason="TransferExpired"} 1.0' in text
     assert 'vllm:kvferry_read_move_seconds_sum{engine="0"} 0.04' in text
     assert 'vllm:kvferry_read_staged_share_bucket{engine="0",le="0.25"} 1.0' in text
-    for histogram in HISTOGRAMS.values():
-        assert f"vllm:kvferry_{histogram.name}" in text
+    for metric, _ in METRICS.values():
+        assert metric.full_name in text
 
 
 @pytest.mark.timeout(600)

@@ -31,7 +31,7 @@ from kvferry import (
     Read,
     Release,
 )
-from kvferry._transport.transport import TransportGauges
+from kvferry.stats import TransportGauges
 from tests.rdma.hosts.told import MODEL, Place, Request, content, prompt
 from tests.support.caches import POISON, Memory
 from tests.support.faults.reports import Seen

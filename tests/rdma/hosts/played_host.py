@@ -222,7 +222,7 @@ class Reader:
         """Whether nothing is read or uncertain, and no agent given up."""
         gauges = [rank.call("gauges") for rank in self.ranks]
         return not any(
-            found.active + found.uncertain + found.chunks_in_flight + found.retired_agents for found in gauges
+            found.transfers + found.uncertain + found.chunks_in_flight + found.retired_agents for found in gauges
         )
 
     def free(self, ids: Sequence[int]) -> None:

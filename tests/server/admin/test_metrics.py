@@ -56,6 +56,8 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         empty = Scraped(server.admin)
         assert empty("kvferry_ready") == 1
         assert empty("kvferry_leases") == 0
+        # A rate needs a value to begin with, and an alert is to see the first one.
+        assert empty("kvferry_engines", state="dead") == empty("kvferry_leases_ended_total", state="expired") == 0
         assert empty("kvferry_build_info", version=kvferry.__version__) == 1
         party = Party(channel, "engine")
         party.works()

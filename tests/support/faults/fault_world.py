@@ -15,7 +15,7 @@ import numpy as np
 
 from kvferry import Interval, Publication, Release
 from kvferry._clock import now
-from kvferry._transport.transport import TransportGauges
+from kvferry.stats import TransportGauges
 from kvferry_server.domain.times import Times
 from tests.support.caches import POISON, Memory, Model, shards
 from tests.support.faults.processes import SOON, EngineProcess, Node
@@ -291,7 +291,7 @@ class Reader:
     def idle(self) -> bool:
         """Whether nothing is read or uncertain, and no agent given up."""
         gauges = self.gauges()
-        return gauges.active + gauges.uncertain + gauges.chunks_in_flight + gauges.retired_agents == 0
+        return gauges.transfers + gauges.uncertain + gauges.chunks_in_flight + gauges.retired_agents == 0
 
     def close(self) -> None:
         """Kill it."""

@@ -3,75 +3,66 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvferry._control.publications import Release
 from kvferry._reads.read import ReadResult
-from kvferry.errors import PromptMismatch
-from kvferry.integrations import metrics
+from kvferry.stats import METRICS
 
-if TYPE_CHECKING:
-    from prometheus_client import Counter
+SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
+"""Which of `METRICS` a rank counts."""
 
 
-@dataclass(frozen=True, slots=True)
 class Counts:
-    """The counters of one rank. Their names are those of `kvferry.integrations.prometheus`, and have the label
-    ``tp_rank``. A failed read is counted by each rank that knows why.
+    """The counters of one rank: `SHOWN`, with the label ``tp_rank``. A failed read is counted by each rank that knows
+    why.
 
     SGLang's schedulers and its HTTP server are several processes. They share counters in files, which is what
     prometheus-client calls its multiprocess mode, and which knows no collectors.
+
+    Args:
+        rank: the rank.
     """
 
-    rank: str
-    reads: Counter
-    failures: Counter
-    prompts: Counter
-    bytes: Counter
-    publications: Counter
-    releases: Counter
+    def __init__(self, rank: int) -> None:
+        # Not before SGLang has set the folder of the files: prometheus-client asks for it when it is imported.
+        from prometheus_client import Counter
+
+        self._rank = str(rank)
+        self._made: dict[str, Counter] = {}
+        for path in SHOWN:
+            metric = METRICS[path]
+            self._made[path] = Counter(metric.name, metric.documentation, ["tp_rank", *metric.labels])
+            for value in metric.values:
+                self._made[path].labels(self._rank, value)
 
     @classmethod
     @functools.cache
     def of(cls, rank: int) -> Counts:
-        """Make the counters of a rank, once in its process."""
-        # Not before SGLang has set the folder of the files: prometheus-client asks for it when it is imported.
-        from prometheus_client import Counter
-
-        labels = ["tp_rank"]
-        made = cls(
-            str(rank),
-            Counter(*metrics.READS, [*labels, "outcome"]),
-            Counter(*metrics.FAILURES, [*labels, "reason"]),
-            Counter(*metrics.PROMPTS, [*labels, "prompt"]),
-            Counter(*metrics.BYTES, labels),
-            Counter(*metrics.PUBLISHED, labels),
-            Counter(*metrics.RELEASED, [*labels, "outcome"]),
-        )
-        # There from the start, so that an alert sees the first one.
-        made.failures.labels(made.rank, PromptMismatch.__name__)
-        return made
+        """Return the counters of a rank, which are made once in its process."""
+        return cls(rank)
 
     def read(self, result: ReadResult) -> None:
         """Count this rank's share of a good read."""
-        self.reads.labels(self.rank, "done").inc()
-        self.prompts.labels(self.rank, result.prompt).inc()
-        self.bytes.labels(self.rank).inc(result.bytes)
+        self._count("reads.outcomes", "done")
+        self._count("reads.prompts", result.prompt)
+        self._count("ranks.bytes", by=result.bytes)
 
     def read_failed(self, reason: str) -> None:
         """Count a read that has failed, and the class of its error."""
-        self.reads.labels(self.rank, "failed").inc()
-        self.failures.labels(self.rank, reason).inc()
+        self._count("reads.outcomes", "failed")
+        self._count("reads.failures", reason)
 
     def read_cancelled(self) -> None:
         """Count a read that was cancelled."""
-        self.reads.labels(self.rank, "cancelled").inc()
+        self._count("reads.outcomes", "cancelled")
 
     def published(self) -> None:
         """Count a publication."""
-        self.publications.labels(self.rank).inc()
+        self._count("source.published")
 
     def released(self, release: Release) -> None:
         """Count the end of a publication, by its outcome."""
-        self.releases.labels(self.rank, release.outcome.name.lower()).inc()
+        self._count("source.released", release.outcome.name.lower())
+
+    def _count(self, path: str, *labels: str, by: int = 1) -> None:
+        self._made[path].labels(self._rank, *labels).inc(by)

@@ -3,76 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvferry.engine import ReadEnd
-from kvferry.errors import PromptMismatch, TransferCancelled
-from kvferry.integrations import metrics
-from kvferry.stats import SECONDS, SIZES
-
-COUNTERS = {
-    "published": "Requests published to decode instances.",
-    "unread": "Published requests that no decode instance has read in time.",
-    "read": "Requests read from prefill instances.",
-    "bytes": "Bytes read from prefill instances, by all ranks.",
-    "failed": "Reads that failed.",
-    "disputed": "Good reads whose lease had ended, as their home has said since (confirm: after).",
-    "not_granted": "Reads that were refused, or whose publication never came.",
-    "cancelled": "Reads of requests that were aborted.",
-    "verified_blocks": "Heads of blocks that were compared with the source's sums, and equal.",
-    "unverified_blocks": "Heads of blocks that integrity mode has not compared.",
-    "unmarked": "Requests read that no mark has shown to be of their prompt.",
-}
-REASONS = "reasons"
-"""Failed and refused reads by the class of their error, ``vllm:kvferry_failures_total``."""
-
-
-class Histogram(NamedTuple):
-    """A histogram of one value per read.
-
-    Attributes:
-        name: of the metric, without ``vllm:kvferry_``.
-        documentation: what is measured.
-        buckets: upper bounds.
-    """
-
-    name: str
-    documentation: str
-    buckets: tuple[float, ...]
-
-
-HISTOGRAMS = {
-    "wait": Histogram(
-        "read_wait_seconds", "From a request's arrival until the source's home promised its blocks.", SECONDS
-    ),
-    "grant": Histogram("read_grant_seconds", metrics.GRANT.documentation, SECONDS),
-    "attach": Histogram("read_attach_seconds", "From there until vLLM had allocated blocks to read into.", SECONDS),
-    "handshake": Histogram(
-        "read_handshake_seconds", "Longest wait of a rank for the handshake with a new source.", SECONDS
-    ),
-    "move": Histogram("read_move_seconds", "Longest transfer of a rank, to its last byte.", SECONDS),
-    "judge": Histogram("read_judge_seconds", metrics.JUDGE.documentation, SECONDS),
-    "size": Histogram("read_bytes", metrics.READ_BYTES.documentation, SIZES),
-    "descriptors": Histogram(
-        "read_descriptors", "NIXL descriptors of a read, by all ranks.", tuple(4.0**power for power in range(11))
-    ),
-    "staged": Histogram(
-        "read_staged_share",
-        "Share of a read's bytes that went through staging memory.",
-        (0.0, 0.25, 0.5, 0.75, 0.99, 1.0),
-    ),
-}
-"""Measurements of reads that succeeded, by their key in the data. A handshake is counted only where there was one."""
+from kvferry.errors import TransferCancelled
+from kvferry.integrations.vllm.metrics import METRICS, REASONS
 
 
 class KvferryStats(KVConnectorStats):  # type: ignore[misc]
     """Counts and measurements of one interval, for all ranks together: only the scheduler counts.
 
-    The data has numbers, lists of numbers and, under `REASONS`, numbers by name; nothing that was not seen. So it
-    passes through msgpack between vLLM's processes.
+    The data has, by the keys of `METRICS`, numbers, lists of measurements and, under `REASONS`, numbers by name;
+    nothing that was not seen. So it passes through msgpack between vLLM's processes.
     """
 
     data: dict[str, Any]
@@ -81,7 +25,7 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
         # A copy, because vLLM's log adds to these while Prometheus still gets the dict that they were made of.
         super().__init__(dict(data or {}))
 
-    def count(self, what: str, by: int = 1) -> None:
+    def count(self, what: str, by: float = 1) -> None:
         """Add to a count."""
         self.data[what] = self.data.get(what, 0) + by
 
@@ -94,39 +38,19 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
         """
         if isinstance(end.error, TransferCancelled):
             self.count("cancelled")
-        elif end.error is not None:
+            return
+        if end.error is not None:
             self.count("failed" if granted else "not_granted")
             reasons = self.data.setdefault(REASONS, {})
             name = type(end.error).__name__
             reasons[name] = reasons.get(name, 0) + 1
-        else:
-            self.count("read")
-            self.count("bytes", end.bytes)
-            for name, by in (
-                ("verified_blocks", end.verified),
-                ("unverified_blocks", end.unverified),
-                ("unmarked", int(end.prompt != "matched")),
-            ):
-                if by:
-                    self.count(name, by)
-            self._measured(end)
-
-    def _measured(self, end: ReadEnd) -> None:
-        times = end.times
-        values = {
-            "wait": times.wait,
-            "grant": times.grant,
-            "attach": times.attach,
-            "move": times.move,
-            "judge": times.judge,
-            "size": end.bytes,
-            "descriptors": end.descriptors,
-            "staged": end.staged_bytes / end.bytes if end.bytes else 0.0,
-        }
-        if times.handshake:
-            values["handshake"] = times.handshake
-        for name, value in values.items():
-            self.data.setdefault(name, []).append(value)
+            return
+        for key, (metric, of) in METRICS.items():
+            value = None if of is None else of(end)
+            if value is not None and metric.kind == "histogram":
+                self.data.setdefault(key, []).append(value)
+            elif value:
+                self.count(key, int(value))
 
     def reset(self) -> None:
         """Start a new interval."""
@@ -146,7 +70,9 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts, and what is most telling of the measurements, for vLLM's log."""
-        found: dict[str, int | float] = {name: self.data[name] for name in COUNTERS if name in self.data}
+        found: dict[str, int | float] = {
+            key: self.data[key] for key in METRICS if isinstance(self.data.get(key), int | float)
+        }
         for name, count in sorted(self.data.get(REASONS, {}).items()):
             found[f"failed with {name}"] = count
         for name in ("wait", "move"):
@@ -162,43 +88,37 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same for Prometheus: ``vllm:kvferry_…_total``, and the histograms ``vllm:kvferry_read_…``."""
+    """The same for Prometheus."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(f"vllm:kvferry_{name}_total", documentation, labelnames=labelnames),
-                per_engine_labelvalues,
-            )
-            for name, documentation in COUNTERS.items()
-        }
-        self._failures = self._counter_cls(
-            "vllm:kvferry_failures_total",
-            "Reads that failed or were refused, by the class of their error.",
-            labelnames=[*labelnames, "reason"],
-        )
-        for values in per_engine_labelvalues.values():
-            # There from the first scrape on, because an alert is to see the first one.
-            self._failures.labels(*values, PromptMismatch.__name__)
-        self._histograms = {
-            key: create_metric_per_engine(
-                self._histogram_cls(
-                    f"vllm:kvferry_{made.name}", made.documentation, buckets=made.buckets, labelnames=labelnames
-                ),
-                per_engine_labelvalues,
-            )
-            for key, made in HISTOGRAMS.items()
-        }
+        self._made: dict[str, Any] = {}
+        for key, (metric, _) in METRICS.items():
+            labels = [*labelnames, *metric.labels]
+            if metric.kind == "histogram":
+                made = self._histogram_cls(
+                    metric.full_name, metric.documentation, buckets=metric.bounds, labelnames=labels
+                )
+            else:
+                made = self._counter_cls(metric.full_name, metric.documentation, labelnames=labels)
+            self._made[key] = made
+            # All series are there from the first scrape on, because an alert is to see the first of what it counts.
+            for values in per_engine_labelvalues.values():
+                for own in [[value] for value in metric.values] if metric.labels else [[]]:
+                    made.labels(*values, *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts and measurements of an interval."""
-        for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
-            elif name in self._histograms:
-                for one in value:
-                    self._histograms[name][engine_idx].observe(one)
-            elif name == REASONS:
-                for reason, count in value.items():
-                    self._failures.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)
+        labels = self.per_engine_labelvalues[engine_idx]
+        for key, value in transfer_stats_data.items():
+            if key not in self._made:
+                continue
+            made = self._made[key]
+            if isinstance(value, dict):
+                for own, count in value.items():
+                    made.labels(*labels, own).inc(count)
+            elif isinstance(value, list):
+                for measured in value:
+                    made.labels(*labels).observe(measured)
+            else:
+                made.labels(*labels).inc(value)

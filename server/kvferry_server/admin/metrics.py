@@ -1,0 +1,261 @@
+"""The metrics of a node server.
+
+What is counted as it happens is a field of the home's `Journal`, of `CallCounts` or of `LoopLag`. What is computed when
+Prometheus asks is a row here, with its function. `METRICS` has all of them: the exposition and docs/monitoring.md are
+made from it.
+
+Labels are states, reasons, methods and the like, which this code fixes: no label has an engine, a request or a host, so
+the number of series does not grow with the fleet. What each engine does is on the page, and in `kvferry engines`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import grpc
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+import kvferry
+from kvferry._exposition import family
+from kvferry.stats import Metric, metrics_of
+from kvferry_server.admin.call_counts import CallCounts
+from kvferry_server.admin.loop_lag import LoopLag
+from kvferry_server.admin.node_state import ListenerLoad, NodeState
+from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.journal import LIVE, Journal
+
+ENGINE_STATES = ("ready", "incomplete", "lost", "dead")
+
+
+def engine_state(engine: Engine) -> str:
+    """Return one of `ENGINE_STATES`."""
+    if engine.dead:
+        return "dead"
+    if engine.lost_at is not None:
+        return "lost"
+    return "incomplete" if engine.num_missing or engine.first is None else "ready"
+
+
+class Scrape(NamedTuple):
+    """What the values of one scrape are computed from: the node server, and what its listeners carry."""
+
+    node: NodeState
+    loads: Sequence[ListenerLoad]
+
+    @property
+    def engines(self) -> Collection[Engine]:
+        """The engines of its home."""
+        return self.node.home.engines.all_engines()
+
+    @property
+    def alive(self) -> Collection[Engine]:
+        """Those that are not dead."""
+        return [engine for engine in self.engines if not engine.dead]
+
+
+Value: TypeAlias = Callable[[Scrape], Any]
+"""Computes the value of a metric: a number, or numbers by the values of its labels. None: there is no such metric."""
+
+Bounded: TypeAlias = Callable[[Scrape], Mapping[Any, tuple[int, int]]]
+"""Computes what is used and how much may be used, by the values of labels."""
+
+Row: TypeAlias = tuple[Metric, Value]
+
+
+def _gauge(name: str, documentation: str, value: Value, **labels: Sequence[str]) -> Row:
+    return Metric("gauge", f"kvferry_{name}", documentation, labels), value
+
+
+def _bounded(used: str, limit: str, documentation: str, value: Bounded, **labels: Sequence[str]) -> tuple[Row, Row]:
+    """Return the row of what is used of something, and that of its limit."""
+    most = f"The limit of kvferry_{used}."
+    return (
+        _gauge(used, documentation, lambda at: {key: pair[0] for key, pair in value(at).items()}, **labels),
+        _gauge(limit, most, lambda at: {key: pair[1] for key, pair in value(at).items()}, **labels),
+    )
+
+
+def _counted(kind: type, of: Callable[[NodeState], object]) -> Iterator[Row]:
+    """Yield the rows of a class that counts things as they happen."""
+    for name, metric in metrics_of(kind).items():
+        yield metric, lambda at, name=name: getattr(of(at.node), name)  # type: ignore[misc]
+
+
+def _ranks(at: Scrape) -> Mapping[str, int]:
+    missing = sum(engine.num_missing for engine in at.alive)
+    return {"registered": sum(engine.num_ranks for engine in at.alive) - missing, "missing": missing}
+
+
+def _oldest_pin(at: Scrape) -> float:
+    home = at.node.home
+    oldest = next(iter(home.journal.pinned), None)
+    return 0.0 if oldest is None else home.clock.now() - oldest.first_at
+
+
+def _leases(at: Scrape) -> Mapping[str, int]:
+    home = at.node.home
+    live = {state.name.lower(): home.journal.live_leases[state] for state in LIVE}
+    return {**live, "kept": home.records.lease_budget.used - sum(live.values())}
+
+
+def _budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
+    node, home = at.node, at.node.home
+    used = {"memory": home.memory.used, "leases": home.records.lease_budget.used, "engines": len(at.engines)}
+    budgets = {"answers": node.answers(), "requests": node.requests()}
+    return {
+        **{name: (value, getattr(home.limits, name)) for name, value in used.items()},
+        **{name: (sum(one.used for one in each), sum(one.capacity for one in each)) for name, each in budgets.items()},
+    }
+
+
+def _engine_budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
+    home = at.node.home
+    kept = [home.records.books.get(engine.ref) for engine in at.engines]
+    books = [book for book in kept if book is not None]
+    used = {
+        "waiting_reads": max((book.waiting_reads.used for book in books), default=0),
+        "waiting_declines": max((len(book.declined) for book in books), default=0),
+        "publications": max((book.num_arrived for book in books), default=0),
+        "checksum_bytes": max((book.checksum_bytes for book in books), default=0),
+    }
+    return {name: (most, getattr(home.limits, name)) for name, most in used.items()}
+
+
+def _calls(at: Scrape) -> Mapping[tuple[str, str], tuple[int, int]]:
+    calls = {(load.name, "call"): (load.calls, load.max_calls) for load in at.loads}
+    return {**calls, **{(load.name, "stream"): (load.streams, load.max_streams) for load in at.loads}}
+
+
+METRICS: tuple[Row, ...] = (
+    _gauge(
+        "build_info",
+        "Always 1; labels say what runs.",
+        lambda at: {(kvferry.__version__, grpc.__version__): 1},
+        version=(),
+        grpc=(),
+    ),
+    _gauge(
+        "process_memory_limit_bytes",
+        "Memory that the process may have: the least of what its cgroups and its host allow. "
+        "process_resident_memory_bytes is what it has.",
+        lambda at: at.node.memory_limit,
+    ),
+    _gauge("start_time_seconds", "When the node server started.", lambda at: at.node.started_at),
+    _gauge("ready", "1 if it takes new work.", lambda at: not at.node.why_not_ready()),
+    _gauge("draining", "1 if it drains.", lambda at: at.node.home.draining),
+    _gauge("engines", "Engines.", lambda at: Counter(map(engine_state, at.engines)), state=ENGINE_STATES),
+    _gauge("ranks", "Ranks of engines that are not dead.", _ranks, state=("registered", "missing")),
+    _gauge(
+        "watches",
+        "Open Watches of engines' processes.",
+        lambda at: {
+            "scheduler": sum(engine.lost_at is None for engine in at.engines),
+            "rank": sum(len(engine.watched_ranks) for engine in at.engines),
+        },
+        role=("scheduler", "rank"),
+    ),
+    _gauge("cache_bytes", "Bytes of the registered caches.", lambda at: sum(one.cache_bytes for one in at.alive)),
+    *_counted(Journal, lambda node: node.home.journal),
+    _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
+    _gauge(
+        "leases",
+        "Live leases (waiting: for blocks, or for the rest of what is published in parts), and ended ones whose "
+        "outcome is kept.",
+        _leases,
+        state=("waiting", "reading", "kept"),
+    ),
+    *_bounded(
+        *("budget_used", "budget_limit"),
+        "What is used of a budget of the home; of answers and requests, the bytes that the process works on.",
+        _budgets,
+        budget=("memory", "leases", "engines", "answers", "requests"),
+    ),
+    *_bounded(
+        *("engine_budget_used", "engine_budget_limit"),
+        "What the engine that uses most of a budget of its own uses of it. Each engine's publications and leases are "
+        "on the page and in `kvferry engines`.",
+        _engine_budgets,
+        budget=("waiting_reads", "waiting_declines", "publications", "checksum_bytes"),
+    ),
+    *_counted(CallCounts, lambda node: node.calls),
+    *_bounded(
+        *("calls_in_progress", "calls_limit"),
+        "Calls in progress.",
+        _calls,
+        listener=("unix", "tcp"),
+        kind=("call", "stream"),
+    ),
+    *_bounded(
+        *("connections", "connections_limit"),
+        "Open connections, by listener (unix, tcp).",
+        lambda at: {load.name: (load.connections, load.max_connections) for load in at.loads},
+        listener=(),
+    ),
+    *_counted(LoopLag, lambda node: node.lag),
+    _gauge("relayed_homes", "Homes that it relays ranks to.", lambda at: at.node.relayed_homes()),
+    (
+        Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
+        lambda at: at.node.handshakes(),
+    ),
+    (
+        Metric(
+            "counter",
+            "kvferry_tls_handshakes_failed",
+            "TLS handshakes that failed, of connections to it and of its own to other homes. Only kvferryd with TLS "
+            "has it: gRPC tells nobody but its own log, which an embedded server leaves to its process. A peer that "
+            "closes the connection in the middle is not counted.",
+            {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
+        ),
+        lambda at: None if at.node.handshakes() is None else at.node.failed_handshakes,
+    ),
+    _gauge(
+        "certificate_expiry_timestamp_seconds",
+        "When its certificate ends. Only with TLS.",
+        lambda at: at.node.certificate_expiry(),
+    ),
+    _gauge(
+        "authority_expiry_timestamp_seconds",
+        "When the first of the authorities ends that clients are checked against. Only with `--tls-ca`.",
+        lambda at: at.node.authorities_expiry(),
+    ),
+)
+"""All metrics of a node server, in the order of docs/monitoring.md."""
+
+
+class NodeCollector(Collector):
+    """Collects the metrics of one node server. Belongs to its event loop.
+
+    Args:
+        node: the node server.
+    """
+
+    def __init__(self, node: NodeState) -> None:
+        self._scrape = Scrape(node, ())
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def text(self, loads: Sequence[ListenerLoad]) -> bytes:
+        """Return all metrics in Prometheus' text format.
+
+        Args:
+            loads: what the listeners carry, as `NodeState.loads` returned it.
+        """
+        self._scrape = self._scrape._replace(loads=loads)
+        with self._scrape.node.home.turn():
+            return generate_latest(self._registry)
+
+    def describe(self) -> Iterator[Family]:
+        """Return nothing: otherwise registering would collect, before the node server has started."""
+        return iter(())
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the metrics as of now, within a turn of the home."""
+        for metric, value in METRICS:
+            found = value(self._scrape)
+            if found is not None:
+                yield family(metric, [((), found)])
