@@ -62,7 +62,7 @@ Encode: TypeAlias = Callable[[Any], bytes]
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that are one answer in several messages. Their requests may be as large as those of unary calls."""
 
-WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
+WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
 """Unary calls that wait for news as streams do. They count as streams, and end with them."""
 
 
