@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 
 from kvferry._clock import to_duration
 from kvferry._wire.status import reason_number
@@ -54,7 +53,7 @@ def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> by
     if read.accepted:
         answer.accepted.MergeFrom(_accepted(lease, read.reference, values, now))
     steps, room = list[bytes](), READ_BYTES
-    for step in islice(publication.steps, read.next_step, read.next_step + READ_STEPS):
+    for step in publication.steps[read.next_step : read.next_step + READ_STEPS]:
         if room <= 0:
             break
         steps.append(embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, step.encoded))
