@@ -24,7 +24,7 @@ from tests.support.node_in_process import (
     snapshot,
 )
 from tests.support.node_servers import Kvferryd
-from tests.support.parties import SECRETS, D, P
+from tests.support.parties import SECRETS, D, P, read_id
 from tests.support.stubs import KVTransferStub
 
 Stubs = dict[str, Any]

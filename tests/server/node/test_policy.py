@@ -53,7 +53,7 @@ CERTIFICATES = {
 ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "rank left", "decline", "relayed decline"}
 RELAY_CALLS = {"relayed open", "relayed registration", "relayed decline", "rank left"}
 LEASE_CALLS = {"renew", "checksums"}
-READER_CALLS = {"handshake", "read", "poll", "decline", "relayed decline"} | LEASE_CALLS
+READER_CALLS = {"handshake", "read", "decline", "relayed decline"} | LEASE_CALLS
 OBSERVER_CALLS = {"list", "plan"}
 NOTHING = {"nothing"}
 MAY: Mapping[str, Mapping[str, set[str]]] = {
@@ -219,7 +219,7 @@ def test_a_refusal_does_not_say_what_exists(node: Kvferryd, channels: dict[str, 
         party = Party(local, "prefill-lives")
         party.live()
         try:
-            for name in ("open", "register", "handshake", "geometry", "read", "poll", "publish", "decline", "plan"):
+            for name in ("open", "register", "handshake", "geometry", "read", "publish", "decline", "plan"):
                 lives, absent = (
                     refusal(calls(channels["of no rule"], engine_id)[name]) for engine_id in (party.name, "x")
                 )
