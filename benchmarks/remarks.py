@@ -55,7 +55,6 @@ REMARKS = {
     "of the source, in Python. A bare stream with messages of the same sizes takes about an echo.",
     "handshakes": "not taken apart here.",
     "blocks": _CHECKS,
-    "poll": _CHECKS,
     "publish": _CHECKS,
     "report": "the server ends the lease and tells the source of the release on its Watch, which is one more message.",
     "cpu": "two bare calls of grpc.aio, one at a time, already take more than the goal on this machine.",

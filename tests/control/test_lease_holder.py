@@ -199,7 +199,7 @@ def test_what_is_granted_is_renewed_until_it_is_dropped(holding: Holding) -> Non
     found = outcomes.get(timeout=30)
     assert isinstance(found, Acquired)
     assert (found.lease.lease_id, found.payload) == (LEASE, b"token")
-    assert (holding.server.asked[0].read.parties, holding.server.asked[0].read.expected_reads) == (3, 5)
+    assert (holding.server.asked[0].parties, holding.server.asked[0].expected_reads) == (3, 5)
     assert found.lease in holding.renewals._kept
     holding.holder.drop(found)
     assert found.lease not in holding.renewals._kept

@@ -1,4 +1,5 @@
-"""The home as it is shipped: domain, answers to readers, Watches and the notifications' servicer, without a network and an event loop."""
+"""The home as it is shipped: domain, answers to readers, Watches and the notifications' servicer, without a network and
+an event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import NOBODY, EngineRef
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
-from kvferry_server.home.blocks import Answer, read_blocks
+from kvferry_server.home.blocks import ReadAnswer, read_blocks
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
@@ -169,7 +170,7 @@ class Host:
         home, asked = self.home, decode.lease_request(request, self.home.limits.ranks, NOBODY)
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
 
-        async def answers() -> AsyncGenerator[Answer, None]:
+        async def answers() -> AsyncGenerator[ReadAnswer, None]:
             yield await read_blocks(home, asked, wait, request.lease_id, request.next_step)
 
         return Pulled(

@@ -16,7 +16,7 @@ from kvferry_server.home.home import Home
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class ReadAnswer:
     """What a reader is told: what there is of the publication from `next_step` on. Encode it at once, since the
     publication may change later.
 
@@ -36,7 +36,7 @@ class Answer:
 
 async def read_blocks(
     home: Home, request: LeaseRequest | RoutedRequest, wait: float, lease_id: bytes = b"", next_step: int = 0
-) -> Answer:
+) -> ReadAnswer:
     """Grant a lease on a publication, or find the lease that the reader has, and answer as soon as there is something
     that the reader has not got; or with nothing new when the wait is over. Cancelling it does not end the lease.
 
@@ -61,7 +61,7 @@ async def read_blocks(
     publication = lease.publication
     if not secrets.compare_digest(lease_id, lease.lease_id):
         reference = home.reference(publication) if isinstance(request, RoutedRequest) else ""
-        return Answer(lease, accepted=True, reference=reference)
+        return ReadAnswer(lease, accepted=True, reference=reference)
     there = len(publication.steps)
     if next_step > there:
         raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
@@ -79,7 +79,7 @@ async def read_blocks(
                 break
             await waker.wait(left)
             waker.clear()
-    return Answer(lease, next_step)
+    return ReadAnswer(lease, next_step)
 
 
 async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until: float, wait: float) -> LeaseRequest:

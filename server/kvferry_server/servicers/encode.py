@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from kvferry._clock import to_duration
 from kvferry._wire.status import reason_number
 from kvferry._wire.version import OURS_ENCODED
@@ -17,7 +16,7 @@ from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Event, RankLost, ReleaseEvent
-from kvferry_server.home.blocks import Answer as ReadAnswer
+from kvferry_server.home.blocks import ReadAnswer
 from kvferry_server.home.watch import Lagged, Opened, Synced, WatchMessage
 from kvferry_server.servicers.limits import MAX_TOLD_READS, READ_BYTES, READ_STEPS
 
