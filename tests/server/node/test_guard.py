@@ -226,12 +226,11 @@ async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
         assert await guard.streams_ended(10)
 
 
-@pytest.mark.parametrize("call", CALLS[1:], ids=["yields", "waits", "writes"])
+@pytest.mark.parametrize("call", CALLS[1::2], ids=["yields", "writes"])
 async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
     async with guarded() as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(call(stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
-        assert guard.open_streams == 1
         guard.end_streams()
         assert isinstance(await failure(waiting), ServerDraining)
         assert await guard.streams_ended(10)
