@@ -22,19 +22,15 @@ class CallSizes:
 
     Attributes:
         publish: Notify(publish).
-        poll: PollBlocks, with the lease and all blocks in the answer.
+        read: ReadBlocks, with the lease and all blocks in the answer.
         report: Notify(read done).
         renew: Notify(renew).
-        read: the request of ReadBlocks.
-        read_answers: its messages up to Complete.
     """
 
     publish: Sizes
-    poll: Sizes
+    read: Sizes
     report: Sizes
     renew: Sizes
-    read: int
-    read_answers: tuple[int, ...]
 
 
 def sizes_of(channel: grpc.Channel, layout: Layout, blocks: int) -> CallSizes:
@@ -44,19 +40,11 @@ def sizes_of(channel: grpc.Channel, layout: Layout, blocks: int) -> CallSizes:
     party.open()
     try:
         ids = np.random.default_rng(0).permutation(layout.num_blocks)[:blocks].astype(np.int32)
-        request = party.publish_request(ids, reads=2)
+        request = party.publish_request(ids)
         answer = party.stub.Notify(request, timeout=TIMEOUT)
         publish = (request.ByteSize(), answer.ByteSize())
         read = party.read_request(party.reference(), secrets.token_bytes(16))
-        stream = party.stub.ReadBlocks(read, timeout=TIMEOUT)
-        answers = []
-        for message in stream:
-            answers.append(message.ByteSize())
-            if message.WhichOneof("message") == "complete":
-                break
-        stream.cancel()
-        polled = pb.PollBlocksRequest(read=party.read_request(party.reference(), secrets.token_bytes(16)))
-        found = party.stub.PollBlocks(polled, timeout=TIMEOUT)
+        found = party.stub.ReadBlocks(read, timeout=TIMEOUT)
         renewal = party.as_reader(pb.Notification(renew=pb.Renew(lease_id=found.accepted.lease_id)))
         renewed = party.stub.Notify(renewal, timeout=TIMEOUT)
         report = party.done_request(found.accepted.lease_id)
@@ -66,9 +54,7 @@ def sizes_of(channel: grpc.Channel, layout: Layout, blocks: int) -> CallSizes:
         party.close()
     return CallSizes(
         publish=publish,
-        poll=(polled.ByteSize(), found.ByteSize()),
+        read=(read.ByteSize(), found.ByteSize()),
         report=(report.ByteSize(), reported.ByteSize()),
         renew=(renewal.ByteSize(), renewed.ByteSize()),
-        read=read.ByteSize(),
-        read_answers=tuple(answers),
     )

@@ -29,7 +29,7 @@ async def _unary(request: bytes, _context: Any) -> bytes:
 
 async def _stream(request: bytes, _context: Any) -> AsyncIterator[bytes]:
     """Answer messages of the sizes in the request's numbers, of which the first says how many; then stay open until the
-    caller cancels, as ReadBlocks does while its lease lives."""
+    caller cancels."""
     (count,) = SIZE.unpack_from(request)
     for size in struct.unpack_from(f"<{count}I", request, SIZE.size):
         yield bytes(size)

@@ -84,7 +84,7 @@ def _request(party: Party) -> Any:
 
     def request() -> None:
         sent(party.stub, party.publish_request(_scattered()))
-        answer = party.stub.PollBlocks(_ask(party, party.published, party.ref), timeout=TIMEOUT)
+        answer = party.stub.ReadBlocks(_ask(party, party.published, party.ref), timeout=TIMEOUT)
         [result] = sent(party.stub, party.done_request(answer.accepted.lease_id))
         if result.read_ended.verdict != pb.VERDICT_VALID:
             raise AssertionError(f"a good read ended {result}")
@@ -96,11 +96,9 @@ def _scattered() -> Any:
     return np.arange(0, 2 * BLOCKS, 2, dtype=np.int32)
 
 
-def _ask(source: Party, publication: int, reader: pb.EngineRef) -> pb.PollBlocksRequest:
-    return pb.PollBlocksRequest(
-        read=pb.ReadBlocksRequest(
-            reference=source.reference(publication), reader=reader, read_id=secrets.token_bytes(16), parties=1
-        )
+def _ask(source: Party, publication: int, reader: pb.EngineRef) -> pb.ReadBlocksRequest:
+    return pb.ReadBlocksRequest(
+        reference=source.reference(publication), reader=reader, read_id=secrets.token_bytes(16), parties=1
     )
 
 
@@ -157,7 +155,7 @@ def _lease(source: Party, readers: Sequence[pb.EngineRef], held: list[list[bytes
 
     for number in range(begin + 1, last + 1):
         at = number % len(readers)
-        waiting.append((at, source.stub.PollBlocks.future(_ask(source, number, readers[at]), timeout=TIMEOUT)))
+        waiting.append((at, source.stub.ReadBlocks.future(_ask(source, number, readers[at]), timeout=TIMEOUT)))
         if len(waiting) >= IN_FLIGHT:
             take()
     while waiting:

@@ -213,15 +213,7 @@ GOALS = (
         _p99("handshakes", "renewals meanwhile", 1e3),
         "ms",
     ),
-    Goal(
-        "blocks",
-        "ReadBlocks up to Complete",
-        "a bare stream of the same messages",
-        1.3,
-        True,
-        _ratio("server_calls", "ReadBlocks up to Complete"),
-    ),
-    Goal("poll", "PollBlocks", "a bare call of the same size", 1.3, True, _ratio("server_calls", "PollBlocks")),
+    Goal("blocks", "ReadBlocks", "a bare call of the same size", 1.3, True, _ratio("server_calls", "ReadBlocks")),
     Goal("publish", "publish", "a bare call of the same size", 1.3, True, _ratio("server_calls", "Notify(publish)")),
     Goal("report", "report", "a bare call of the same size", 1.3, True, _ratio("server_calls", "Notify(read done)")),
     Goal(
@@ -253,7 +245,7 @@ GOALS = (
     ),
     Goal(
         "lease",
-        "memory of a lease, taken by PollBlocks, and of its publication of 16 scattered blocks",
+        "memory of a lease, taken by ReadBlocks, and of its publication of 16 scattered blocks",
         "–",
         4,
         True,

@@ -140,8 +140,8 @@ def _renew(address: str, every: float, pipe: Connection) -> None:
         party = Party(channel, f"renewing-{secrets.token_hex(4)}", layout)
         party.open()
         sent(party.stub, party.publish_request(np.arange(4, dtype=np.int32)))
-        asked = pb.PollBlocksRequest(read=party.read_request(party.reference(), secrets.token_bytes(16)))
-        lease = party.stub.PollBlocks(asked, timeout=TIMEOUT).accepted.lease_id
+        asked = party.read_request(party.reference(), secrets.token_bytes(16))
+        lease = party.stub.ReadBlocks(asked, timeout=TIMEOUT).accepted.lease_id
         renewal = party.as_reader(pb.Notification(renew=pb.Renew(lease_id=lease)))
         sent(party.stub, renewal)
         pipe.send("renewing")

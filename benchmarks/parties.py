@@ -111,8 +111,8 @@ class Party:
             reference=source.engine_reference,
         )
 
-    def publish_request(self, ids: Ids, reads: int = 1) -> pb.NotifyRequest:
-        """The next publication, of these blocks for so many reads."""
+    def publish_request(self, ids: Ids) -> pb.NotifyRequest:
+        """The next publication, of these blocks."""
         self.published += 1
         blocks = Blocks(ids)
         starts, counts = runs_of(blocks.ids)
@@ -124,7 +124,6 @@ class Party:
             request_id=f"request-{self.published}",
             groups=[group],
             last=True,
-            expected_reads=reads,
         )
         return self.as_source(pb.Notification(publish=publish))
 

@@ -43,7 +43,6 @@ REMARKS = {
     "those of the source, in Python.",
     "handshakes": "not taken apart here.",
     "blocks": _CHECKS,
-    "poll": _CHECKS,
     "publish": "as for asking for blocks.",
     "report": "the server ends the lease and tells the source of the release on its Watch, which is one more message.",
     "cpu": "two bare calls of grpc.aio, one at a time, already take more than the goal on this machine.",

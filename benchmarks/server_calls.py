@@ -66,32 +66,14 @@ class _Calls:
         return Action(lambda: sent(self.stub, self._request), prepare=prepare)
 
     def read_blocks(self) -> Action:
-        """ReadBlocks up to Complete."""
+        """ReadBlocks, which answers lease and blocks at once."""
 
         def prepare() -> None:
-            self._offer()
+            sent(self.stub, self.source.publish_request(self._ids))
             self._request = self.destination.read_request(self.source.reference(), secrets.token_bytes(16))
 
         def run() -> None:
-            stream = self.stub.ReadBlocks(self._request, timeout=TIMEOUT)
-            for message in stream:
-                if message.WhichOneof("message") == "complete":
-                    break
-            stream.cancel()
-
-        return Action(run, prepare=prepare)
-
-    def poll_blocks(self) -> Action:
-        """PollBlocks, which answers lease and blocks at once."""
-
-        def prepare() -> None:
-            self._offer()
-            self._request = pb.PollBlocksRequest(
-                read=self.destination.read_request(self.source.reference(), secrets.token_bytes(16))
-            )
-
-        def run() -> None:
-            answer = self.stub.PollBlocks(self._request, timeout=TIMEOUT)
+            answer = self.stub.ReadBlocks(self._request, timeout=TIMEOUT)
             if not answer.HasField("complete"):
                 raise AssertionError("the publication is not complete")
             self._lease = answer.accepted.lease_id
@@ -102,7 +84,7 @@ class _Calls:
         """Notify(read done)."""
 
         def prepare() -> None:
-            self.poll_blocks().seconds()
+            self.read_blocks().seconds()
             self._request = self.destination.done_request(self._lease)
 
         def run() -> None:
@@ -136,12 +118,9 @@ class _Calls:
         """Notify without a notification."""
         self.stub.Notify(pb.NotifyRequest(), timeout=TIMEOUT)
 
-    def _offer(self) -> None:
-        sent(self.stub, self.source.publish_request(self._ids))
-
     def _hold(self, count: int) -> None:
         while len(self._leases) < count:
-            self.poll_blocks().seconds()
+            self.read_blocks().seconds()
             self._leases.append(self._lease)
         renewals = [pb.Notification(renew=pb.Renew(lease_id=lease)) for lease in self._leases[:count]]
         self._request = self.destination.as_reader(*renewals)
@@ -157,8 +136,7 @@ def _against_bare(calls: _Calls, echo: Echo, channel: grpc.Channel, blocks: int,
     sizes = sizes_of(channel, LAYOUT, blocks)
     pairs = {
         "Notify(publish)": (calls.publish(), echo.unary(*sizes.publish)),
-        "PollBlocks": (calls.poll_blocks(), echo.unary(*sizes.poll)),
-        "ReadBlocks up to Complete": (calls.read_blocks(), echo.stream(sizes.read, sizes.read_answers)),
+        "ReadBlocks": (calls.read_blocks(), echo.unary(*sizes.read)),
         "Notify(read done)": (calls.report(), echo.unary(*sizes.report)),
         "Notify(renew)": (calls.renew(), echo.unary(*sizes.renew)),
         f"Notify(renew) of {calls.batch} leases": (
@@ -173,7 +151,7 @@ def _against_bare(calls: _Calls, echo: Echo, channel: grpc.Channel, blocks: int,
     times = interleaved(actions, repeats, warm=effort.size(20, 1))
     against = {name: f"bare, as {name}" for name in pairs}
     measures = [Measure(name, "s", found, against.get(name, "")) for name, found in times.items()]
-    control = sum(sum(part) for part in (sizes.publish, sizes.poll, sizes.report))
+    control = sum(sum(part) for part in (sizes.publish, sizes.read, sizes.report))
     return [
         *measures,
         Measure.of("bytes of control per request", "B", control),

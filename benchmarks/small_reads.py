@@ -148,7 +148,7 @@ def _through_ports(
         raw.add(made.raw[0], engine.memory.region.base)
         parts = {
             "publish": Action(echo.unary(*sizes.publish)),
-            "blocks": Action(echo.unary(*sizes.poll)),
+            "blocks": Action(echo.unary(*sizes.read)),
             "report": Action(echo.unary(*sizes.report)),
             "raw": raw_action(raw, made.raw[0], engine.memory, theirs, mine),
             "hop": Action(made.hop),

@@ -78,8 +78,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             ),
             timeout=60,
         )
-        messages = iter(reading)
-        lease_id = next(messages).accepted.lease_id
+        lease_id = reading.accepted.lease_id
         report = kv_transfer_pb2.RankReport(rank=2, outcome=kv_transfer_pb2.RANK_OUTCOME_DONE, bytes=150_000)
         done = kv_transfer_pb2.Notification(read_done=kv_transfer_pb2.ReadDone(lease_id=lease_id, reports=[report]))
         stub.Notify(kv_transfer_pb2.NotifyRequest(sender=reader, notifications=[done]), timeout=10)

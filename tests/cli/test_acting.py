@@ -57,7 +57,7 @@ class Scene:
         request = pb.ReadBlocksRequest(
             reference=self.reference, reader=reader, read_id=secrets.token_bytes(16), parties=1
         )
-        accepted: pb.Accepted = self.stub.PollBlocks(pb.PollBlocksRequest(read=request), timeout=10).accepted
+        accepted: pb.Accepted = self.stub.ReadBlocks(request, timeout=10).accepted
         self.reader = reader
         return accepted
 

@@ -24,7 +24,7 @@ from tests.control.holding import reference
 from tests.control.scripted import Scripted, scripted
 
 Kind = TypeVar("Kind")
-Poll: TypeAlias = "Callable[[pb.PollBlocksRequest], pb.PollBlocksResponse]"
+Poll: TypeAlias = "Callable[[pb.ReadBlocksRequest], pb.ReadBlocksResponse]"
 READER = EngineToken("reader", b"r" * 32, "home:1")
 FIRST, SECOND = b"1" * 16, b"2" * 16
 
@@ -82,7 +82,7 @@ class Reading:
 @contextmanager
 def reading(folder: Path, poll: Poll) -> Iterator[tuple[Scripted, Reading]]:
     with scripted(folder) as (server, control):
-        server.poll_blocks = poll
+        server.read_blocks = poll
         found = Reading(control)
         yield server, found
         found.renewals.close()

@@ -27,10 +27,10 @@ class Scripted(KVTransferServicer):
     def __init__(self) -> None:
         self.notified: list[pb.NotifyRequest] = []
         self.watched: list[pb.WatchRequest] = []
-        self.asked: list[pb.PollBlocksRequest] = []
+        self.asked: list[pb.ReadBlocksRequest] = []
         self.notify: Callable[[pb.NotifyRequest], list[pb.NotificationResult]] = _acknowledged
         self.watch: Callable[[int], Iterator[pb.WatchResponse]] = lambda _: iter(())
-        self.poll_blocks: Callable[[pb.PollBlocksRequest], pb.PollBlocksResponse] = lambda _: polled()
+        self.read_blocks: Callable[[pb.ReadBlocksRequest], pb.ReadBlocksResponse] = lambda _: polled()
         self.news = threading.Condition()
 
     def Notify(self, request: pb.NotifyRequest, context: Any) -> pb.NotifyResponse:
@@ -68,15 +68,12 @@ class Scripted(KVTransferServicer):
         if context.add_callback(ended.set):
             ended.wait(60)
 
-    def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> Iterator[pb.ReadBlocksResponse]:
-        yield pb.ReadBlocksResponse(home_epoch=EPOCH)
-
-    def PollBlocks(self, request: pb.PollBlocksRequest, context: Any) -> pb.PollBlocksResponse:
+    def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> pb.ReadBlocksResponse:
         with self.news:
             self.asked.append(request)
             self.news.notify_all()
         try:
-            return self.poll_blocks(request)
+            return self.read_blocks(request)
         except KvferryError as error:
             _abort(context, error)
             return polled()
@@ -106,9 +103,9 @@ def released(publication: int, **changes: Any) -> pb.WatchResponse:
     return pb.WatchResponse(home_epoch=EPOCH, released=event, **changes)
 
 
-def polled(**told: Any) -> pb.PollBlocksResponse:
-    """An answer to a reader that polls; nothing told: nothing new."""
-    return pb.PollBlocksResponse(home_epoch=EPOCH, version=OURS_ENCODED, **told)
+def polled(**told: Any) -> pb.ReadBlocksResponse:
+    """An answer to a reader; nothing told: nothing new."""
+    return pb.ReadBlocksResponse(home_epoch=EPOCH, version=OURS_ENCODED, **told)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
 
     monkeypatch.setattr(acquisition.Acquisition, "_pause", paused)
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             return polled(accepted=accepted())
         number = request.next_step
@@ -74,8 +74,8 @@ def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
             (FIRST, 1),
             (FIRST, 2),
         ]
-        assert len({asked.read.read_id for asked in server.asked}) == 1
-        assert all(asked.read.HasField("wait") for asked in server.asked)
+        assert len({asked.read_id for asked in server.asked}) == 1
+        assert all(asked.HasField("wait") for asked in server.asked)
         assert got.lease in read.renewals._kept
         assert not read.given_back
         assert pauses == []
@@ -84,7 +84,7 @@ def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
 def test_a_read_with_a_routers_reference_goes_on_with_the_publications_own(tmp_path: Path) -> None:
     own = reference("home:1")
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if request.lease_id:
             return polled(blocks=[step(0)], complete=pb.Complete(steps=1))
         told = accepted()
@@ -96,7 +96,7 @@ def test_a_read_with_a_routers_reference_goes_on_with_the_publications_own(tmp_p
         given = router_reference("home:1", "source")
         read.start(text=given)
         acquired(read.outcome())
-        assert [asked.read.reference for asked in server.asked] == [given, own]
+        assert [asked.reference for asked in server.asked] == [given, own]
 
 
 def test_a_lease_that_came_after_a_long_wait_is_asked_for_again(tmp_path: Path) -> None:
@@ -105,11 +105,11 @@ def test_a_lease_that_came_after_a_long_wait_is_asked_for_again(tmp_path: Path) 
     much is left of it."""
     own = reference("home:1")
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         told = accepted()
         told.reference, told.publication = own, 1
         told.source.engine_id, told.source.incarnation = "source", b"i" * 16
-        if request.read.reference != own:
+        if request.reference != own:
             told.remaining.CopyFrom(to_duration(0.2))
             told.renew_every.CopyFrom(to_duration(0.1))
             threading.Event().wait(0.3)
@@ -122,14 +122,14 @@ def test_a_lease_that_came_after_a_long_wait_is_asked_for_again(tmp_path: Path) 
         assert got.lease.live(now())
         assert got.blocks["full"].ids.tolist() == [1]
         assert got.lease in read.renewals._kept
-        assert [(asked.read.reference, asked.lease_id) for asked in server.asked] == [(given, b""), (own, b"")]
+        assert [(asked.reference, asked.lease_id) for asked in server.asked] == [(given, b""), (own, b"")]
         assert not read.given_back
 
 
 def test_a_lease_whose_first_answer_was_late_is_asked_for_again_once(tmp_path: Path) -> None:
     """The home stood still, or could not be reached, while it was asked. It has granted a whole lease since."""
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         told = accepted()
         told.remaining.CopyFrom(to_duration(0.2))
         told.renew_every.CopyFrom(to_duration(0.1))
@@ -150,7 +150,7 @@ def test_a_lease_whose_first_answer_was_late_is_asked_for_again_once(tmp_path: P
 
 
 def test_a_home_that_is_always_late_is_not_asked_for_ever(tmp_path: Path) -> None:
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         told = pb.Accepted(lease_id=FIRST, remaining=to_duration(0.001), renew_every=to_duration(20))
         return polled(accepted=told, blocks=[step(0)], complete=pb.Complete(steps=1))
 
@@ -173,7 +173,7 @@ def test_a_home_has_to_name_what_it_found_under_a_routers_key(tmp_path: Path, to
         parsed.publication = 2
         told = format_reference(parsed)
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         answer = accepted()
         answer.reference, answer.publication = told, 1
         answer.source.engine_id, answer.source.incarnation = "source", b"i" * 16
@@ -202,7 +202,7 @@ def test_a_home_that_tells_next_to_nothing_at_once_is_not_asked_all_the_time(
 ) -> None:
     monkeypatch.setattr(acquisition, "CALLS_AT_ONCE", 4)
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             return polled(accepted=accepted())
         return polled(blocks=[pb.Blocks(step=request.next_step)])
@@ -232,7 +232,7 @@ def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_la
 
     monkeypatch.setattr(acquisition.Acquisition, "_pause", paused)
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         nonlocal computed
         if not request.lease_id:
             return polled(accepted=accepted())
@@ -249,7 +249,7 @@ def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_la
 def test_a_lease_that_is_granted_anew_begins_with_the_first_step_again(tmp_path: Path) -> None:
     leases = iter([FIRST, SECOND, SECOND])
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             return polled(accepted=accepted(next(leases)), blocks=[step(0)])
         if request.lease_id == FIRST:
@@ -271,7 +271,7 @@ def test_steps_told_under_one_lease_are_not_counted_under_the_next(tmp_path: Pat
     told the publication in other steps."""
     again = threading.Event()
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if request.lease_id == FIRST and not again.is_set():
             again.wait(30)
             return polled()
@@ -296,7 +296,7 @@ def test_steps_told_under_one_lease_are_not_counted_under_the_next(tmp_path: Pat
 def test_a_home_that_grants_anew_each_time_is_not_asked_all_the_time(tmp_path: Path) -> None:
     count = 0
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         nonlocal count
         count += 1
         return polled(accepted=accepted(count.to_bytes(16, "big")), blocks=[step(0)])
@@ -309,7 +309,7 @@ def test_a_home_that_grants_anew_each_time_is_not_asked_all_the_time(tmp_path: P
 
 @pytest.mark.parametrize("first", [False, True])
 def test_blocks_without_a_lease_are_no_answer(tmp_path: Path, first: bool) -> None:
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if first and len(server.asked) == 1:
             return polled(blocks=[step(0)], complete=pb.Complete(steps=1))
         return polled(accepted=accepted(), blocks=[step(0)], complete=pb.Complete(steps=1))
@@ -367,7 +367,7 @@ def test_a_call_that_cannot_be_made_ends_the_wait(tmp_path: Path, monkeypatch: p
         raise OSError("the certificate is gone")
 
     with reading(tmp_path, lambda _: polled()) as (_, read):
-        monkeypatch.setattr(Control, "poll_blocks_later", refused)
+        monkeypatch.setattr(Control, "read_blocks_later", refused)
         read.start()
         assert isinstance(read.outcome(), InternalError)
 
@@ -389,7 +389,7 @@ def test_a_revocation_is_the_end_but_not_of_what_is_whole(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("error", [LeaseEnded("it has expired"), PublicationTimeout("it did not come")])
 def test_a_wait_that_its_home_ends_is_a_timeout(tmp_path: Path, error: KvferryError) -> None:
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             return polled(accepted=accepted())
         raise error
@@ -404,7 +404,7 @@ def test_a_wait_that_its_home_ends_is_a_timeout(tmp_path: Path, error: KvferryEr
 def test_a_publication_that_is_not_complete_in_time(tmp_path: Path, waits: bool) -> None:
     over = threading.Event()
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             read.ends_in(1.0)
             return polled(accepted=accepted(), blocks=[step(0)])
@@ -422,7 +422,7 @@ def test_a_publication_that_is_not_complete_in_time(tmp_path: Path, waits: bool)
 def test_a_cancel_ends_a_call_that_waits(tmp_path: Path) -> None:
     over = threading.Event()
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             return polled(accepted=accepted())
         over.wait(30)
@@ -444,7 +444,7 @@ def test_a_cancel_waits_a_little_for_the_lease_to_end_it(
     monkeypatch.setattr(acquisition, "ACCEPTED_PATIENCE", 30.0 if answers else 0.1)
     cancelled = threading.Event()
 
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         cancelled.wait(30)
         return polled(accepted=accepted())
 
@@ -468,7 +468,7 @@ def test_what_was_cancelled_before_is_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path: Path) -> None:
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if len(server.asked) == 1:
             return polled(accepted=accepted())
         raise HomeRecovering("not now", retry_after=50.0)
@@ -500,7 +500,7 @@ def test_who_is_told_of_the_end_may_fail(tmp_path: Path) -> None:
 def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
     over = threading.Event()
 
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         over.wait(30)
         return polled()
 
@@ -520,7 +520,7 @@ def threads_of_acquirers() -> list[threading.Thread]:
 def test_the_thread_comes_with_the_first_read_and_goes_with_the_last(tmp_path: Path) -> None:
     over = threading.Event()
 
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         over.wait(30)
         return polled(accepted=accepted(), complete=pb.Complete())
 
@@ -563,7 +563,7 @@ def test_without_a_thread_nothing_starts(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_lease_that_is_lost_is_acquired_again_or_given_back(tmp_path: Path, needed: bool) -> None:
     answer = threading.Event()
 
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if len(server.asked) == 1:
             lease = pb.Accepted(lease_id=FIRST, remaining=to_duration(60), renew_every=to_duration(0.05))
             return polled(accepted=lease, complete=pb.Complete())

@@ -25,14 +25,14 @@ def test_what_moves_is_told_of_the_deadline_of_a_lease_that_was_granted_again(tm
     def accepted(lease_id: bytes, remaining: float) -> pb.Accepted:
         return pb.Accepted(lease_id=lease_id, remaining=to_duration(remaining), renew_every=to_duration(60))
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             return polled(accepted=accepted(b"1" * 16, 20), blocks=[STEP])
         return polled(accepted=accepted(b"2" * 16, 60), blocks=[STEP], complete=pb.Complete(steps=1))
 
     told, deadlines = SimpleQueue[Told](), list[float]()
     with scripted(tmp_path) as (server, home):
-        server.poll_blocks = poll
+        server.read_blocks = poll
         renewals = Renewals()
         acquirer = Acquirer(EngineToken("reader", b"r" * 32, "home:1"), renewals, lambda *_: None)
         text = reference(home.address)

@@ -103,12 +103,12 @@ def without_threads_for(name: str) -> Iterator[None]:
 def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         answers: list[object] = []
-        server.poll_blocks = lambda _: polled(accepted=accepted())
+        server.read_blocks = lambda _: polled(accepted=accepted())
         with without_threads_for(threading.current_thread().name):
             for _ in range(2):
                 with pytest.raises(LimitReached):
                     control.watch(pb.WatchRequest())
-                control.poll_blocks_later(pb.PollBlocksRequest(), 5, answers.append)
+                control.read_blocks_later(pb.ReadBlocksRequest(), 5, answers.append)
             control.notify_later(pb.NotifyRequest(), 5, answers.append)
         assert [type(answer) for answer in answers] == [LimitReached] * 3
         ended = threading.Event()
@@ -117,7 +117,7 @@ def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: P
             answers.append(answer)
             ended.set()
 
-        control.poll_blocks_later(pb.PollBlocksRequest(), 5, take)
+        control.read_blocks_later(pb.ReadBlocksRequest(), 5, take)
         assert ended.wait(30)
         assert answers[3:] == [polled(accepted=accepted())]
 
@@ -127,14 +127,14 @@ def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
         sent: list[int] = []
         ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 500_000), run_counts=[1] * 500_000)
 
-        def endless(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        def endless(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
             if not request.lease_id:
                 return polled(accepted=accepted())
             answer = polled(blocks=[pb.Blocks(step=request.next_step, groups=[ids])])
             sent.append(answer.ByteSize())
             return answer
 
-        server.poll_blocks = endless
+        server.read_blocks = endless
         renewals = Renewals()
         given_back: list[bytes] = []
         acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
@@ -231,14 +231,14 @@ def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
 
 def test_a_read_that_is_asked_for_again_says_again_how_many_there_will_be(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        server.poll_blocks = lambda _: polled(accepted=accepted(renew_every=0.05), complete=pb.Complete())
+        server.read_blocks = lambda _: polled(accepted=accepted(renew_every=0.05), complete=pb.Complete())
         ended = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
         server.notify = lambda request: [ended for _ in request.notifications]
         renewals = Renewals()
         thread, _ = acquire(Acquirer(READER, renewals, lambda *_: None), control, Cancellation("read"), expected=4)
         thread.join(30)
         server.until(lambda: len(server.asked) >= 2)
-        assert {asked.read.expected_reads for asked in server.asked} == {4}
+        assert {asked.expected_reads for asked in server.asked} == {4}
         renewals.close()
 
 

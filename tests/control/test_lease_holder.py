@@ -193,13 +193,13 @@ def test_close_takes_no_longer_than_it_may(
 
 def test_what_is_granted_is_renewed_until_it_is_dropped(holding: Holding) -> None:
     whole = polled(accepted=accepted(), complete=pb.Complete(payload=b"token"))
-    holding.server.poll_blocks = lambda _: whole
+    holding.server.read_blocks = lambda _: whole
     outcomes: SimpleQueue[Told] = SimpleQueue()
     holding.holder.acquire(ask(holding, 60.0), Cancellation("read"), lambda _: None, outcomes.put)
     found = outcomes.get(timeout=30)
     assert isinstance(found, Acquired)
     assert (found.lease.lease_id, found.payload) == (LEASE, b"token")
-    assert (holding.server.asked[0].read.parties, holding.server.asked[0].read.expected_reads) == (3, 5)
+    assert (holding.server.asked[0].parties, holding.server.asked[0].expected_reads) == (3, 5)
     assert found.lease in holding.renewals._kept
     holding.holder.drop(found)
     assert found.lease not in holding.renewals._kept

@@ -44,7 +44,7 @@ CALLS: dict[str, Callable[[Control], Any]] = {
     "Handshake": lambda control: control.handshake(pb.HandshakeRequest(), TIMEOUT),
     "Notify": lambda control: control.notify(pb.NotifyRequest(), TIMEOUT),
     "Notify later": lambda control: later(control.notify_later, pb.NotifyRequest()),
-    "PollBlocks": lambda control: later(control.poll_blocks_later, pb.PollBlocksRequest()),
+    "ReadBlocks": lambda control: later(control.read_blocks_later, pb.ReadBlocksRequest()),
     "Watch": lambda control: next(iter(control.typed(control.watch(pb.WatchRequest())))),
 }
 
@@ -70,8 +70,8 @@ class Speaking(Scripted):
     def Notify(self, request: pb.NotifyRequest, context: Any) -> Any:
         return self._versioned(request, super().Notify(request, context))
 
-    def PollBlocks(self, request: pb.PollBlocksRequest, context: Any) -> Any:
-        return self._versioned(request, super().PollBlocks(request, context))
+    def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> Any:
+        return self._versioned(request, super().ReadBlocks(request, context))
 
     def Handshake(self, request: pb.HandshakeRequest, context: Any) -> Iterator[Any]:
         yield self._versioned(request, pb.HandshakeResponse())

@@ -39,11 +39,11 @@ def rest(read: Reading, ids: list[int]) -> None:
     assert (told.complete, told.payload, told.blocks["full"].ids.tolist()) == (True, b"token", ids)
 
 
-def scripted_steps(*answers: pb.PollBlocksResponse | Exception) -> Poll:
+def scripted_steps(*answers: pb.ReadBlocksResponse | Exception) -> Poll:
     """These answers, one after the other; the last again and again."""
     left = list(answers)
 
-    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         answer = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(answer, Exception):
             raise answer
@@ -111,7 +111,7 @@ def test_a_lease_that_is_granted_again_too_late_ends_the_read_and_is_given_back(
     short = accepted()
     short.remaining.CopyFrom(to_duration(60 if ended else 0.05))
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             return polled(accepted=short, blocks=[step(0)])
         until(lambda: bool(told) and (told[0].lease.ended or not told[0].lease.live(now())))
@@ -138,7 +138,7 @@ def test_a_lease_that_is_granted_again_too_late_ends_the_read_and_is_given_back(
     ],
 )
 def test_what_ends_it_leaves_the_lease_to_the_read(
-    tmp_path: Path, answer: pb.PollBlocksResponse | Exception, error: type[Exception]
+    tmp_path: Path, answer: pb.ReadBlocksResponse | Exception, error: type[Exception]
 ) -> None:
     with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), answer)) as (_, read):
         read.start(progressive=True)
@@ -152,7 +152,7 @@ def test_what_ends_it_leaves_the_lease_to_the_read(
 def test_a_source_that_says_nothing_more_ends_it_in_time(tmp_path: Path) -> None:
     steps = scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())
 
-    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
             read.ends_in(0.3)
         return steps(request)

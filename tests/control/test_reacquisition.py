@@ -20,7 +20,7 @@ from kvferry._work_queue import WorkQueue
 from kvferry.errors import HomeRecovering, KvferryError, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-Answer: TypeAlias = "pb.PollBlocksResponse | KvferryError"
+Answer: TypeAlias = "pb.ReadBlocksResponse | KvferryError"
 FIRST, SECOND = b"1" * 16, b"2" * 16
 BEGAN, REMAINING = 1000.0, 30.0
 ASKED = pb.ReadBlocksRequest(reference="reference", parties=2, expected_reads=5)
@@ -32,11 +32,11 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, remaining: float = REMAINING) -> None:
         self.now = BEGAN
         self.lease = ReaderLease(FIRST, BEGAN, remaining, 10.0)
-        self.calls: list[tuple[pb.PollBlocksRequest, float, Callable[[Answer], None]]] = []
+        self.calls: list[tuple[pb.ReadBlocksRequest, float, Callable[[Answer], None]]] = []
         self.pauses: list[tuple[float, Callable[[], None]]] = []
         self.again = 0
         self.unneeded: list[ReaderLease] = []
-        home = SimpleNamespace(address="home:1", poll_blocks_later=lambda *call: self.calls.append(call))
+        home = SimpleNamespace(address="home:1", read_blocks_later=lambda *call: self.calls.append(call))
         work = SimpleNamespace(do_later=lambda *pause: self.pauses.append(pause))
         monkeypatch.setattr("kvferry._control.reacquisition.now", lambda: self.now)
         self.asks = Reacquisition(
@@ -51,7 +51,7 @@ class World:
 
     def grant(self, **changes: Any) -> None:
         self.answer(
-            pb.PollBlocksResponse(accepted=pb.Accepted(lease_id=SECOND, remaining=to_duration(60.0), **changes))
+            pb.ReadBlocksResponse(accepted=pb.Accepted(lease_id=SECOND, remaining=to_duration(60.0), **changes))
         )
 
 
@@ -65,7 +65,7 @@ def test_it_is_asked_for_as_the_first_time_for_as_long_as_it_lasts(world: World)
     world.asks.ask()
     ((request, left, _),) = world.calls
     # As a reader that has nothing: the home has lost the lease.
-    assert request == pb.PollBlocksRequest(read=ASKED)
+    assert request == ASKED
     assert left == pytest.approx(2.5)
     world.now = world.lease.deadline + 1.0
     world.asks.ask()
@@ -104,7 +104,7 @@ def test_a_grant_that_is_too_late_is_given_back(world: World, late: float) -> No
     assert (unneeded.lease_id, unneeded.deadline) == (SECOND, deadline_after(BEGAN + 5, 60.0))
 
 
-@pytest.mark.parametrize("answer", [pb.PollBlocksResponse(), HomeRecovering("not now")], ids=["nothing", "recovering"])
+@pytest.mark.parametrize("answer", [pb.ReadBlocksResponse(), HomeRecovering("not now")], ids=["nothing", "recovering"])
 def test_a_home_that_cannot_yet_is_asked_again_after_pauses(world: World, answer: Answer) -> None:
     world.asks.ask()
     world.answer(answer)

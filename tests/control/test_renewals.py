@@ -35,10 +35,10 @@ def acquired(home: Control, reference: str, reader: pb.EngineRef, read: int) -> 
     """A lease, as a read of a publication gets it."""
     sent_at = now()
     asked = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=read.to_bytes(16, "big"), parties=1)
-    answers: SimpleQueue[pb.PollBlocksResponse | KvferryError] = SimpleQueue()
-    home.poll_blocks_later(pb.PollBlocksRequest(read=asked), 30, answers.put)
+    answers: SimpleQueue[pb.ReadBlocksResponse | KvferryError] = SimpleQueue()
+    home.read_blocks_later(asked, 30, answers.put)
     answer = answers.get(timeout=30)
-    assert isinstance(answer, pb.PollBlocksResponse), answer
+    assert isinstance(answer, pb.ReadBlocksResponse), answer
     accepted = answer.accepted
     remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
     return ReaderLease(accepted.lease_id, sent_at, remaining, every)

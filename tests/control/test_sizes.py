@@ -109,10 +109,10 @@ def payload_of(home: Control, reference: str) -> bytes:
     asked = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
     until = now() + 30
     while True:
-        answers: SimpleQueue[pb.PollBlocksResponse | KvferryError] = SimpleQueue()
-        home.poll_blocks_later(pb.PollBlocksRequest(read=asked), 30, answers.put)
+        answers: SimpleQueue[pb.ReadBlocksResponse | KvferryError] = SimpleQueue()
+        home.read_blocks_later(asked, 30, answers.put)
         answer = answers.get(timeout=30)
-        if isinstance(answer, pb.PollBlocksResponse) and answer.HasField("complete"):
+        if isinstance(answer, pb.ReadBlocksResponse) and answer.HasField("complete"):
             return answer.complete.payload
         assert now() < until, "the publication is not there"
 

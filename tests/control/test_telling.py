@@ -134,11 +134,11 @@ def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         asked = threading.Event()
 
-        def recovering(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        def recovering(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
             asked.set()
             raise HomeRecovering("not now", retry_after=29.0)
 
-        server.poll_blocks = recovering
+        server.read_blocks = recovering
         renewals, cancellation = Renewals(), Cancellation("read")
         thread, found = acquire(Acquirer(READER, renewals, lambda *_: None), control, cancellation)
         assert asked.wait(30)
@@ -151,7 +151,7 @@ def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
         assert now() - began < 29
 
 
-def malformed(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+def malformed(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
     """Blocks that are none."""
     group = pb.GroupBlocks(group="full", run_starts=[1], run_counts=[])
     return polled(accepted=accepted(), blocks=[pb.Blocks(groups=[group])], complete=pb.Complete(steps=1))
@@ -159,7 +159,7 @@ def malformed(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
 
 def test_whatever_a_home_answers_the_lease_is_given_back(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        server.poll_blocks = malformed
+        server.read_blocks = malformed
         renewals = Renewals()
         given_back: list[bytes] = []
         acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
@@ -174,7 +174,7 @@ def test_whatever_a_home_answers_the_lease_is_given_back(tmp_path: Path) -> None
 
 def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        server.poll_blocks = lambda _: polled(accepted=accepted(renew_every=0.0), complete=pb.Complete())
+        server.read_blocks = lambda _: polled(accepted=accepted(renew_every=0.0), complete=pb.Complete())
         server.notify = lambda request: [
             pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(60))) for _ in request.notifications
         ]

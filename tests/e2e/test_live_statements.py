@@ -40,10 +40,7 @@ class Home:
     def lease(self, publication: Publication, name: str, parties: int) -> bytes:
         read_id = hashlib.sha256(name.encode()).digest()[:16]
         request = pb.ReadBlocksRequest(reference=publication.reference, reader=READER, read_id=read_id, parties=parties)
-        stream = self._stub.ReadBlocks(request, timeout=10)
-        lease_id = next(iter(stream)).accepted.lease_id
-        stream.cancel()
-        return lease_id
+        return self._stub.ReadBlocks(request, timeout=10).accepted.lease_id
 
     def report(self, lease_id: bytes, rank: int, outcome: pb.RankOutcome.ValueType = DONE) -> pb.ReadEnded:
         reports = [pb.RankReport(rank=rank, outcome=outcome)]

@@ -172,11 +172,7 @@ class Scene:
                     "parties": 1,
                     **changes,
                 }
-                self.asks(
-                    "ReadBlocks", lambda request, timeout: self._first(request, timeout), pb.ReadBlocksRequest(**given)
-                )
-                poll = pb.PollBlocksRequest(read=pb.ReadBlocksRequest(**given), next_step=9)
-                self.asks("PollBlocks", self._polled, poll)
+                self.asks("ReadBlocks", self._read_blocks, pb.ReadBlocksRequest(**given, next_step=9))
             decline = pb.Notification(decline=pb.Decline(reference=text))
             if text != reference:
                 self.asks("Notify", self.kv.Notify, pb.NotifyRequest(notifications=[decline]))
@@ -203,18 +199,9 @@ class Scene:
                     pb.ReadChecksumsRequest(reader=source, lease_id=wrong),
                 )
 
-    def _first(self, request: pb.ReadBlocksRequest, timeout: float) -> pb.ReadBlocksResponse:
-        stream = self.kv.ReadBlocks(request, timeout=timeout)
-        try:
-            first: pb.ReadBlocksResponse = next(stream)
-            # The reader itself was told its lease; what others see is checked.
-            first.accepted.ClearField("lease_id")
-            return first
-        finally:
-            stream.cancel()
-
-    def _polled(self, request: pb.PollBlocksRequest, timeout: float) -> pb.PollBlocksResponse:
-        answer: pb.PollBlocksResponse = self.kv.PollBlocks(request, timeout=timeout)
+    def _read_blocks(self, request: pb.ReadBlocksRequest, timeout: float) -> pb.ReadBlocksResponse:
+        answer: pb.ReadBlocksResponse = self.kv.ReadBlocks(request, timeout=timeout)
+        # The reader itself was told its lease; what others see is checked.
         answer.accepted.ClearField("lease_id")
         for step in answer.blocks:
             step.ClearField("marks")

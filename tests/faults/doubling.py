@@ -12,7 +12,7 @@ import grpc
 
 from tests.support.faults.processes import Node
 
-STREAMS = tuple(f"/kvferry.v1.KVTransfer/{name}" for name in ("Handshake", "ReadBlocks", "Watch"))
+STREAMS = tuple(f"/kvferry.v1.KVTransfer/{name}" for name in ("Handshake", "Watch"))
 
 
 class DoublingNode(Node):

@@ -128,7 +128,7 @@ def test_every_message_twice(tmp_path: Path) -> None:
         assert {method.rpartition("/")[2] for method in node.doubled} > {
             "RegisterCache",
             "Handshake",
-            "PollBlocks",
+            "ReadBlocks",
             "Notify",
             "Watch",
         }

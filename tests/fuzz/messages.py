@@ -57,8 +57,7 @@ def seed(method: Method, party: Party) -> Message:
     known: dict[str, Callable[[], Message]] = {
         "RegisterCache": party.registration,
         "Handshake": party.handshake,
-        "ReadBlocks": party.read_request,
-        "PollBlocks": party.poll_request,
+        "ReadBlocks": lambda: party.read_request(party.lease_id),
         "Notify": party.notifications,
         "KVTransfer/Watch": party.watch_request,
         "PlanRead": party.plan,

@@ -68,8 +68,7 @@ WEIGHTS = {
     "GetServerInfo": 1,
     "PlanRead": 1,
     "Notify": 14,
-    "ReadBlocks": 5,
-    "PollBlocks": 5,
+    "ReadBlocks": 10,
     "ReadChecksums": 2,
     "Watch": 4,
     "RegisterCache": 3,
@@ -182,14 +181,14 @@ class HostilePeer:
             request.notifications.extend(self._notification(kind) for kind in kinds)
             if sender := self.known.messages["kvferry.v1.EngineRef"].draw(self._turns):
                 request.sender.CopyFrom(sender)
-        elif isinstance(request, (pb.ReadBlocksRequest, pb.HandshakeRequest, pb.RegisterCacheRequest, pb.WatchRequest)):
-            # A relay and a longer wait are somebody else's time.
-            for field_name in ("wait", "relayed_by", "home"):
+        elif isinstance(request, (pb.HandshakeRequest, pb.RegisterCacheRequest, pb.WatchRequest)):
+            # A relay is somebody else's time.
+            for field_name in ("relayed_by", "home"):
                 if field_name in request.DESCRIPTOR.fields_by_name:
                     cleared: Message = request
                     cleared.ClearField(field_name)
-        elif isinstance(request, pb.PollBlocksRequest):
-            request.read.wait.FromMilliseconds(50)
+        elif isinstance(request, pb.ReadBlocksRequest):
+            request.wait.FromMilliseconds(50)
         made: Message = request
         return made
 

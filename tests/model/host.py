@@ -1,4 +1,5 @@
-"""The home as it is shipped: domain, streams and the notifications' servicer, without a network and an event loop."""
+"""The home as it is shipped: domain, answers to readers, Watches and the notifications' servicer, without a network and
+an event loop."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import NOBODY, EngineRef
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
+from kvferry_server.home.blocks import ReadAnswer, read_blocks
 from kvferry_server.home.home import Home
-from kvferry_server.home.streams import read_blocks, watch
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
+from kvferry_server.home.watch import watch
 from kvferry_server.servicers import decode, encode
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.notify import notify
@@ -163,13 +165,18 @@ class Host:
             return from_duration(to_duration(home.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
+        """A call that may wait: a stream of one message."""
         self.heard.append(request)
         home, asked = self.home, decode.lease_request(request, self.home.limits.ranks, NOBODY)
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
+
+        async def answers() -> AsyncGenerator[ReadAnswer, None]:
+            yield await read_blocks(home, asked, wait, request.lease_id, request.next_step)
+
         return Pulled(
-            read_blocks(home, asked, wait),
-            lambda message: pb.ReadBlocksResponse.FromString(
-                encode.read_message(home.epoch, message, home.times, home.clock.now())
+            answers(),
+            lambda answer: pb.ReadBlocksResponse.FromString(
+                encode.read_answer(home.epoch, answer, home.times, home.clock.now())
             ),
         )
 

@@ -172,6 +172,7 @@ class Liar:
             parsed = parse_reference(again.reference)
             parsed.key = self._secret(16, turns)
             again.reference, again.read_id = format_reference(parsed), self._secret(16, turns)
+            again.lease_id = self._secret(16, turns)
             self._open(host, host.read_blocks(again))
         else:
             again.session_secret = self._session(turns)

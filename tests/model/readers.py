@@ -91,6 +91,8 @@ class Share:
     _deadline: float = 0.0
     _again_after: float | None = None
     _reported: bool = False
+    _told_under: bytes = b""
+    """The lease_id under which it was told its steps."""
     _steps: GrantedSteps = field(default_factory=GrantedSteps)
     _marked: set[int] = field(default_factory=set)
     """Ends of the marks that it was told, as they came."""
@@ -205,37 +207,11 @@ class Share:
         if left <= 0:
             self.give_up(cancel=False)
             return
-        if not self.begun:
-            if self.lease is not None:
-                self.lease.end()
-            self.lease, self.pieces, self._again_after, self._steps = None, [], None, GrantedSteps()
-            self._marked, self._published = set(), 0
 
-        def on_message(message: pb.ReadBlocksResponse) -> None:
-            kind = message.WhichOneof("message")
-            if kind == "accepted":
-                accepted = message.accepted
-                remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
-                self._accepted(accepted)
-                if not self.begun or self.lease is None:
-                    self.lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
-                elif not self.lease.acquired_again(accepted.lease_id, sent_at, self.reader.clock.now(), remaining):
-                    self._leave(pipe)
-                    self.give_up(cancel=False)
-                self._steps.again()
-            elif kind == "blocks":
-                self._take(message.blocks)
-                if self._compares(complete=False) and self.progressive and self.pieces:
-                    self._begin()
-            elif kind == "revoked":
-                self._leave(pipe)
-                self.give_up(cancel=False)
-            elif kind == "complete":
-                self._leave(pipe)
-                if self._compares(complete=True):
-                    self.granted = True
-                    self._begin()
-                    self._look_whether_all_is_copied()
+        def on_message(answer: pb.ReadBlocksResponse) -> None:
+            self._leave(pipe)
+            if not answer.HasField("accepted") or self._takes_lease(answer.accepted, sent_at):
+                self._take_answer(answer)
 
         def on_end(error: KvferryError | None) -> None:
             if self._pipe is not pipe:
@@ -246,11 +222,54 @@ class Share:
             if error is not None and not error.retryable:
                 self.give_up(cancel=False)
             else:
-                self._ask_after = self.reader.clock.now() + max(0.02, (error.retry_after or 0) if error else 0)
+                self._ask_anew(max(0.02, (error.retry_after or 0) if error else 0))
 
         pipe = self._pipe = Pipe[pb.ReadBlocksResponse](on_message, on_end)
-        request = self._request(to_duration(left))
+        request = self._request(to_duration(left), self._told_under, len(self._steps))
         self.network.open(self, lambda host: host.read_blocks(request), pipe)
+
+    def _ask_anew(self, pause: float) -> None:
+        """After a failure. A read that has not begun asks as if for the first time."""
+        self._ask_after = self.reader.clock.now() + pause
+        if self.begun:
+            return
+        if self.lease is not None:
+            self.lease.end()
+        self.lease, self.pieces, self._again_after = None, [], None
+        self._told_under, self._steps = b"", GrantedSteps()
+        self._marked, self._published = set(), 0
+
+    def _takes_lease(self, accepted: pb.Accepted, sent_at: float) -> bool:
+        """As `Acquisition._accept`; whether what came with it is to be taken."""
+        remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
+        if self.lease is not None and not self.begun:
+            # The home has lost the lease.
+            self._ask_anew(0.02)
+            return False
+        self._accepted(accepted)
+        if self.lease is None:
+            self.lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
+        elif not self.lease.acquired_again(accepted.lease_id, sent_at, self.reader.clock.now(), remaining):
+            self.give_up(cancel=False)
+            return False
+        self._told_under = accepted.lease_id
+        self._steps.again()
+        return True
+
+    def _take_answer(self, answer: pb.ReadBlocksResponse) -> None:
+        for step in answer.blocks:
+            self._take(step)
+        complete = answer.HasField("complete")
+        if (answer.blocks or complete) and not self._compares(complete=complete):
+            return
+        if complete:
+            self.granted = True
+            self._begin()
+            self._look_whether_all_is_copied()
+        elif answer.HasField("revoked"):
+            self.give_up(cancel=False)
+        elif self.progressive and self.pieces:
+            self._begin()
 
     def _take(self, step: pb.Blocks) -> None:
         """Add what a step grants, which may be further layers of blocks that it knows of."""
@@ -310,7 +329,7 @@ class Share:
             self.ended_at = self.reader.clock.now()
 
     def _leave(self, pipe: Pipe[pb.ReadBlocksResponse]) -> None:
-        """Losing the stream ends nothing."""
+        """Losing the call ends nothing."""
         self._pipe = None
         self.network.cut(pipe)
 
@@ -351,13 +370,15 @@ class Share:
             raise Violation(f"R1: {self.read_id} of {self.offered.name} was given publication {found.number}")
         self.offered = found
 
-    def _request(self, wait: object) -> pb.ReadBlocksRequest:
+    def _request(self, wait: object, lease_id: bytes = b"", next_step: int = 0) -> pb.ReadBlocksRequest:
         return pb.ReadBlocksRequest(
             reference=self._reference,
             reader=self.reader.engine,
             read_id=self.read_id.encode().ljust(16, b"."),
             parties=self.parties,
             wait=wait,  # type: ignore[arg-type]
+            lease_id=lease_id,
+            next_step=next_step,
         )
 
     # The end.

@@ -23,7 +23,7 @@ from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
-from kvferry_server.home import streams
+from kvferry_server.home import blocks
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import decode, introspection, paging
 from tests.model import readers
@@ -472,7 +472,7 @@ def a_decline_that_came_first_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_router
 def reads_wait_for_a_source_that_is_gone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(streams, "_living", lambda home, named: named)
+    patch.setattr(blocks, "_living", lambda home, named: named)
 
 
 @of_a_router

@@ -42,7 +42,7 @@ WAITS = ("tests/control/test_waits.py",)
 AGAIN = ("tests/control/test_reacquisition.py",)
 HOLDER = ("tests/control/test_lease_holder.py", "tests/control/test_telling.py")
 ACQUISITION = ("tests/control/test_acquisition.py",)
-POLLS = ("tests/server/servicers/test_poll_blocks.py",)
+READ_BLOCKS = ("tests/server/servicers/test_read_blocks.py",)
 WORK = ("tests/engine/test_work_queue.py",)
 OWN_READS = ("tests/reads/test_cache_reads.py",)
 READ_ENDINGS = ("tests/e2e/test_read_endings.py",)
@@ -192,7 +192,8 @@ TARGETS: dict[str, Target] = {
             "_rank_difference(other.geometry, one.geometry)": BOTH_WAYS_ROUND,
         },
     ),
-    "server/kvferry_server/home/streams.py": Target((POLLS, STREAMS, BOUNDS, MODEL)),
+    "server/kvferry_server/home/blocks.py": Target((READ_BLOCKS, BOUNDS, MODEL)),
+    "server/kvferry_server/home/watch.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/acquirer.py": Target((ACQUISITION, CONTROL)),

@@ -114,16 +114,13 @@ class Node:
         call = self.kv.Handshake(request or handshake_request(**changes), timeout=TIMEOUT)
         return put_together([message async for message in call])
 
-    def read(self, number: int = 1, **changes: Any) -> Stream:
-        return Stream(self.kv.ReadBlocks(read_request(number, **changes), timeout=TIMEOUT))
-
-    async def poll(
+    async def read(
         self, number: int = 1, lease_id: bytes = b"", next_step: int = 0, **changes: Any
-    ) -> pb.PollBlocksResponse:
-        """One answer to a reader that polls; raises the typed error."""
-        request = pb.PollBlocksRequest(read=read_request(number, **changes), lease_id=lease_id, next_step=next_step)
+    ) -> pb.ReadBlocksResponse:
+        """One answer to a reader; raises the typed error."""
+        request = read_request(number, lease_id=lease_id, next_step=next_step, **changes)
         try:
-            return await self.kv.PollBlocks(request, timeout=TIMEOUT)
+            return await self.kv.ReadBlocks(request, timeout=TIMEOUT)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "test") from None
 

@@ -108,12 +108,11 @@ class Party:
             )
         )
 
-    def read_request(self) -> pb.ReadBlocksRequest:
-        return pb.ReadBlocksRequest(reference=self.reference(), reader=self.reader, read_id=b"r" * 16, parties=1)
-
-    def poll_request(self) -> pb.PollBlocksRequest:
-        """With the lease that it has, for the first step."""
-        return pb.PollBlocksRequest(read=self.read_request(), lease_id=self.lease_id)
+    def read_request(self, lease_id: bytes = b"") -> pb.ReadBlocksRequest:
+        reference, read_id = self.reference(), b"r" * 16
+        return pb.ReadBlocksRequest(
+            reference=reference, reader=self.reader, read_id=read_id, parties=1, lease_id=lease_id
+        )
 
     def watch_request(self) -> pb.WatchRequest:
         return pb.WatchRequest(engine=self.ref, session_secret=self.secret, role=pb.WATCH_ROLE_SCHEDULER)
@@ -154,11 +153,7 @@ class Party:
 
     def read(self) -> bytes:
         """Lease the publication; its lease."""
-        stream = self.kv.ReadBlocks(self.read_request(), timeout=TIMEOUT)
-        try:
-            return bytes(next(stream).accepted.lease_id)
-        finally:
-            stream.cancel()
+        return bytes(self.kv.ReadBlocks(self.read_request(), timeout=TIMEOUT).accepted.lease_id)
 
     def notify_reader(self, *notifications: pb.Notification) -> Sequence[pb.NotificationResult]:
         request = pb.NotifyRequest(sender=self.reader, notifications=notifications)

@@ -227,12 +227,12 @@ class Acquisition:
             self._failed(timed_out(self._request))
             return
         left = max(0.001, left)
-        call = pb.PollBlocksRequest(read=self._asked, lease_id=self._told_under, next_step=len(self._steps))
-        call.read.wait.CopyFrom(to_duration(left))
+        call = pb.ReadBlocksRequest(lease_id=self._told_under, next_step=len(self._steps), wait=to_duration(left))
+        call.MergeFrom(self._asked)
         wait = self._waits.begin()
         try:
             with self._request.span.calling():
-                cancel = self._request.home.poll_blocks_later(call, left, partial(self._answered, wait, now()))
+                cancel = self._request.home.read_blocks_later(call, left, partial(self._answered, wait, now()))
         except Exception as error:
             if self._waits.ends(wait):
                 self._failed(self._unexpected(error))
@@ -252,7 +252,7 @@ class Acquisition:
         if self._waits.ends(wait):
             self._ask()
 
-    def _answered(self, wait: int, sent_at: float, answer: pb.PollBlocksResponse | KvferryError) -> None:
+    def _answered(self, wait: int, sent_at: float, answer: pb.ReadBlocksResponse | KvferryError) -> None:
         if not self._waits.ends(wait):
             return
         if isinstance(answer, KvferryError):
@@ -290,7 +290,7 @@ class Acquisition:
 
     # Answers of the home.
 
-    def _take(self, answer: pb.PollBlocksResponse, sent_at: float) -> Acquired | MoreBlocks | None:
+    def _take(self, answer: pb.ReadBlocksResponse, sent_at: float) -> Acquired | MoreBlocks | None:
         if answer.HasField("accepted") and not self._accept(answer.accepted, sent_at):
             return None
         lease, home = self._lease, self._request.home

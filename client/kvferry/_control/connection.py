@@ -54,7 +54,7 @@ seconds, so that there is at least one attempt per second."""
 _WITH_VERSION = (
     pb.RegisterCacheResponse,
     pb.HandshakeResponse,
-    pb.PollBlocksResponse,
+    pb.ReadBlocksResponse,
     pb.NotifyResponse,
     pb.WatchResponse,
 )
@@ -190,11 +190,11 @@ class Control:
         introduce(request)
         self._later(lambda stub: stub.Notify.future(request, timeout=timeout, metadata=call_metadata()), take)
 
-    def poll_blocks_later(
+    def read_blocks_later(
         self,
-        request: pb.PollBlocksRequest,
+        request: pb.ReadBlocksRequest,
         timeout: float,
-        answered: Callable[[pb.PollBlocksResponse | KvferryError], None],
+        answered: Callable[[pb.ReadBlocksResponse | KvferryError], None],
     ) -> Callable[[], object]:
         """Ask for the blocks of a publication without waiting.
 
@@ -208,7 +208,7 @@ class Control:
         """
         introduce(request)
         return self._later(
-            lambda stub: stub.PollBlocks.future(request, timeout=timeout, metadata=call_metadata()), answered
+            lambda stub: stub.ReadBlocks.future(request, timeout=timeout, metadata=call_metadata()), answered
         )
 
     def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:

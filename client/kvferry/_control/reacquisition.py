@@ -53,9 +53,9 @@ class Reacquisition:
         """Ask for the lease, unless its read has ended."""
         if not self._lease.ended:
             left = max(0.001, min(CALL_TIMEOUT, self._lease.deadline - now()))
-            self._home.poll_blocks_later(pb.PollBlocksRequest(read=self._asked), left, partial(self._answered, now()))
+            self._home.read_blocks_later(self._asked, left, partial(self._answered, now()))
 
-    def _answered(self, sent_at: float, answer: pb.PollBlocksResponse | KvferryError) -> None:
+    def _answered(self, sent_at: float, answer: pb.ReadBlocksResponse | KvferryError) -> None:
         if isinstance(answer, KvferryError):
             self._failed(answer)
         elif len(answer.accepted.lease_id) != LEASE_ID_BYTES:

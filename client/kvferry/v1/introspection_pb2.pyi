@@ -166,7 +166,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """capabilities that a caller may ask for before it relies on them: "admin", "checksums", "decline_forwarding",
-        "list_filters", "poll_blocks", "prompt_marks", "router_references", "unfinished_blocks". Unknown ones are to be ignored.
+        "list_filters", "prompt_marks", "router_references", "unfinished_blocks". Unknown ones are to be ignored.
         """
 
     def __init__(

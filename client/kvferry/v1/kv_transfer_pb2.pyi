@@ -6,8 +6,8 @@ it. Control goes over this service; the bytes go one-sided over NIXL, memory to 
 
 The life of a request: ranks call RegisterCache at their own node server; the source's scheduler offers a request's
 blocks with Notify(publish) and gives the router a reference; the destination's ranks Handshake with the source's home
-once per incarnation; the reader calls ReadBlocks (or PollBlocks) with the reference, reads the blocks with NIXL and says
-so with Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
+once per incarnation; the reader calls ReadBlocks with the reference, reads the blocks with NIXL and says so with
+Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
 
 Rules for every call:
  - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
@@ -926,6 +926,8 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     EXPECTED_READS_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    NEXT_STEP_FIELD_NUMBER: builtins.int
     reference: builtins.str
     """reference as the source's engine gave it, at most 4096 bytes."""
     read_id: builtins.bytes
@@ -938,13 +940,19 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     """expected_reads is the number of reads that will be made of this publication (n-way sampling). 0 means 1; the highest
     value stated by the publication or any reader wins. A reader's counts as at most 64: more is the publication's to state.
     """
+    lease_id: builtins.bytes
+    """lease_id that the reader has, 16 bytes. Empty: none yet."""
+    next_step: builtins.int
+    """next_step is the number of steps that the reader has under this lease: they are told from there. At most as many as the
+    publication has (INVALID_FIELD). Ignored without the lease.
+    """
     @property
     def reader(self) -> global___EngineRef:
         """reader is the engine that reads."""
 
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
-        """wait for the publication at most this long. Zero: until the call's deadline. The server caps it."""
+        """wait for news at most this long. Zero: until the call's deadline. The server caps it."""
 
     @property
     def version(self) -> global___Version:
@@ -960,102 +968,17 @@ class ReadBlocksRequest(google.protobuf.message.Message):
         expected_reads: builtins.int = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
         version: global___Version | None = ...,
+        lease_id: builtins.bytes = ...,
+        next_step: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reader", b"reader", "version", b"version", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["expected_reads", b"expected_reads", "parties", b"parties", "read_id", b"read_id", "reader", b"reader", "reference", b"reference", "version", b"version", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected_reads", b"expected_reads", "lease_id", b"lease_id", "next_step", b"next_step", "parties", b"parties", "read_id", b"read_id", "reader", b"reader", "reference", b"reference", "version", b"version", "wait", b"wait"]) -> None: ...
 
 global___ReadBlocksRequest = ReadBlocksRequest
 
 @typing.final
 class ReadBlocksResponse(google.protobuf.message.Message):
-    """ReadBlocksResponse is one message of the stream."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HOME_EPOCH_FIELD_NUMBER: builtins.int
-    ACCEPTED_FIELD_NUMBER: builtins.int
-    BLOCKS_FIELD_NUMBER: builtins.int
-    COMPLETE_FIELD_NUMBER: builtins.int
-    REVOKED_FIELD_NUMBER: builtins.int
-    VERSION_FIELD_NUMBER: builtins.int
-    home_epoch: builtins.bytes
-    """home_epoch of the node server, 16 bytes."""
-    @property
-    def accepted(self) -> global___Accepted:
-        """accepted comes first."""
-
-    @property
-    def blocks(self) -> global___Blocks:
-        """blocks come as the source publishes them."""
-
-    @property
-    def complete(self) -> global___Complete:
-        """complete comes after the last blocks."""
-
-    @property
-    def revoked(self) -> global___Revoked:
-        """revoked says that the source no longer wants this to be read. Advice: the lease stays as it is."""
-
-    @property
-    def version(self) -> global___Version:
-        """version of the node server. First message only."""
-
-    def __init__(
-        self,
-        *,
-        home_epoch: builtins.bytes = ...,
-        accepted: global___Accepted | None = ...,
-        blocks: global___Blocks | None = ...,
-        complete: global___Complete | None = ...,
-        revoked: global___Revoked | None = ...,
-        version: global___Version | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "message", b"message", "revoked", b"revoked", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "home_epoch", b"home_epoch", "message", b"message", "revoked", b"revoked", "version", b"version"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["accepted", "blocks", "complete", "revoked"] | None: ...
-
-global___ReadBlocksResponse = ReadBlocksResponse
-
-@typing.final
-class PollBlocksRequest(google.protobuf.message.Message):
-    """PollBlocksRequest asks for what a reader of a publication has not been told."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    READ_FIELD_NUMBER: builtins.int
-    LEASE_ID_FIELD_NUMBER: builtins.int
-    NEXT_STEP_FIELD_NUMBER: builtins.int
-    VERSION_FIELD_NUMBER: builtins.int
-    lease_id: builtins.bytes
-    """lease_id that the reader has, 16 bytes. Empty: none yet."""
-    next_step: builtins.int
-    """next_step is the number of steps that the reader has under this lease: they are told from there. At most as many as the
-    publication has (INVALID_FIELD). Ignored without the lease.
-    """
-    @property
-    def read(self) -> global___ReadBlocksRequest:
-        """read asked for, the same in every call. Its `wait` is that of this call; its version does not count here."""
-
-    @property
-    def version(self) -> global___Version:
-        """version of the reader; see Version."""
-
-    def __init__(
-        self,
-        *,
-        read: global___ReadBlocksRequest | None = ...,
-        lease_id: builtins.bytes = ...,
-        next_step: builtins.int = ...,
-        version: global___Version | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["read", b"read", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "next_step", b"next_step", "read", b"read", "version", b"version"]) -> None: ...
-
-global___PollBlocksRequest = PollBlocksRequest
-
-@typing.final
-class PollBlocksResponse(google.protobuf.message.Message):
-    """PollBlocksResponse is what there is to tell. Empty but for home_epoch and version: nothing new."""
+    """ReadBlocksResponse is what there is to tell. Empty but for home_epoch and version: nothing new."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1106,7 +1029,7 @@ class PollBlocksResponse(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["accepted", b"accepted", "complete", b"complete", "revoked", b"revoked", "version", b"version"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "home_epoch", b"home_epoch", "revoked", b"revoked", "version", b"version"]) -> None: ...
 
-global___PollBlocksResponse = PollBlocksResponse
+global___ReadBlocksResponse = ReadBlocksResponse
 
 @typing.final
 class Accepted(google.protobuf.message.Message):

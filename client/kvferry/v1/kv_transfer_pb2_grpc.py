@@ -25,15 +25,10 @@ class KVTransferStub(object):
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeResponse.FromString,
                 )
-        self.ReadBlocks = channel.unary_stream(
+        self.ReadBlocks = channel.unary_unary(
                 '/kvferry.v1.KVTransfer/ReadBlocks',
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksResponse.FromString,
-                )
-        self.PollBlocks = channel.unary_unary(
-                '/kvferry.v1.KVTransfer/PollBlocks',
-                request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksResponse.FromString,
                 )
         self.Notify = channel.unary_unary(
                 '/kvferry.v1.KVTransfer/Notify',
@@ -86,32 +81,21 @@ class KVTransferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home, once per
-        publication and reader engine; it may come before the publication. The first message is Accepted; then come Blocks,
-        as the source publishes them, and Complete after the last. The stream stays open until the lease ends and then
-        ends with OK; losing it ends nothing.
-
-        Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-        full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
-        TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
-        certificate that shares a name with the first one (WRONG_IDENTITY).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PollBlocks(self, request, context):
-        """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
-        thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
-        call answers what it has not:
+        """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home; it may come
+        before the publication. The reader says what it has, and repeats the call, one at a time, until it is told Complete or
+        Revoked:
         - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
-        while the reader waits.
-        - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
-        nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+        while the reader waits. Only a router's reference under which nothing was published is waited for.
+        - With the lease, the call answers as soon as there is more than the reader has; if there is nothing until the end of
+        `wait`, it answers nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come. If the lease ends
+        meanwhile, it answers LEASE_ENDED.
         - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+        Losing a call ends nothing.
 
-        Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
-        LEASE_ENDED.
+        Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended. The
+        reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual TLS a lease belongs
+        to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a certificate that
+        shares a name with the first one (WRONG_IDENTITY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,15 +148,10 @@ def add_KVTransferServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeResponse.SerializeToString,
             ),
-            'ReadBlocks': grpc.unary_stream_rpc_method_handler(
+            'ReadBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.ReadBlocks,
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksResponse.SerializeToString,
-            ),
-            'PollBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.PollBlocks,
-                    request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksResponse.SerializeToString,
             ),
             'Notify': grpc.unary_unary_rpc_method_handler(
                     servicer.Notify,
@@ -245,26 +224,9 @@ class KVTransfer(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(request, target, '/kvferry.v1.KVTransfer/ReadBlocks',
+        return grpc.experimental.unary_unary(request, target, '/kvferry.v1.KVTransfer/ReadBlocks',
             kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
             kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksResponse.FromString,
-            options, channel_credentials,
-            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
-
-    @staticmethod
-    def PollBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/kvferry.v1.KVTransfer/PollBlocks',
-            kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksRequest.SerializeToString,
-            kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -6,8 +6,8 @@ it. Control goes over this service; the bytes go one-sided over NIXL, memory to 
 
 The life of a request: ranks call RegisterCache at their own node server; the source's scheduler offers a request's
 blocks with Notify(publish) and gives the router a reference; the destination's ranks Handshake with the source's home
-once per incarnation; the reader calls ReadBlocks (or PollBlocks) with the reference, reads the blocks with NIXL and says
-so with Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
+once per incarnation; the reader calls ReadBlocks with the reference, reads the blocks with NIXL and says so with
+Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
 
 Rules for every call:
  - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
@@ -73,36 +73,25 @@ class KVTransferStub:
     Idempotent; changes nothing at the server.
     """
 
-    ReadBlocks: grpc.UnaryStreamMultiCallable[
+    ReadBlocks: grpc.UnaryUnaryMultiCallable[
         kvferry.v1.kv_transfer_pb2.ReadBlocksRequest,
         kvferry.v1.kv_transfer_pb2.ReadBlocksResponse,
     ]
-    """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home, once per
-    publication and reader engine; it may come before the publication. The first message is Accepted; then come Blocks,
-    as the source publishes them, and Complete after the last. The stream stays open until the lease ends and then
-    ends with OK; losing it ends nothing.
-
-    Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-    full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
-    TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
-    certificate that shares a name with the first one (WRONG_IDENTITY).
-    """
-
-    PollBlocks: grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.kv_transfer_pb2.PollBlocksRequest,
-        kvferry.v1.kv_transfer_pb2.PollBlocksResponse,
-    ]
-    """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
-    thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
-    call answers what it has not:
+    """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home; it may come
+    before the publication. The reader says what it has, and repeats the call, one at a time, until it is told Complete or
+    Revoked:
      - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
-       while the reader waits.
-     - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
-       nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+       while the reader waits. Only a router's reference under which nothing was published is waited for.
+     - With the lease, the call answers as soon as there is more than the reader has; if there is nothing until the end of
+       `wait`, it answers nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come. If the lease ends
+       meanwhile, it answers LEASE_ENDED.
      - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+    Losing a call ends nothing.
 
-    Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
-    LEASE_ENDED.
+    Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended. The
+    reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual TLS a lease belongs
+    to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a certificate that
+    shares a name with the first one (WRONG_IDENTITY).
     """
 
     Notify: grpc.UnaryUnaryMultiCallable[
@@ -171,36 +160,25 @@ class KVTransferAsyncStub:
     Idempotent; changes nothing at the server.
     """
 
-    ReadBlocks: grpc.aio.UnaryStreamMultiCallable[
+    ReadBlocks: grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.kv_transfer_pb2.ReadBlocksRequest,
         kvferry.v1.kv_transfer_pb2.ReadBlocksResponse,
     ]
-    """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home, once per
-    publication and reader engine; it may come before the publication. The first message is Accepted; then come Blocks,
-    as the source publishes them, and Complete after the last. The stream stays open until the lease ends and then
-    ends with OK; losing it ends nothing.
-
-    Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-    full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
-    TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
-    certificate that shares a name with the first one (WRONG_IDENTITY).
-    """
-
-    PollBlocks: grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.kv_transfer_pb2.PollBlocksRequest,
-        kvferry.v1.kv_transfer_pb2.PollBlocksResponse,
-    ]
-    """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
-    thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
-    call answers what it has not:
+    """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home; it may come
+    before the publication. The reader says what it has, and repeats the call, one at a time, until it is told Complete or
+    Revoked:
      - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
-       while the reader waits.
-     - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
-       nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+       while the reader waits. Only a router's reference under which nothing was published is waited for.
+     - With the lease, the call answers as soon as there is more than the reader has; if there is nothing until the end of
+       `wait`, it answers nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come. If the lease ends
+       meanwhile, it answers LEASE_ENDED.
      - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+    Losing a call ends nothing.
 
-    Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
-    LEASE_ENDED.
+    Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended. The
+    reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual TLS a lease belongs
+    to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a certificate that
+    shares a name with the first one (WRONG_IDENTITY).
     """
 
     Notify: grpc.aio.UnaryUnaryMultiCallable[
@@ -278,35 +256,22 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         self,
         request: kvferry.v1.kv_transfer_pb2.ReadBlocksRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[kvferry.v1.kv_transfer_pb2.ReadBlocksResponse], collections.abc.AsyncIterator[kvferry.v1.kv_transfer_pb2.ReadBlocksResponse]]:
-        """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home, once per
-        publication and reader engine; it may come before the publication. The first message is Accepted; then come Blocks,
-        as the source publishes them, and Complete after the last. The stream stays open until the lease ends and then
-        ends with OK; losing it ends nothing.
-
-        Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-        full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
-        TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
-        certificate that shares a name with the first one (WRONG_IDENTITY).
-        """
-
-    @abc.abstractmethod
-    def PollBlocks(
-        self,
-        request: kvferry.v1.kv_transfer_pb2.PollBlocksRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvferry.v1.kv_transfer_pb2.PollBlocksResponse, collections.abc.Awaitable[kvferry.v1.kv_transfer_pb2.PollBlocksResponse]]:
-        """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
-        thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
-        call answers what it has not:
+    ) -> typing.Union[kvferry.v1.kv_transfer_pb2.ReadBlocksResponse, collections.abc.Awaitable[kvferry.v1.kv_transfer_pb2.ReadBlocksResponse]]:
+        """ReadBlocks asks for a publication's blocks and leases them. Called by the reader at the source's home; it may come
+        before the publication. The reader says what it has, and repeats the call, one at a time, until it is told Complete or
+        Revoked:
          - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
-           while the reader waits.
-         - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
-           nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+           while the reader waits. Only a router's reference under which nothing was published is waited for.
+         - With the lease, the call answers as soon as there is more than the reader has; if there is nothing until the end of
+           `wait`, it answers nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come. If the lease ends
+           meanwhile, it answers LEASE_ENDED.
          - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+        Losing a call ends nothing.
 
-        Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
-        LEASE_ENDED.
+        Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended. The
+        reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual TLS a lease belongs
+        to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a certificate that
+        shares a name with the first one (WRONG_IDENTITY).
         """
 
     @abc.abstractmethod

@@ -59,10 +59,6 @@ MAX_SKIPPED = 1024
 MAX_PAYLOAD = 64 * 1024
 """Bytes of a publication's payload."""
 
-MAX_STALE_STREAMS = 8
-"""Calls of ReadBlocks and PollBlocks on one lease beyond one per party: for those whose readers have gone, which this
-server has not noticed yet."""
-
 MAX_REGION_CHECKS = 1 << 22
 """Planes times regions of one rank. It bounds how long a node server works on one registration."""
 

@@ -213,7 +213,6 @@ class Lease:
         reports: by rank, those that arrived while it was live. Repeating one changes nothing.
         ended_as: how it ended; None while it is live.
         forget_at: until when its outcome is kept.
-        streams: how many open streams send its blocks.
     """
 
     lease_id: bytes = field(repr=False)
@@ -227,7 +226,6 @@ class Lease:
     ended_as: LeaseState | None = None
     forget_at: float = NEVER
     scheduled: float = NEVER
-    streams: int = 0
 
     @property
     def size(self) -> int:

@@ -34,7 +34,7 @@ from kvferry_server.domain.times import Times
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changed:
-    """A publication or a lease on it has changed: the streams of its readers must look again."""
+    """A publication or a lease on it has changed: the calls of its readers must look again."""
 
     publication: PublicationRecord
 
@@ -295,7 +295,7 @@ class Records:
         self._publication_agenda.put(publication)
 
     def changed(self, publication: PublicationRecord) -> None:
-        """Note that the streams of a publication's readers must look again."""
+        """Note that the calls of a publication's readers must look again."""
         self.effects.append(Changed(publication))
 
     def wake_waiting(self, book: Book, name: str | None = None) -> None:

@@ -31,7 +31,7 @@ class Times:
     final: float = 600.0
     """From the first step of a publication until its final deadline. No lease extends past it."""
     max_wait: float = 120.0
-    """The longest that ReadBlocks and PollBlocks wait for a publication that has not arrived."""
+    """The longest that ReadBlocks waits for news of a publication."""
     retire: float = 600.0
     """How long a replaced incarnation is refused, so that a delayed message cannot evict the live one; also how long
     a dead engine is remembered."""

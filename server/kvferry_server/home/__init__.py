@@ -1,1 +1,1 @@
-"""One home on its event loop, and the streams that it serves. Knows nothing of gRPC."""
+"""One home on its event loop, and what it answers to readers and watchers. Knows nothing of gRPC."""

@@ -1,8 +1,8 @@
 """The home: engines, publications, leases and feeds on one clock, and the loop that acts on their deadlines.
 
 Every access is a turn, `with home.turn(): ...`. It first acts on deadlines that have passed; then the caller uses
-`engines`, `sources`, `lessor` or `records`; at the end the effects are passed on to feeds and streams. Between turns
-nothing is pending, so streams only see settled states.
+`engines`, `sources`, `lessor` or `records`; at the end the effects are passed on to feeds and calls that wait. Between
+turns nothing is pending, so these only see settled states.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Home:
         memory: budget of the bytes that all of these take.
         journal: what has happened so far.
         time_slices: how calls share the event loop.
-        wakeups: wakes streams; its topics are publications, reads that wait under a router's key, and feeds.
+        wakeups: wakes calls that wait; its topics are publications, reads that wait under a router's key, and feeds.
         draining: no new work is accepted.
         stopping: the node server is about to end, and Watches with it.
     """
@@ -111,7 +111,7 @@ class Home:
             await self._driver.wait(None if math.isinf(sleep) else max(SHORTEST_SLEEP, sleep))
 
     def drain(self) -> None:
-        """Accept no new work. Renewals are still answered and reports taken. Streams of readers end with DRAINING.
+        """Accept no new work. Renewals are still answered and reports taken. Readers that wait are told DRAINING.
         Watches are told and go on: a source must hear of the reads that end meanwhile, or it would publish their blocks
         again after the restart, and nobody would read them. Idempotent."""
         if self.draining:

@@ -1,4 +1,4 @@
-"""Wakeups: how a stream waits until a publication or a feed has changed."""
+"""Wakeups: how a call waits until a publication or a feed has changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Waker:
-    """What one stream waits on. Clear it, look, then wait: a change after the look ends the wait."""
+    """What one call waits on. Clear it, look, then wait: a change after the look ends the wait."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -24,7 +24,7 @@ class Waker:
     async def wait(self, seconds: float | None = None) -> None:
         """Wait until something has changed, or until `seconds` have passed."""
         # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the ring: whoever
-        # cancels a stream or the home's loop would wait for it for ever. When the time is over the waiter only looks.
+        # cancels a call or the home's loop would wait for it for ever. When the time is over the waiter only looks.
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._event.set)
         try:
             await self._event.wait()
@@ -34,7 +34,7 @@ class Waker:
 
 
 class Wakeups:
-    """The wakers of streams, by what they watch. Belongs to one event loop."""
+    """The wakers of calls, by what they watch. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._wakers: dict[Hashable, set[Waker]] = {}

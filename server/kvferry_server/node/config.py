@@ -185,8 +185,8 @@ class NodeConfig(BaseSettings):
         _LIMITS.streams,
         ge=1,
         le=1_000_000,
-        description="Streams (ReadBlocks, Watch), and calls that wait as streams do (PollBlocks), that may be open at "
-        "once, limited in the same way as max_calls.",
+        description="Streams (Watch), and calls that wait as streams do (ReadBlocks), that may be open at once, "
+        "limited in the same way as max_calls.",
         json_schema_extra={"group": "operation", "metavar": "N"},
     )
     max_connections: int = Field(

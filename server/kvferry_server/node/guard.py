@@ -62,8 +62,9 @@ Encode: TypeAlias = Callable[[Any], bytes]
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that are one answer in several messages. Their requests may be as large as those of unary calls."""
 
-WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
-"""Unary calls that wait for news as streams do. They count as streams, and end with them."""
+WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
+"""Unary calls that wait for news. They count as streams, so that they keep no others out. The drain of the home ends
+their waits."""
 
 
 class Admission(Protocol):
@@ -143,11 +144,6 @@ class Guard(grpc.aio.ServerInterceptor):
         """The budget of decoded requests."""
         return self._requests.memory
 
-    @property
-    def open_streams(self) -> int:
-        """The number of streams that have not ended."""
-        return len(self._streams)
-
     def end_streams(self) -> None:
         """End all streams, and every later one, with DRAINING."""
         self._ending = True
@@ -171,8 +167,6 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 peer = context.peer()
                 host = host_of(peer)
-                if waits:
-                    self._open_stream()
                 budget.start(host)
                 held: HeldRequest | None = None
                 try:
@@ -190,16 +184,8 @@ class Guard(grpc.aio.ServerInterceptor):
                     budget.end(host)
                 self._send(context, peer, host, len(answer))
                 return answer
-            except asyncio.CancelledError:
-                # Either the client has left, or the server ends what waits.
-                if not (waits and self._ending):
-                    raise
-                await self._abort(context, method, _draining())
             except Exception as error:
                 await self._abort(context, method, error)
-            finally:
-                if waits:
-                    self._close_stream()
 
         return self._counts.counted(method, call, timed=not waits)
 
@@ -227,7 +213,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def stream(_: object, context: Context) -> None:
             try:
-                self._open_stream()
+                self._streams.add(_this_task())
+                if self._ending:
+                    raise _draining()
                 host = host_of(context.peer())
                 self._stream_budget.start(host)
                 held: HeldRequest | None = None
@@ -256,7 +244,7 @@ class Guard(grpc.aio.ServerInterceptor):
             except Exception as error:
                 await self._abort(context, method, error)
             finally:
-                self._close_stream()
+                self._streams.discard(_this_task())
 
         return self._counts.counted(method, stream, timed=method in PAGED_ANSWERS)
 
@@ -268,15 +256,6 @@ class Guard(grpc.aio.ServerInterceptor):
             aborted = isinstance(error, grpc.aio.AbortError)
             self._counts.refused(method, context.peer(), "" if aborted else reason or "INTERNAL", values)
         await _abort(context, method, error)
-
-    def _open_stream(self) -> None:
-        """Count the current task's call among the streams; raises `ServerDraining` if they are ended."""
-        self._streams.add(_this_task())
-        if self._ending:
-            raise _draining()
-
-    def _close_stream(self) -> None:
-        self._streams.discard(_this_task())
 
 
 def _this_task() -> asyncio.Task[Any]:

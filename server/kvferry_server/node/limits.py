@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How many calls run at once on one address. Streams are counted apart, so that readers that wait do not keep
-    renewals and reports out."""
+    """How many calls run at once on one address. Streams, and calls that wait, are counted apart, so that they do not
+    keep renewals and reports out."""
 
     calls: int = 1024
-    """Unary calls."""
+    """Calls that are answered at once."""
     streams: int = 8192
-    """ReadBlocks, Watch, and the streams of health and reflection."""
+    """Watch, ReadBlocks, which waits, and the streams of health and reflection."""
 
 
 MAX_REQUESTS = 16

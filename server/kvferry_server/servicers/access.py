@@ -112,7 +112,6 @@ TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/Watch": Entry((ENGINE, RELAY), _in_an_engines_name),
     "/kvferry.v1.KVTransfer/Handshake": Entry((READER,), _handshake, (ENGINE, OBSERVER)),
     "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _read(request.reference)),
-    "/kvferry.v1.KVTransfer/PollBlocks": Entry((READER,), lambda request: _read(request.read.reference)),
     "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
     "/kvferry.v1.KVTransfer/Notify": Entry((ENGINE, READER, RELAY), _notify),
     "/kvferry.v1.Introspection/GetServerInfo": _always(OBSERVER),

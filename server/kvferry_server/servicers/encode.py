@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvferry._clock import to_duration
 from kvferry._wire.status import reason_number
 from kvferry._wire.version import OURS_ENCODED
@@ -16,20 +14,11 @@ from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
-from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Event, RankLost, ReleaseEvent
-from kvferry_server.home.streams import (
-    Accepted,
-    Completed,
-    Lagged,
-    Opened,
-    ReadMessage,
-    Revoked,
-    Synced,
-    WatchMessage,
-)
-from kvferry_server.servicers.limits import MAX_TOLD_READS, POLL_BYTES, POLL_STEPS
+from kvferry_server.home.blocks import ReadAnswer
+from kvferry_server.home.watch import Lagged, Opened, Synced, WatchMessage
+from kvferry_server.servicers.limits import MAX_TOLD_READS, READ_BYTES, READ_STEPS
 
 _STAGES = {
     PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
@@ -55,42 +44,24 @@ def times(values: Times) -> pb.Times:
     )
 
 
-def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) -> bytes:
-    """Encode a message to a reader; `now` is when it is sent, in seconds on the home's clock."""
-    response = pb.ReadBlocksResponse(home_epoch=epoch)
-    if isinstance(message, Accepted):
-        response.accepted.CopyFrom(_accepted(message, values, now))
-        response.version.CopyFrom(OURS_ENCODED)
-    elif isinstance(message, PublicationStep):
-        blocks = embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded)
-        return response.SerializeToString() + blocks
-    elif isinstance(message, Completed):
-        response.complete.CopyFrom(_complete(message))
-    elif isinstance(message, Revoked):
-        response.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
-    return response.SerializeToString()
-
-
-def poll_answer(epoch: bytes, messages: Iterable[ReadMessage], values: Times, now: float) -> bytes:
-    """Encode messages to a reader as one answer to PollBlocks: as many of them as fit. The payload still fits a message
-    when the limits are reached; one more step may not. `now` is when it is sent, on the home's clock."""
-    answer = pb.PollBlocksResponse(home_epoch=epoch, version=OURS_ENCODED)
-    steps, room = list[bytes](), POLL_BYTES
-    for message in messages:
-        if room <= 0 or len(steps) >= POLL_STEPS:
+def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> bytes:
+    """Encode an answer to ReadBlocks: as many of the steps as it may take. A step came in one Notify, so that one more
+    and the payload fit a message when the limits are reached. `now` is when it is sent, on the home's clock."""
+    lease, publication = read.lease, read.lease.publication
+    answer = pb.ReadBlocksResponse(home_epoch=epoch, version=OURS_ENCODED)
+    if read.accepted:
+        answer.accepted.MergeFrom(_accepted(lease, read.reference, values, now))
+    steps, room = list[bytes](), READ_BYTES
+    for step in publication.steps[read.next_step : read.next_step + READ_STEPS]:
+        if room <= 0:
             break
-        if isinstance(message, PublicationStep):
-            if steps and len(message.encoded) > POLL_BYTES:
-                # With those before it might fit no message. Alone it does: it came in one.
-                break
-            steps.append(embedded(pb.PollBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded))
-            room -= len(message.encoded)
-        elif isinstance(message, Accepted):
-            answer.accepted.MergeFrom(_accepted(message, values, now))
-        elif isinstance(message, Completed):
-            answer.complete.MergeFrom(_complete(message))
-        else:
-            answer.revoked.reason = revoke_reason(message.reason)
+        steps.append(embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, step.encoded))
+        room -= len(step.encoded)
+    if read.next_step + len(steps) == len(publication.steps):
+        if publication.complete:
+            answer.complete.MergeFrom(pb.Complete(payload=publication.steps[-1].payload, steps=len(publication.steps)))
+        if lease.revoked is not None:
+            answer.revoked.reason = revoke_reason(lease.revoked)
     return b"".join((answer.SerializeToString(), *steps))
 
 
@@ -196,8 +167,7 @@ def _router_key(publication: PublicationRecord) -> str:
     return publication.router_key.name if publication.router_key is not None else ""
 
 
-def _accepted(accepted: Accepted, values: Times, now: float) -> pb.Accepted:
-    lease = accepted.lease
+def _accepted(lease: Lease, reference: str, values: Times, now: float) -> pb.Accepted:
     publication = lease.publication
     return pb.Accepted(
         lease_id=lease.lease_id,
@@ -207,12 +177,8 @@ def _accepted(accepted: Accepted, values: Times, now: float) -> pb.Accepted:
         publication=publication.number,
         request_id=publication.request_id,
         lease_number=lease.number,
-        reference=accepted.reference,
+        reference=reference,
     )
-
-
-def _complete(completed: Completed) -> pb.Complete:
-    return pb.Complete(payload=completed.payload, steps=completed.steps)
 
 
 def _event(response: pb.WatchResponse, event: Event) -> None:

@@ -12,9 +12,9 @@ from kvferry._wire.version import OURS_ENCODED, check_caller
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
-from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
+from kvferry_server.home.blocks import read_blocks
 from kvferry_server.home.home import Home
-from kvferry_server.home.streams import poll_blocks, read_blocks, watch
+from kvferry_server.home.watch import watch
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
@@ -103,29 +103,19 @@ class KVTransfer(KVTransferServicer):
             with home.memory.answering(host or reader, host, len(page)):
                 yield page
 
-    async def ReadBlocks(  # type: ignore[override]  # It yields encoded messages.
+    async def ReadBlocks(  # type: ignore[override]  # It returns an encoded message.
         self, request: pb.ReadBlocksRequest, context: Context
-    ) -> AsyncGenerator[bytes, None]:
-        """Grant a lease on a publication and send its blocks as they are published."""
-        home = self._home
-        check_caller(request.version)
-        lease_request, wait = self._asked(request, context)
-        async with aclosing(read_blocks(home, lease_request, wait)) as messages:
-            async for message in messages:
-                answer = encode.read_message(home.epoch, message, home.times, home.clock.now())
-                with home.memory.answering(lease_request.holder, lease_request.host, len(answer)):
-                    yield answer
-
-    async def PollBlocks(  # type: ignore[override]  # It returns an encoded message.
-        self, request: pb.PollBlocksRequest, context: Context
     ) -> bytes:
-        """Answer what ReadBlocks would send, as far as the reader has not got it."""
+        """Grant a lease on a publication, and answer those of its blocks that the reader has not got."""
         home = self._home
         check_caller(request.version)
-        lease_request, wait = self._asked(request.read, context)
+        lease_request = decode.lease_request(request, home.limits.ranks, self._names_of(context), remote_host(context))
         lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
-        messages = await poll_blocks(home, lease_request, wait, lease_id, request.next_step)
-        answer = encode.poll_answer(home.epoch, messages, home.times, home.clock.now())
+        wait = min(_time_to_wait(context), home.times.max_wait)
+        if request.HasField("wait"):
+            wait = min(wait, checks.seconds("wait", request.wait) or wait)
+        found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
+        answer = encode.read_answer(home.epoch, found, home.times, home.clock.now())
         taken = home.memory.answer(lease_request.holder, lease_request.host, len(answer))
         on_end(context, taken)
         return answer
@@ -161,16 +151,6 @@ class KVTransfer(KVTransferServicer):
 
     def _caller(self, context: Context) -> Caller:
         return Caller(remote_host(context), self._names_of(context))
-
-    def _asked(self, request: pb.ReadBlocksRequest, context: Context) -> tuple[LeaseRequest | RoutedRequest, float]:
-        """Return what a reader asks for, and the seconds that it waits."""
-        lease_request = decode.lease_request(
-            request, self._home.limits.ranks, self._names_of(context), remote_host(context)
-        )
-        wait = min(_time_to_wait(context), self._home.times.max_wait)
-        if request.HasField("wait"):
-            wait = min(wait, checks.seconds("wait", request.wait) or wait)
-        return lease_request, wait
 
 
 def _time_to_wait(context: Context) -> float:

@@ -100,8 +100,8 @@ MAX_DECLINE_HOMES = MAX_HOMES // 4
 """Homes that the relays are connected to up to which declines may add one: whoever has a reference sends those, and
 ranks that register must not wait for them."""
 
-POLL_BYTES = 1 << 20
-"""Bytes of blocks after which an answer to PollBlocks takes no more steps."""
+READ_BYTES = 1 << 20
+"""Bytes of blocks after which an answer to ReadBlocks takes no more steps."""
 
-POLL_STEPS = 1024
-"""Steps after which an answer to PollBlocks takes no more."""
+READ_STEPS = 1024
+"""Steps after which an answer to ReadBlocks takes no more."""

@@ -19,7 +19,6 @@ CAPABILITIES = (
     "checksums",
     "decline_forwarding",
     "list_filters",
-    "poll_blocks",
     "prompt_marks",
     "router_references",
     "unfinished_blocks",

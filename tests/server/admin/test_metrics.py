@@ -124,8 +124,7 @@ def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> N
         other.live()
         # Nobody has published what these name.
         other.publication += 5
-        waiting = other.kv.ReadBlocks(other.read_request(), timeout=30)
-        assert next(waiting).HasField("accepted")
+        assert other.kv.ReadBlocks(other.read_request(), timeout=30).HasField("accepted")
         for _ in range(2):
             other.publication += 1
             other.notify_reader(pb.Notification(decline=pb.Decline(reference=other.reference())))
@@ -136,7 +135,6 @@ def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> N
         assert seen("kvferry_engine_budget_limit", budget="publications") == limits.publications
         assert seen("kvferry_engine_budget_limit", budget="waiting_reads") == limits.waiting_reads
         assert seen("kvferry_engine_budget_limit", budget="checksum_bytes") == limits.checksum_bytes
-        waiting.cancel()
         one.close()
         other.close()
 

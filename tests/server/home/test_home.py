@@ -1,4 +1,4 @@
-"""The home as a whole: deadlines that fire by themselves, and what its streams tell."""
+"""The home as a whole: deadlines that fire by themselves, and what its Watches tell."""
 
 from __future__ import annotations
 
@@ -8,25 +8,15 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 
 import pytest
 
-from kvferry.errors import LimitReached, PublicationTimeout, WatchTakenOver
+from kvferry.errors import LimitReached, WatchTakenOver
 from kvferry_server.domain.clock import BootClock
-from kvferry_server.domain.limits import MAX_STALE_STREAMS, Limits
+from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import RevokeReason
-from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process, ReleaseEvent, Role
 from kvferry_server.home.home import EVENT_BYTES, Home
-from kvferry_server.home.streams import (
-    Accepted,
-    Completed,
-    Opened,
-    ReadMessage,
-    Synced,
-    WatchMessage,
-    read_blocks,
-    watch,
-)
+from kvferry_server.home.watch import Opened, Synced, WatchMessage, watch
 from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, ask, offer, registration
 
 SCHEDULER = Process(P, Role.SCHEDULER)
@@ -153,40 +143,6 @@ async def test_a_rank_that_is_back_before_its_readers_ask_was_not_lost() -> None
             assert granted.remaining(clock.now()) == TIMES.ttl
 
 
-async def test_a_reader_waits_for_a_publication_to_the_end_of_its_time() -> None:
-    clock = FakeClock()
-    home = Home(clock, TIMES, "node:1")
-    with home.turn():
-        opened(home)
-    async with aclosing(read_blocks(home, ask(), wait=0.5)) as stream:
-        assert isinstance(await anext(stream), Accepted)
-        awaited = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        with home.turn():
-            home.sources.publish(P, offer(last=True))
-        assert isinstance(await awaited, PublicationStep)
-        # What has come is not waited for.
-        clock.pass_by(0.5)
-        assert isinstance(await anext(stream), Completed)
-    async with aclosing(read_blocks(home, ask(2), wait=0.5)) as stream:
-        await anext(stream)
-        clock.pass_by(0.5)
-        with pytest.raises(PublicationTimeout):
-            await anext(stream)
-
-
-async def test_the_payload_of_the_last_step_comes_when_all_blocks_are_told() -> None:
-    home = Home(FakeClock(), TIMES, "node:1")
-    with home.turn():
-        opened(home)
-        home.sources.publish(P, offer(last=False))
-        home.sources.publish(P, offer(step=1, last=True, payload=b"first token"))
-    async with aclosing(read_blocks(home, ask(), wait=0.5)) as stream:
-        told = [await anext(stream) for _ in range(4)]
-    assert [message.index for message in told if isinstance(message, PublicationStep)] == [0, 1]
-    assert told[3] == Completed(b"first token", 2)
-
-
 async def test_who_is_told_a_full_state_again_before_it_took_the_first_needs_room_for_it() -> None:
     home = Home(FakeClock(), TIMES, "node:1", Limits(memory=1 << 20, engine_memory=0))
     with home.turn():
@@ -221,26 +177,3 @@ async def test_who_is_told_a_full_state_again_before_it_took_the_first_needs_roo
         last = await again()
         assert [type(await anext(last)) for _ in range(4)] == [Numbered] * 3 + [Synced]
         assert home.memory.held(P) == held
-
-
-async def test_who_left_a_lease_leaves_room_for_one_stream() -> None:
-    home = Home(FakeClock(), TIMES, "node:1")
-    with home.turn():
-        opened(home)
-        home.sources.publish(P, offer())
-    async with AsyncExitStack() as stack:
-
-        async def one() -> AsyncGenerator[ReadMessage, None]:
-            stream = read_blocks(home, ask(parties=2), wait=1.0)
-            await stack.enter_async_context(aclosing(stream))
-            assert isinstance(await anext(stream), Accepted)
-            return stream
-
-        streams = [await one() for _ in range(2 + MAX_STALE_STREAMS)]
-        for stream in streams[:2]:
-            with pytest.raises(LimitReached, match="streams"):
-                await one()
-            await stream.aclose()
-            await one()
-        with pytest.raises(LimitReached, match="streams"):
-            await one()

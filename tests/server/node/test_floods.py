@@ -137,8 +137,7 @@ class Renewals(threading.Thread):
         source = pb.NotifyRequest(sender=proto(P), session_secret=SECRETS[P], notifications=snapshot())
         source.notifications.append(publish_notification(1))
         stub.Notify(source, timeout=TIMEOUT)
-        self._read = stub.ReadBlocks(read_request(), timeout=600)
-        lease_id = next(self._read).accepted.lease_id
+        lease_id = stub.ReadBlocks(read_request(), timeout=TIMEOUT).accepted.lease_id
         self._request = pb.NotifyRequest(
             sender=proto(D), notifications=[pb.Notification(renew=pb.Renew(lease_id=lease_id))]
         )
@@ -161,7 +160,6 @@ class Renewals(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self.join(TIMEOUT)
-        self._read.cancel()
         self._watch.cancel()
 
 

@@ -59,13 +59,9 @@ class Servicer(KVTransferServicer):
     async def Notify(self, request: pb.NotifyRequest, context: Any) -> pb.NotifyResponse:
         return pb.NotifyResponse()
 
-    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
-        yield pb.ReadBlocksResponse(home_epoch=b"epoch")
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> pb.ReadBlocksResponse:
         await self._behave(request.reference)
-
-    async def PollBlocks(self, request: pb.PollBlocksRequest, context: Any) -> pb.PollBlocksResponse:
-        await self._behave(request.read.reference)
-        return pb.PollBlocksResponse(home_epoch=b"epoch")
+        return pb.ReadBlocksResponse(home_epoch=b"epoch")
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]
         # The other kind of streaming handler: it writes.
@@ -77,6 +73,7 @@ class Servicer(KVTransferServicer):
         for _ in range(64 if request.engine_id == "much" else 0):
             yield pb.HandshakeResponse(home_epoch=LARGE_REQUEST).SerializeToString()
         yield pb.HandshakeResponse(home_epoch=b"epoch").SerializeToString()
+        await self._behave(request.engine_id)
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Any) -> pb.ReadChecksumsResponse:
         raise NotImplementedError
@@ -122,16 +119,15 @@ async def failure(call: Awaitable[Any]) -> KvferryError:
     return from_rpc_error(caught.value, "server")
 
 
-async def poll(stub: KVTransferAsyncStub, how: str) -> list[Any]:
-    read = pb.ReadBlocksRequest(reference=how)
-    return [await stub.PollBlocks(pb.PollBlocksRequest(read=read), timeout=10)]
+async def read_blocks(stub: KVTransferAsyncStub, how: str) -> list[Any]:
+    return [await stub.ReadBlocks(pb.ReadBlocksRequest(reference=how), timeout=10)]
 
 
 Call = Callable[["KVTransferAsyncStub", str], Awaitable[Any]]
 CALLS: list[Call] = [
     lambda stub, how: stub.RegisterCache(pb.RegisterCacheRequest(engine=pb.EngineRef(engine_id=how)), timeout=10),
-    lambda stub, how: read_all(stub.ReadBlocks(pb.ReadBlocksRequest(reference=how), timeout=10)),
-    lambda stub, how: poll(stub, how),
+    lambda stub, how: read_all(stub.Handshake(pb.HandshakeRequest(engine_id=how), timeout=10)),
+    lambda stub, how: read_blocks(stub, how),
     lambda stub, how: read_all(stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id=how)))),
 ]
 every_kind = pytest.mark.parametrize("call", CALLS, ids=["unary", "yields", "waits", "writes"])
@@ -163,19 +159,19 @@ async def test_other_exceptions_are_told_to_the_log_only(
 async def test_a_deadline_is_required_except_for_watch() -> None:
     async with guarded() as (stub, *_):
         assert isinstance(await failure(stub.RegisterCache(pb.RegisterCacheRequest())), DeadlineRequired)
-        assert isinstance(await failure(read_all(stub.ReadBlocks(pb.ReadBlocksRequest()))), DeadlineRequired)
-        assert isinstance(await failure(stub.PollBlocks(pb.PollBlocksRequest())), DeadlineRequired)
+        assert isinstance(await failure(read_all(stub.Handshake(pb.HandshakeRequest()))), DeadlineRequired)
+        assert isinstance(await failure(stub.ReadBlocks(pb.ReadBlocksRequest())), DeadlineRequired)
         assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
 
 
-@pytest.mark.parametrize("method", ["RegisterCache", "PollBlocks", "ReadBlocks"])
+@pytest.mark.parametrize("method", ["RegisterCache", "ReadBlocks", "Handshake"])
 async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> None:
     async with guarded() as (stub, _, __, channel):
         path = f"/kvferry.v1.KVTransfer/{method}"
         garbage = b"\xff\xff\xff garbage"
         raw: Any = (
             channel.unary_unary(path)(garbage, timeout=10)
-            if method != "ReadBlocks"
+            if method != "Handshake"
             else read_all(channel.unary_stream(path)(garbage, timeout=10))
         )
         error = await failure(raw)
@@ -211,7 +207,7 @@ async def test_calls_over_the_limit_are_told_to_come_back() -> None:
         assert error.retryable
         # Streams are counted apart, and what waits like them.
         assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
-        assert len(await poll(stub, "")) == 1
+        assert len(await read_blocks(stub, "")) == 1
         servicer.go_on.set()
         assert (await waiting).home_epoch == b"epoch"
         assert await CALLS[0](stub, "")
@@ -230,12 +226,11 @@ async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
         assert await guard.streams_ended(10)
 
 
-@pytest.mark.parametrize("call", CALLS[1:], ids=["yields", "waits", "writes"])
+@pytest.mark.parametrize("call", CALLS[1::2], ids=["yields", "writes"])
 async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
     async with guarded() as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(call(stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
-        assert guard.open_streams == 1
         guard.end_streams()
         assert isinstance(await failure(waiting), ServerDraining)
         assert await guard.streams_ended(10)

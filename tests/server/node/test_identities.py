@@ -24,7 +24,7 @@ from tests.support.node_in_process import (
     snapshot,
 )
 from tests.support.node_servers import Kvferryd
-from tests.support.parties import SECRETS, D, P
+from tests.support.parties import SECRETS, D, P, read_id
 from tests.support.stubs import KVTransferStub
 
 Stubs = dict[str, Any]
@@ -63,12 +63,8 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stubs]:
 
 
 def acquired(stub: Any, name: str) -> pb.Accepted:
-    stream = stub.ReadBlocks(read_request(read_id=name.encode().ljust(16, b".")), timeout=TIMEOUT)
-    try:
-        accepted: pb.Accepted = next(stream).accepted
-        return accepted
-    finally:
-        stream.cancel()
+    answer: pb.ReadBlocksResponse = stub.ReadBlocks(read_request(read_id=read_id(name)), timeout=TIMEOUT)
+    return answer.accepted
 
 
 def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
@@ -84,11 +80,10 @@ def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
 def calls(stub: Any, name: str, lease_id: bytes) -> dict[str, Callable[[], object]]:
     """All that a lease_id, and a read_id, allow."""
     checksums = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id)
-    read = read_request(read_id=name.encode().ljust(16, b"."))
+    again = read_request(read_id=read_id(name), lease_id=lease_id)
     return {
         "replay": lambda: acquired(stub, name),
-        "poll": lambda: stub.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT),
-        "poll on": lambda: stub.PollBlocks(pb.PollBlocksRequest(read=read, lease_id=lease_id), timeout=TIMEOUT),
+        "ask again": lambda: stub.ReadBlocks(again, timeout=TIMEOUT),
         "renew": lambda: notified(stub, pb.Notification(renew=pb.Renew(lease_id=lease_id))),
         "checksums": lambda: stub.ReadChecksums(checksums, timeout=TIMEOUT),
         "report": lambda: notified(stub, read_done(lease_id, 0)),

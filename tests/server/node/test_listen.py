@@ -42,7 +42,7 @@ def test_reflection_lists_all_services_and_their_files(tmp_path: Path) -> None:
             "grpc.reflection.v1alpha.ServerReflection",
         }
         found = DescriptorPool(database).FindServiceByName("kvferry.v1.KVTransfer")
-        assert {"RegisterCache", "Handshake", "ReadBlocks", "PollBlocks", "ReadChecksums", "Notify", "Watch"} == set(
+        assert {"RegisterCache", "Handshake", "ReadBlocks", "ReadChecksums", "Notify", "Watch"} == set(
             found.methods_by_name
         )
 

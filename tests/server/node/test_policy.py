@@ -53,7 +53,7 @@ CERTIFICATES = {
 ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "rank left", "decline", "relayed decline"}
 RELAY_CALLS = {"relayed open", "relayed registration", "relayed decline", "rank left"}
 LEASE_CALLS = {"renew", "checksums"}
-READER_CALLS = {"handshake", "read", "poll", "decline", "relayed decline"} | LEASE_CALLS
+READER_CALLS = {"handshake", "read", "decline", "relayed decline"} | LEASE_CALLS
 OBSERVER_CALLS = {"list", "plan"}
 NOTHING = {"nothing"}
 MAY: Mapping[str, Mapping[str, set[str]]] = {
@@ -112,8 +112,7 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
         "relayed registration": register(relayed_by="h:1"),
         "handshake": handshake(reference=reference),
         "geometry": handshake(),
-        "read": lambda: list(kv.ReadBlocks(read, timeout=TIMEOUT)),
-        "poll": lambda: kv.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT),
+        "read": lambda: kv.ReadBlocks(read, timeout=TIMEOUT),
         "decline": notify(decline=pb.Decline(reference=reference)),
         "relayed decline": notify(decline=pb.Decline(reference=reference, relayed_by="h:1")),
         "renew": notify(renew=pb.Renew(lease_id=b"l" * 16)),
@@ -205,12 +204,7 @@ def test_a_routers_reference_takes_the_role_for_every_engine_that_it_may_mean(
         reader = pb.EngineRef(engine_id="some-reader", incarnation=b"i" * 16)
         read = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
         kv = KVTransferStub(channels[who])
-        refusals = [
-            refusal(lambda: kv.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT)),
-            refusal(lambda: list(kv.ReadBlocks(read, timeout=TIMEOUT))),
-        ]
-        assert len({None if error is None else error.values["engine_id"] for error in refusals}) == 1
-        return refusals[0]
+        return refusal(lambda: kv.ReadBlocks(read, timeout=TIMEOUT))
 
     assert asked("decode", "prefill-1", 0) is None
     assert asked("decode", "prefill-1", 3) is None
@@ -225,7 +219,7 @@ def test_a_refusal_does_not_say_what_exists(node: Kvferryd, channels: dict[str, 
         party = Party(local, "prefill-lives")
         party.live()
         try:
-            for name in ("open", "register", "handshake", "geometry", "read", "poll", "publish", "decline", "plan"):
+            for name in ("open", "register", "handshake", "geometry", "read", "publish", "decline", "plan"):
                 lives, absent = (
                     refusal(calls(channels["of no rule"], engine_id)[name]) for engine_id in (party.name, "x")
                 )
@@ -347,7 +341,6 @@ def test_a_routers_reference_takes_roles_for_the_engines_that_it_may_mean() -> N
         assert may("Notify", decline, engine=(name,))
         assert may("Notify", decline, reader=(name,))
         assert not may("ReadBlocks", read, reader=(name,))
-        assert not may("PollBlocks", pb.PollBlocksRequest(read=read), reader=(name,))
     assert may("ReadBlocks", read, reader=("p", "p_dp0"))
     for nothing in ({"engine": ("p_dp1",)}, {"reader": ("q",)}, {"relay": ("p",)}, {"observer": True}):
         assert not may("Notify", decline, **nothing)

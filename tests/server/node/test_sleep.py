@@ -59,11 +59,11 @@ def test_on_waking_a_server_grants_and_confirms_nothing_that_is_over(tmp_path: P
         published = pb.NotifyRequest(sender=proto(P), session_secret=secret, notifications=[publish_notification()])
         [answer] = kv.Notify(published, timeout=TIMEOUT).results
         assert answer.WhichOneof("kind") == "published"
-        lease_id = next(kv.ReadBlocks(read_request(), timeout=TIMEOUT)).accepted.lease_id
+        lease_id = kv.ReadBlocks(read_request(), timeout=TIMEOUT).accepted.lease_id
 
         server.signal(signal.SIGSTOP)
         # These lie in its socket while it sleeps.
-        late = calls.submit(lambda: next(kv.ReadBlocks(read_request(read_id=read_id("late")), timeout=TIMEOUT)))
+        late = calls.submit(lambda: kv.ReadBlocks(read_request(read_id=read_id("late")), timeout=TIMEOUT))
         done = pb.NotifyRequest(sender=proto(D), notifications=[read_done(lease_id, 0)])
         report = calls.submit(lambda: kv.Notify(done, timeout=TIMEOUT))
         time.sleep(FINAL + 0.5)  # What the server sleeps is what is tested.

@@ -18,7 +18,7 @@ from tests.support.node_in_process import ADVERTISE, TIMEOUT, Node, running
 from tests.support.parties import SECRETS, P
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
-Poll = asyncio.Task[pb.PollBlocksResponse]
+Reading = asyncio.Task[pb.ReadBlocksResponse]
 
 
 def made(name: str = "room-7", key: bytes = KEY, engine_id: str = P.engine_id, rank: int = 0) -> str:
@@ -36,11 +36,11 @@ async def waiting_at(node: Node, count: int) -> None:
     raise AssertionError(f"{count} reads do not wait")
 
 
-async def begin(node: Node, given: str, before: int = 0, **changes: Any) -> Poll:
-    """Begin to poll; returns once the home has the read waiting, beside the ones before it."""
-    poll = asyncio.create_task(node.poll(reference=given, **changes))
+async def begin(node: Node, given: str, before: int = 0, **changes: Any) -> Reading:
+    """Begin to read; returns once the home has the read waiting, beside the ones before it."""
+    read = asyncio.create_task(node.read(reference=given, **changes))
     await waiting_at(node, before + 1)
-    return poll
+    return read
 
 
 async def publish(node: Node, number: int = 1, name: str = "room-7", key: bytes = KEY, **changes: Any) -> Any:

@@ -80,15 +80,13 @@ async def test_who_shows_a_good_reference_is_told_the_agents(ready: Node) -> Non
     assert await told(ready, reference(7))
     await ready.publish(1)
     assert await told(ready, reference(1))
-    waiting = ready.read(9)
-    await waiting.next()
+    await ready.read(9)
     assert await told(ready, reference(9))
 
 
 async def test_a_reference_is_good_until_its_publication_is_released(ready: Node) -> None:
     await ready.publish(1)
-    stream = ready.read(1)
-    lease_id = (await stream.next()).accepted.lease_id
+    lease_id = (await ready.read(1)).accepted.lease_id
     # Its reader may still have to reach the memory.
     await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
     assert await told(ready, reference(1))

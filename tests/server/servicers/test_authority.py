@@ -29,7 +29,6 @@ from tests.support.node_in_process import (
     publish_notification,
     raised,
     read_done,
-    read_request,
     reference,
     register_request,
     running,
@@ -66,7 +65,7 @@ async def public_parts(node: Node) -> set[bytes]:
 async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: Node) -> None:
     await ready.publish(expected_reads=3)
     leases = [
-        (await ready.read(reader=reader, read_id=read_id(name)).next()).accepted
+        (await ready.read(reader=reader, read_id=read_id(name))).accepted
         for reader, name in ((D, "one"), (D, "two"), (E, "three"))
     ]
     assert [lease.lease_number for lease in leases] == [1, 2, 3]
@@ -93,8 +92,8 @@ async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: N
 
 async def test_who_has_a_reference_and_no_read_id_gets_a_lease_of_its_own(ready: Node) -> None:
     await ready.publish(expected_reads=2)
-    victim = (await ready.read(read_id=read_id("secret")).next()).accepted
-    stranger = (await ready.read(read_id=read_id("guess")).next()).accepted
+    victim = (await ready.read(read_id=read_id("secret"))).accepted
+    stranger = (await ready.read(read_id=read_id("guess"))).accepted
     assert stranger.lease_id != victim.lease_id
     await ready.reader(pb.Notification(cancel=pb.CancelRead(lease_id=stranger.lease_id)))
     [ended] = await ready.reader(read_done(victim.lease_id, 0))
@@ -107,7 +106,7 @@ async def test_numbers_and_names_give_no_key(ready: Node) -> None:
     for wrong in (P.incarnation, ready.home.epoch, SECRETS[P][:16], b"\0" * 16):
         for number in (1, 2):
             forged = reference(number, wrong=wrong)
-            error = await raised(ready.kv.ReadBlocks(read_request(reference=forged), timeout=TIMEOUT).read())
+            error = await raised(ready.read(reference=forged))
             assert isinstance(error, WrongKey)
             [declined] = await ready.reader(pb.Notification(decline=pb.Decline(reference=forged)))
             assert isinstance(error_of(declined), WrongKey)
@@ -124,11 +123,11 @@ async def test_an_impostor_that_is_first_after_a_restart_does_not_become_the_eng
             ),
         ):
             assert isinstance(await raised(attempt), WrongSession)
-        assert isinstance(await raised(node.read().next()), HomeRecovering)
+        assert isinstance(await raised(node.read()), HomeRecovering)
         watch = await node.open_engine()
         await node.register()
         await node.publish()
-        assert (await node.read().next()).HasField("accepted")
+        assert (await node.read()).HasField("accepted")
         for secret in (IMPOSTOR, SECRETS[P2]):
             assert isinstance(await raised(Watch(node, P, secret=secret).next()), WrongSession)
         watch.cancel()
@@ -140,13 +139,13 @@ async def test_an_impostor_under_the_same_engine_id_keeps_nobody_from_coming_bac
         await node.register(ref=P2)
         await node.source(publish_notification(1), ref=P2)
         # Its publication of the same number is another one, with another key.
-        assert isinstance(await raised(node.read().next()), HomeRecovering)
+        assert isinstance(await raised(node.read()), HomeRecovering)
         watch = Watch(node, P)
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.source(*snapshot(publish_notification(1), high_water=1))
         # Whose memory it is cannot be known: who restarts over the same one waits for as long as anybody could read.
         assert from_duration((await node.register()).reuse_after) == TIMES.final
-        accepted = (await node.read().next()).accepted
+        accepted = (await node.read()).accepted
         assert accepted.source == proto(P)
         request = ipb.ListEnginesRequest(page_size=1)
         first = await node.introspection.ListEngines(request, timeout=TIMEOUT)
@@ -194,4 +193,4 @@ async def test_nobody_without_the_secret_ends_a_session(ready: Node, ref: Engine
         request = pb.NotifyRequest(sender=proto(ref), session_secret=IMPOSTOR, notifications=[notification])
         assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
     await ready.publish()
-    assert (await ready.read().next()).HasField("accepted")
+    assert (await ready.read()).HasField("accepted")

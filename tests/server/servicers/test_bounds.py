@@ -20,13 +20,12 @@ from kvferry._arguments import label
 from kvferry._wire.authority import incarnation_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
-from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_STALE_STREAMS, Limits
+from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import LEASE_BYTES
 from kvferry_server.domain.watch_feed import Process, Role
@@ -78,12 +77,12 @@ async def test_the_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> No
         marks = [pb.PromptMark(end=2**64 - end, digest=b"d" * 16) for end in range(1, limits.MAX_MARKS + 1)]
         answer = await node.publish(1, groups=[SCATTERED], marks=marks, payload=b"x" * 65536)
         assert answer.WhichOneof("kind") == "published", answer
-        stream = node.read(1)
-        accepted, blocks, complete = [await stream.next() for _ in range(3)]
-        assert accepted.accepted.lease_id
-        assert list(blocks.blocks.groups[0].run_starts) == list(SCATTERED.run_starts)
-        assert list(blocks.blocks.marks) == marks
-        assert len(complete.complete.payload) == 65536
+        told = await node.read(1)
+        assert told.accepted.lease_id
+        [blocks] = told.blocks
+        assert list(blocks.groups[0].run_starts) == list(SCATTERED.run_starts)
+        assert list(blocks.marks) == marks
+        assert len(told.complete.payload) == 65536
 
 
 @pytest.mark.parametrize("beyond", ["runs", "groups", "payload", "expected_reads", "marks"])
@@ -167,9 +166,8 @@ async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) 
         calls: list[Any] = [
             kv.RegisterCache(register_request(ref=stranger), timeout=TIMEOUT),
             node.handshake(engine_id=named, incarnation=b"", reader=who, reference=""),
-            Stream(kv.ReadBlocks(read_request(reference=reference(1, stranger)), timeout=TIMEOUT)).next(),
-            Stream(kv.ReadBlocks(read_request(reference="kvf1." + named), timeout=TIMEOUT)).next(),
-            kv.PollBlocks(pb.PollBlocksRequest(read=read_request(reference=reference(1, stranger))), timeout=TIMEOUT),
+            node.read(reference=reference(1, stranger)),
+            node.read(reference="kvf1." + named),
             kv.Notify(
                 pb.NotifyRequest(sender=who, session_secret=secret, notifications=[publish_notification()]),
                 timeout=TIMEOUT,
@@ -192,9 +190,7 @@ async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_f
         await node.publish(1)
         reads = Limits().reads
         for number in range(reads):
-            stream = node.read(1, reader=STRANGER, read_id=read_id(str(number)), parties=1)
-            lease_id = (await stream.next()).accepted.lease_id
-            stream.cancel()
+            lease_id = (await node.read(1, reader=STRANGER, read_id=read_id(str(number)), parties=1)).accepted.lease_id
             outcome = pb.RANK_OUTCOME_DONE if number == reads - 1 else pb.RANK_OUTCOME_FAILED
             await node.reader(read_done(lease_id, 0, outcome=outcome), ref=STRANGER)
         released = (await watch.next()).released
@@ -210,9 +206,7 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
         await node.publish(1)
         leases, ranks = 60, Limits().ranks
         for number in range(leases):
-            stream = node.read(1, read_id=read_id(str(number)), parties=ranks)
-            lease_id = (await stream.next()).accepted.lease_id
-            stream.cancel()
+            lease_id = (await node.read(1, read_id=read_id(str(number)), parties=ranks)).accepted.lease_id
             reports = [
                 pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1) for rank in range(ranks - 1)
             ]
@@ -265,7 +259,7 @@ async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch
             pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=[part], last=True))
         )
         assert answer.WhichOneof("kind") == "done", answer
-        lease_id = (await node.read(1).next()).accepted.lease_id
+        lease_id = (await node.read(1)).accepted.lease_id
         query = pb.ChecksumQuery(planes=[part.plane], unit_end=8, place_starts=[0], place_counts=[4])
         request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id, queries=[query])
         assert list((await node.kv.ReadChecksums(request, timeout=TIMEOUT)).checksums[0].sums) == list(range(32))
@@ -302,7 +296,7 @@ async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Pa
         assert answer.error.metadata["field"] == "checksums"
 
 
-@pytest.mark.parametrize("asked", ["blocks", "polled", "handshake"])
+@pytest.mark.parametrize("asked", ["blocks", "handshake"])
 async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_their_own(
     tmp_path: Path, asked: str
 ) -> None:
@@ -321,29 +315,22 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         kv: Any = KVTransferStub(channel)
         # They call themselves like their victim.
         if asked == "blocks":
-            answers = [
-                Stream(kv.ReadBlocks(read_request(reader=P, read_id=read_id(str(number))), timeout=TIMEOUT))
-                for number in range(100)
-            ]
-        elif asked == "polled":
             # Called like a stream, so that nobody takes the answer.
-            poll: Any = channel.unary_stream(
-                "/kvferry.v1.KVTransfer/PollBlocks", request_serializer=pb.PollBlocksRequest.SerializeToString
+            read: Any = channel.unary_stream(
+                "/kvferry.v1.KVTransfer/ReadBlocks", request_serializer=pb.ReadBlocksRequest.SerializeToString
             )
             reads = (read_request(reader=P, read_id=read_id(str(number))) for number in range(100))
-            answers = [
-                Stream(poll(pb.PollBlocksRequest(read=read, version=OURS_ENCODED), timeout=TIMEOUT)) for read in reads
-            ]
+            answers = [Stream(read(request, timeout=TIMEOUT)) for request in reads]
         else:
             reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
             answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
-        first = [] if asked == "polled" else answers
+        first = [] if asked == "blocks" else answers
         found = await asyncio.gather(*(raised_or_none(stream) for stream in first))
-        # The server writes until it may not: nothing tells when that is. But each poll has its lease when it was
+        # The server writes until it may not: nothing tells when that is. But each read has its lease when it was
         # answered or refused, and all are asked before any answer is taken.
-        polls = 100 if asked == "polled" else 0
+        leases = 100 if asked == "blocks" else 0
         for _ in range(int(TIMEOUT / 0.01)):
-            if node.home.memory.used >= used + (4 << 20) and node.home.records.books[P].live_leases >= polls:
+            if node.home.memory.used >= used + (4 << 20) and node.home.records.books[P].live_leases >= leases:
                 break
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
@@ -354,9 +341,9 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         for victim, number in ((P, 2), (E, 1)):
             [answer] = await node.source(publish_notification(number, payload=b"x" * 65536), ref=victim)
             assert answer.WhichOneof("kind") == "published", answer
-            stream = Stream(node.kv.ReadBlocks(read_request(reference=reference(number, victim)), timeout=TIMEOUT))
-            for kind in ("accepted", "blocks"):
-                assert (await stream.next()).WhichOneof("message") == kind
+            told = await node.read(reference=reference(number, victim))
+            assert told.HasField("accepted")
+            assert told.HasField("complete")
         # Who was refused is told when to come again.
         late = await asyncio.gather(*(raised_or_end(stream) for stream in answers))
         errors_of = [error for error in (*found, *late) if isinstance(error, LimitReached)]
@@ -377,25 +364,6 @@ async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_
         again = Watch(node)
         kinds = await again.kinds(52)
         assert kinds == ["opened", *["released"] * 50, "synced"]
-
-
-async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None:
-    async with running(tmp_path) as node:
-        await ready(node)
-        streams = [node.read(1, parties=2) for _ in range(2 + MAX_STALE_STREAMS)]
-        for stream in streams:
-            await stream.next()
-        error = await raised(node.read(1, parties=2).next())
-        assert isinstance(error, LimitReached)
-        assert error.values["limit"] == "streams"
-        streams[0].cancel()
-        for _ in range(100):
-            stream = node.read(1, parties=2)
-            if not isinstance(await raised_or_none(stream), LimitReached):
-                break
-            await asyncio.sleep(0.05)
-        else:
-            raise AssertionError("no room after one had left")
 
 
 async def raised_or_end(stream: Stream) -> KvferryError | None:
@@ -432,8 +400,7 @@ async def test_the_bytes_of_a_report_count_up_to_what_the_source_holds(tmp_path:
     async with running(tmp_path) as node:
         await ready(node)
         await node.publish(1)
-        stream = node.read(1)
-        lease_id = (await stream.next()).accepted.lease_id
+        lease_id = (await node.read(1)).accepted.lease_id
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1)
         done = pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=[report]))
         with node.home.turn():
@@ -498,8 +465,7 @@ async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path, monkeyp
     async with running(tmp_path) as node:
         await ready(node)
         await node.publish(1)
-        stream = node.read(1)
-        lease_id = (await stream.next()).accepted.lease_id
+        lease_id = (await node.read(1)).accepted.lease_id
         small = pb.GroupBlocks(group="full", end_token=16 * 4096, run_starts=[1, 3] * 2048, run_counts=[1] * 4096)
         heavy = node.source(*(publish_notification(number, groups=[small]) for number in range(2, 120)))
         task = asyncio.create_task(heavy)
@@ -579,7 +545,7 @@ async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
         watch = await ready(node)
         await node.publish(1)
         # A lease keeps what the home knows of the engine.
-        await node.read(1).next()
+        await node.read(1)
         batch = [publish_notification(number) for number in range(2, 500)]
         task = asyncio.create_task(raised(node.source(*batch)))
         for _ in range(100_000):
@@ -617,7 +583,7 @@ async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: P
         watch = await ready(node)
         for number in range(1, 30):
             assert (await node.publish(number, payload=b"x" * 4096)).WhichOneof("kind") == "published"
-            lease_id = (await node.read(number).next()).accepted.lease_id
+            lease_id = (await node.read(number)).accepted.lease_id
             [renewed] = await node.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)))
             assert renewed.renewed.remaining.seconds > 0
             [ended] = await node.reader(read_done(lease_id, 0))

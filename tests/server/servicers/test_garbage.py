@@ -46,14 +46,13 @@ UNARY = {
             pb.Notification(decline=pb.Decline(reference=reference())),
         ],
     ),
-    "KVTransfer/PollBlocks": pb.PollBlocksRequest(read=read_request(), next_step=1),
+    "KVTransfer/ReadBlocks": read_request(next_step=1),
     "Introspection/GetEngine": ipb.GetEngineRequest(engine_id="prefill"),
     "Introspection/ListRequests": ipb.ListRequestsRequest(page_size=5, page_token="YQ.YQ"),
     "Introspection/PlanRead": ipb.PlanReadRequest(source_geometry=GEOMETRY, destination_geometry=GEOMETRY),
 }
 STREAMS = {
     "KVTransfer/Handshake": handshake_request(),
-    "KVTransfer/ReadBlocks": read_request(),
     "KVTransfer/Watch": pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER),
 }
 for asked in (*UNARY.values(), *STREAMS.values()):

@@ -247,7 +247,7 @@ def test_renewals_stay_fast_while_128_ranks_handshake_with_128(tmp_path: Path) -
         held = snapshot(publish_notification(), high_water=1)
         publish = pb.NotifyRequest(sender=proto(P), session_secret=SECRETS[P], notifications=held)
         stub.Notify(publish, timeout=TIMEOUT)
-        lease_id = next(stub.ReadBlocks(read_request(), timeout=60)).accepted.lease_id
+        lease_id = stub.ReadBlocks(read_request(), timeout=60).accepted.lease_id
         renewal = pb.NotifyRequest(sender=proto(D), notifications=[pb.Notification(renew=pb.Renew(lease_id=lease_id))])
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()

@@ -86,12 +86,10 @@ async def test_transfers_of_thousands_of_ranks_come_in_pages_that_fit(node: Node
     await node.publish(1, expected_reads=100)
     reads = []
     for index in range(40):
-        stream = node.read(1, read_id=read_id(str(index)), parties=4096)
-        accepted = (await stream.next()).accepted
+        accepted = (await node.read(1, read_id=read_id(str(index)), parties=4096)).accepted
         reads.append(accepted.lease_number)
         lease_id = accepted.lease_id
         await node.reader(read_done(lease_id, *range(4000)))
-        stream.cancel()
     found, pages, token = [], 0, "first"
     request = ipb.ListTransfersRequest(page_size=1000)
     while token:
@@ -148,7 +146,7 @@ async def test_an_engine_is_shown_with_what_it_registered(node: Node) -> None:
     assert empty.geometry.incarnation == P.incarnation
     await node.register()
     await node.publish()
-    await node.read().next()
+    await node.read()
     found = await node.introspection.GetEngine(request, timeout=TIMEOUT)
     assert found.summary.state == ipb.ENGINE_STATE_READY
     assert (found.summary.publications, found.summary.leases) == (1, 1)
@@ -163,8 +161,7 @@ async def test_requests_are_listed_until_their_release_is_acknowledged(node: Nod
     await node.register()
     await node.publish(2, last=False)
     await node.publish(1, expected_reads=2)
-    stream = node.read(1)
-    await stream.next()
+    await node.read(1)
     node.pass_by(7)
     answer = await node.introspection.ListRequests(ipb.ListRequestsRequest(engine_id=P.engine_id), timeout=TIMEOUT)
     one, two = answer.requests
@@ -187,7 +184,7 @@ async def test_a_read_that_waits_shows_how_many_parts_there_are(node: Node) -> N
     await node.open_engine()
     await node.register()
     await node.publish(1, last=False)
-    node.read(1)
+    await node.read(1)
     shown = []
     for step in (1, 2):
         [read] = (await node.introspection.ListTransfers(ipb.ListTransfersRequest(), timeout=TIMEOUT)).transfers
@@ -202,8 +199,7 @@ async def test_transfers_are_listed_as_long_as_their_outcome_is_kept(node: Node)
     await node.open_engine()
     await node.register()
     await node.publish(1, expected_reads=2)
-    stream = node.read(1)
-    lease_id = (await stream.next()).accepted.lease_id
+    lease_id = (await node.read(1)).accepted.lease_id
     request = ipb.ListTransfersRequest()
     [live] = (await node.introspection.ListTransfers(request, timeout=TIMEOUT)).transfers
     assert (live.source, live.publication, live.request_id) == (proto(P), 1, "r1")
@@ -314,7 +310,7 @@ async def test_listings_are_filtered_by_request_and_by_reader(ready: Node) -> No
     for number in (1, 2, 3):
         await ready.publish(number, request_id=f"r{(number + 1) // 2}", expected_reads=9)
     for number, reader in ((1, D), (2, E), (3, D), (3, E)):
-        await ready.read(number, reader=reader, read_id=read_id(reader.engine_id)).next()
+        await ready.read(number, reader=reader, read_id=read_id(reader.engine_id))
     name = "other-decode"
     assert E.engine_id == name
     for page_size in (1, 1000):

@@ -134,22 +134,17 @@ async def test_readers_notifications_are_checked_and_answered_by_kind(ready: Nod
     assert isinstance(error_of(answer.results[0]), InvalidField)
 
 
-async def test_a_cancel_ends_the_stream_and_the_lease(ready: Node) -> None:
+async def test_a_cancel_ends_the_lease(ready: Node) -> None:
     await ready.publish()
-    stream = ready.read()
-    lease_id = (await stream.next()).accepted.lease_id
-    await stream.next()
-    await stream.next()
+    lease_id = (await ready.read()).accepted.lease_id
     await ready.reader(pb.Notification(cancel=pb.CancelRead(lease_id=lease_id)))
-    with pytest.raises(EOFError):
-        await stream.next()
-    assert isinstance(await raised(ready.read().next()), LeaseEnded)
-    assert (await ready.read(reader=E).next()).HasField("accepted")
+    assert isinstance(await raised(ready.read()), LeaseEnded)
+    assert (await ready.read(reader=E)).HasField("accepted")
 
 
 async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
-        assert isinstance(await raised(node.read().next()), HomeRecovering)
+        assert isinstance(await raised(node.read()), HomeRecovering)
         assert isinstance(await raised(node.register()), HomeRecovering)
         old = b"o" * 16
         watch = Watch(node, resume_epoch=old, resume_sequence=9)
@@ -160,12 +155,11 @@ async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(t
         begin = pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_BEGIN, high_water=9))
         await node.source(begin, publish_notification(4))
         await node.register()
-        assert isinstance(await raised(node.read(4).next()), HomeRecovering)
+        assert isinstance(await raised(node.read(4)), HomeRecovering)
         end = pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_END, high_water=9))
         assert (await node.source(end))[0].HasField("done")
-        stream = node.read(4)
-        lease_id = (await stream.next()).accepted.lease_id
-        assert isinstance(await raised(node.read(5).next()), PublicationStale)
+        lease_id = (await node.read(4)).accepted.lease_id
+        assert isinstance(await raised(node.read(5)), PublicationStale)
         await node.reader(read_done(lease_id, 0))
         node.pass_by(TIMES.max_ttl - 1)
         assert not node.home.records.released(P)
@@ -173,18 +167,15 @@ async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(t
         assert (await watch.next()).released.publication == 4
 
 
-async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(ready: Node) -> None:
+async def test_a_draining_home_says_so_and_still_takes_reports(ready: Node) -> None:
     await ready.publish()
-    watch, stream = Watch(ready), ready.read()
+    watch = Watch(ready)
     await watch.kinds(2)
-    lease_id = (await stream.next()).accepted.lease_id
-    await stream.next()
-    await stream.next()
+    lease_id = (await ready.read()).accepted.lease_id
     ready.home.drain()
     assert await watch.kinds(1) == ["draining"]
     for call in (
-        stream.next(),
-        ready.read(2).next(),
+        ready.read(2),
         ready.register(),
         ready.handshake(),
     ):

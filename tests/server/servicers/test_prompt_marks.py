@@ -24,7 +24,7 @@ from tests.support.node_in_process import (
     running,
     snapshot,
 )
-from tests.support.parties import TIMES, E, P, read_id
+from tests.support.parties import TIMES, E, P
 
 DIGEST = b"a mark's digest."
 OTHER_DIGEST = b"another's digest"
@@ -52,17 +52,14 @@ async def test_every_reader_is_told_the_marks_with_the_step_that_stated_them(rea
     await ready.publish(step=1, last=False)
     await ready.publish(step=2, marks=marks(192, digest=OTHER_DIGEST))
     stated = [marks(64, 100), [], marks(192, digest=OTHER_DIGEST)]
-    stream = ready.read(read_id=read_id("stream"))
-    await stream.next()
-    assert [list((await stream.next()).blocks.marks) for _ in stated] == stated
-    for answer in (await ready.poll(), await ready.poll(reader=E)):
+    for answer in (await ready.read(), await ready.read(reader=E)):
         assert [list(blocks.marks) for blocks in answer.blocks] == stated
 
 
 async def test_a_reader_by_a_routers_reference_is_told_marks_and_the_key_at_once(ready: Node) -> None:
-    poll = await begin(ready, made())
+    read = await begin(ready, made())
     await publish(ready, marks=marks(64))
-    answer = await poll
+    answer = await read
     assert parse_reference(answer.accepted.reference).key == parse_reference(reference()).key
     assert list(answer.blocks[0].marks) == marks(64)
 
@@ -75,7 +72,7 @@ async def test_a_restarted_home_has_the_marks_of_the_snapshot(tmp_path: Path) ->
         results = await node.source(*snapshot(first, publish_notification(1, 1, marks=marks(128)), high_water=1))
         assert [result.WhichOneof("kind") for result in results] == ["done", "published", "published", "done"]
         await node.register()
-        assert [list(blocks.marks) for blocks in (await node.poll()).blocks] == [marks(64), marks(128)]
+        assert [list(blocks.marks) for blocks in (await node.read()).blocks] == [marks(64), marks(128)]
         watch.cancel()
 
 
@@ -84,14 +81,14 @@ async def test_a_repeated_step_is_answered_alike_and_one_with_other_marks_is_ref
     assert (await ready.publish(marks=marks(64))).published.reference == first.published.reference
     for other in ([], marks(64, digest=OTHER_DIGEST), marks(65)):
         assert isinstance(error_of(await ready.publish(marks=other)), InvalidField)
-    assert list((await ready.poll()).blocks[0].marks) == marks(64)
+    assert list((await ready.read()).blocks[0].marks) == marks(64)
 
 
 async def test_after_a_mismatch_the_right_reader_still_gets_the_publication(ready: Node) -> None:
     watch = Watch(ready)
     await watch.kinds(2)
     await ready.publish(marks=marks(64))
-    wrong = (await ready.poll()).accepted.lease_id
+    wrong = (await ready.read()).accepted.lease_id
     report = read_done(wrong, 0, outcome=pb.RANK_OUTCOME_FAILED)
     report.read_done.reports[0].reason = errors_pb2.ERROR_REASON_PROMPT_MISMATCH
     [answer] = await ready.reader(report)
@@ -110,7 +107,7 @@ async def test_after_a_mismatch_the_right_reader_still_gets_the_publication(read
         errors_pb2.ERROR_REASON_PROMPT_MISMATCH,
     )
     assert (found.reads_valid, found.expected_reads) == (0, 1)
-    right = await ready.poll(reader=E)
+    right = await ready.read(reader=E)
     assert list(right.blocks[0].marks) == marks(64)
     [answer] = await ready.reader(read_done(right.accepted.lease_id, 0), ref=E)
     assert answer.read_ended.verdict == pb.VERDICT_VALID
@@ -123,7 +120,7 @@ async def test_after_a_mismatch_the_right_reader_still_gets_the_publication(read
 async def test_listings_show_where_marks_end_and_never_their_digests(ready: Node) -> None:
     await ready.publish(last=False, marks=marks(64, 100))
     await ready.publish(step=1, marks=marks(128))
-    lease_id = (await ready.poll()).accepted.lease_id
+    lease_id = (await ready.read()).accepted.lease_id
     assert list((await listed(ready)).marks) == [64, 100, 128]
     look = ready.introspection
     shown: list[Message] = [
@@ -142,11 +139,9 @@ async def test_listings_show_where_marks_end_and_never_their_digests(ready: Node
 async def test_a_reference_may_have_marks_in_every_call_that_takes_one(ready: Node) -> None:
     await ready.publish(marks=marks(64))
     few, many = marked(64, 100, 128, 160), marked(1, 2, 3, 4, 5)
-    assert (await ready.poll(reference=few)).accepted.publication == 1
-    stream = ready.read(reader=E, reference=few)
-    assert (await stream.next()).accepted.publication == 1
+    assert (await ready.read(reference=few)).accepted.publication == 1
     assert (await ready.handshake(reference=few)).has_agents
-    for call in (ready.poll(reference=many), ready.read(reference=many).next(), ready.handshake(reference=many)):
+    for call in (ready.read(reference=many), ready.handshake(reference=many)):
         assert isinstance(await raised(call), BadReference)
     bad, good = await ready.reader(*(pb.Notification(decline=pb.Decline(reference=each)) for each in (many, few)))
     assert isinstance(error_of(bad), BadReference)

@@ -67,7 +67,7 @@ async def test_a_new_incarnation_hears_when_the_last_lease_on_the_old_one_ends(n
     watch = await node.open_engine()
     assert from_duration((await node.register()).reuse_after) == 0
     await node.publish()
-    await node.read().next()
+    await node.read()
     await node.leaves(watch)
     node.pass_by(TIMES.engine_ttl)
     await node.open_engine(P2)
@@ -155,7 +155,7 @@ async def test_an_engine_that_lacked_heads_may_register_with_another_cache(node:
     beyond = pb.GroupBlocks(group="full", end_token=16, run_starts=[5], run_counts=[1])
     assert (await node.publish(1, groups=[beyond])).error.reason == errors_pb2.ERROR_REASON_BAD_BLOCK
     await node.publish(2)
-    lease_id = (await node.read(2).next()).accepted.lease_id
+    lease_id = (await node.read(2)).accepted.lease_id
     report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1)
     await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=[report])))
     assert node.home.journal.read_bytes == 4 * sum(plane.bytes_per_block for plane in planes)

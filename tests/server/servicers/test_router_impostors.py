@@ -33,15 +33,15 @@ async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: s
         await node.open_engine(ref)
         await node.register(ref=ref)
     given = made(engine_id="name")
-    poll = await begin(node, given)
+    read = await begin(node, given)
     await node.source(publish_notification(router_key="room-7", key=OTHER_KEY), ref=stranger)
     await waiting_at(node, 1)
     await node.source(publish_notification(router_key="room-7", key=KEY), ref=source)
-    assert (await poll).accepted.source.engine_id == true
+    assert (await read).accepted.source.engine_id == true
     # Nor is it declined at the impostor alone.
     early = made("room-8", engine_id="name")
     assert [result.HasField("done") for result in await decline(node, early)] == [True]
-    assert isinstance(await raised(node.poll(reference=early)), PublicationReleased)
+    assert isinstance(await raised(node.read(reference=early)), PublicationReleased)
 
 
 async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -53,12 +53,12 @@ async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(
         await decline(node, made("full-too"))
         watch = await node.open_engine(P)
         await node.register(ref=P)
-        poll = await begin(node, made(), before=1)
+        read = await begin(node, made(), before=1)
         (refused,) = await decline(node, made("declined"))
         # Not everybody was told; the one whose reference it is was.
         assert isinstance(error_of(refused), LimitReached)
         await publish(node)
-        assert (await poll).accepted.source.incarnation == P.incarnation
+        assert (await read).accepted.source.incarnation == P.incarnation
         await publish(node, 2, "declined")
         assert await released(watch) == (2, pb.RELEASE_OUTCOME_DECLINED)
         full.cancel()
@@ -69,15 +69,15 @@ async def test_an_impostor_without_caches_is_waited_beside(tmp_path: Path) -> No
         await node.open_engine(P2)
         await node.open_engine(P)
         await node.register(ref=P)
-        poll = await begin(node, made())
+        read = await begin(node, made())
         await publish(node)
-        assert (await poll).accepted.source.incarnation == P.incarnation
+        assert (await read).accepted.source.incarnation == P.incarnation
 
 
 async def test_who_waits_with_any_key_takes_no_place_of_a_publications_own_reference(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_reads=2) as node:
         strangers = [await begin(node, made("no-such")), await begin(node, made("no-such"), before=1, reader=E)]
-        answer = await node.poll(1, read_id=read_id("own"), reader=D)
+        answer = await node.read(1, read_id=read_id("own"), reader=D)
         assert answer.accepted.publication == 1
-        for poll in strangers:
-            poll.cancel()
+        for read in strangers:
+            read.cancel()

@@ -59,48 +59,39 @@ from tests.support.parties import P2, TIMES, D, E, P, read_id
 
 
 async def waited(node: Node, given: str) -> KvferryError:
-    """The error of a poll that waits for 20 ms of the home's clock."""
-    poll = await begin(node, given, wait=Duration(nanos=20_000_000))
+    """The error of a read that waits for 20 ms of the home's clock."""
+    read = await begin(node, given, wait=Duration(nanos=20_000_000))
     node.pass_by(0.02)
-    return await raised(poll)
+    return await raised(read)
 
 
 async def test_a_poll_waits_for_the_publication_and_gets_its_own_reference(ready: Node) -> None:
-    poll = await begin(ready, made())
+    read = await begin(ready, made())
     # Nothing is leased before it comes.
     assert ready.home.records.live_leases() == (0, 0.0)
     await publish(ready, payload=b"first")
-    answer = await poll
+    answer = await read
     accepted = answer.accepted
     assert (accepted.publication, accepted.reference) == (1, reference())
     assert [blocks.step for blocks in answer.blocks] == [0]
     assert answer.complete.payload == b"first"
     # From now on the reader uses that one: it is the same read, with the same lease.
-    again = await ready.poll(reference=accepted.reference)
+    again = await ready.read(reference=accepted.reference)
     assert (again.accepted.lease_id, again.accepted.reference) == (accepted.lease_id, "")
-    assert (await ready.poll(reference=made())).accepted.lease_id == accepted.lease_id
+    assert (await ready.read(reference=made())).accepted.lease_id == accepted.lease_id
     found = await ready.handshake(reference=accepted.reference)
     assert found.has_agents
     [result] = await ready.reader(read_done(accepted.lease_id, 0))
     assert result.read_ended.verdict == pb.VERDICT_VALID
 
 
-async def test_a_stream_waits_as_a_poll_does(ready: Node) -> None:
-    stream = ready.read(reference=made())
-    await waiting_at(ready, 1)
-    await publish(ready)
-    first = await stream.next()
-    assert first.accepted.reference == reference()
-    assert [(await stream.next()).WhichOneof("message") for _ in range(2)] == ["blocks", "complete"]
-
-
 async def test_a_publication_that_is_there_is_found_at_once(ready: Node) -> None:
     await publish(ready)
-    assert (await ready.poll(reference=made())).accepted.reference == reference()
+    assert (await ready.read(reference=made())).accepted.reference == reference()
 
 
 async def test_a_waiting_read_is_listed_without_its_secrets(ready: Node) -> None:
-    poll = await begin(ready, made(), parties=2)
+    read = await begin(ready, made(), parties=2)
     ready.clock.pass_by(3)
     request = ipb.ListTransfersRequest(engine_id=P.engine_id, reader_engine_id=D.engine_id)
     listed = await ready.introspection.ListTransfers(request, timeout=TIMEOUT)
@@ -112,7 +103,7 @@ async def test_a_waiting_read_is_listed_without_its_secrets(ready: Node) -> None
         assert secret not in listed.SerializeToString()
     assert ready.home.journal.waiting == 1
     await publish(ready)
-    await poll
+    await read
     assert ready.home.journal.waiting == 0
     listed = await ready.introspection.ListTransfers(request, timeout=TIMEOUT)
     (transfer,) = listed.transfers
@@ -129,7 +120,7 @@ async def test_the_key_is_compared_when_the_publication_comes(ready: Node) -> No
     assert isinstance(error, WrongKey)
     assert KEY.hex() not in f"{error} {error.values}"
     assert (await right).accepted.publication == 1
-    assert isinstance(await raised(ready.poll(reference=made(key=OTHER_KEY))), WrongKey)
+    assert isinstance(await raised(ready.read(reference=made(key=OTHER_KEY))), WrongKey)
 
 
 async def test_a_wait_ends_by_its_time(ready: Node) -> None:
@@ -163,10 +154,10 @@ async def test_a_late_reader_is_told_of_the_release(ready: Node) -> None:
     for acknowledged in (False, True):
         if acknowledged:
             await ready.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[1])))
-        late = await raised(ready.poll(reference=made()))
+        late = await raised(ready.read(reference=made()))
         assert isinstance(late, PublicationReleased)
         assert (late.values["publication"], late.values["outcome"]) == ("1", "DECLINED")
-        assert isinstance(await raised(ready.poll(reference=made(key=OTHER_KEY))), WrongKey)
+        assert isinstance(await raised(ready.read(reference=made(key=OTHER_KEY))), WrongKey)
     ready.pass_by(TIMES.max_wait)
     assert isinstance(await waited(ready, made()), PublicationTimeout)
 
@@ -174,14 +165,14 @@ async def test_a_late_reader_is_told_of_the_release(ready: Node) -> None:
 async def test_a_decline_that_comes_first_ends_the_waits_and_the_publication(node: Node) -> None:
     watch = await node.open_engine()
     await node.register()
-    poll = await begin(node, made())
+    read = await begin(node, made())
     other = await begin(node, made(key=OTHER_KEY), before=1, read_id=read_id("other"))
     assert [result.HasField("done") for result in await decline(node, made(), made())] == [True, True]
-    error = await raised(poll)
+    error = await raised(read)
     assert isinstance(error, PublicationReleased)
     assert error.values["outcome"] == "DECLINED"
     # Whoever comes later hears it at once, and the source has its blocks back.
-    assert isinstance(await raised(node.poll(reference=made())), PublicationReleased)
+    assert isinstance(await raised(node.read(reference=made())), PublicationReleased)
     # The key of a decline cannot be checked yet, so it ends nothing that has another key.
     await waiting_at(node, 1)
     assert (await publish(node)).HasField("published")
@@ -190,21 +181,21 @@ async def test_a_decline_that_comes_first_ends_the_waits_and_the_publication(nod
 
 
 async def test_a_decline_with_another_key_ends_nothing(ready: Node) -> None:
-    poll = await begin(ready, made())
+    read = await begin(ready, made())
     await decline(ready, made(key=OTHER_KEY))
     await publish(ready)
-    assert (await poll).accepted.publication == 1
+    assert (await read).accepted.publication == 1
     (refused,) = await decline(ready, made(key=OTHER_KEY))
     assert isinstance(error_of(refused), WrongKey)
-    assert (await ready.poll(reference=made())).accepted.publication == 1
+    assert (await ready.read(reference=made())).accepted.publication == 1
 
 
 async def test_a_decline_is_remembered_for_as_long_as_anybody_waits(ready: Node) -> None:
     await decline(ready, made())
     ready.pass_by(TIMES.max_wait)
-    poll = await begin(ready, made())
+    read = await begin(ready, made())
     await publish(ready)
-    assert (await poll).accepted.publication == 1
+    assert (await read).accepted.publication == 1
 
 
 async def test_a_decline_of_what_is_published_releases_it(node: Node) -> None:
@@ -217,24 +208,24 @@ async def test_a_decline_of_what_is_published_releases_it(node: Node) -> None:
 
 async def test_an_abort_reaches_those_who_come_later(ready: Node) -> None:
     await publish(ready, last=False)
-    assert (await ready.poll(reference=made())).accepted.publication == 1
+    assert (await ready.read(reference=made())).accepted.publication == 1
     await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
-    assert isinstance(await raised(ready.poll(reference=made(), read_id=read_id("late"))), PublicationAborted)
+    assert isinstance(await raised(ready.read(reference=made(), read_id=read_id("late"))), PublicationAborted)
 
 
 async def test_one_reader_takes_half_the_places_to_wait(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_reads=4) as node:
-        polls = [await begin(node, made(), before=index, read_id=read_id(f"{index}")) for index in range(2)]
-        error = await raised(node.poll(reference=made(), read_id=read_id("third")))
+        waiting = [await begin(node, made(), before=index, read_id=read_id(f"{index}")) for index in range(2)]
+        error = await raised(node.read(reference=made(), read_id=read_id("third")))
         assert isinstance(error, LimitReached)
         assert error.values["limit"] == "waiting_reads"
-        polls.append(await begin(node, made(), before=2, reader=E))
+        waiting.append(await begin(node, made(), before=2, reader=E))
         await publish(node)
-        assert [(await poll).accepted.publication for poll in polls] == [1, 1, 1]
+        assert [(await read).accepted.publication for read in waiting] == [1, 1, 1]
         # Their places are free again.
         held = [await begin(node, made("next"), before=index, read_id=read_id(f"n{index}")) for index in range(2)]
-        for poll in held:
-            poll.cancel()
+        for read in held:
+            read.cancel()
         await waiting_at(node, 0)
 
 
@@ -260,7 +251,7 @@ async def test_past_keys_are_bounded(ready: Node, monkeypatch: pytest.MonkeyPatc
         await decline(ready, made(f"room-{number}"))
         await ready.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[number])))
     assert ready.home.memory.held(P) - before == 2 * 1024
-    assert isinstance(await raised(ready.poll(reference=made("room-5"))), PublicationReleased)
+    assert isinstance(await raised(ready.read(reference=made("room-5"))), PublicationReleased)
     assert isinstance(await waited(ready, made("room-1")), PublicationTimeout)
 
 
@@ -268,54 +259,54 @@ async def test_past_keys_are_bounded(ready: Node, monkeypatch: pytest.MonkeyPatc
 async def test_a_source_that_restarts_ends_the_waits(node: Node, *, stays_away: bool) -> None:
     watch = await node.open_engine()
     await node.register()
-    poll = await begin(node, made())
+    read = await begin(node, made())
     await node.leaves(watch)
     # It may still come back.
     await waiting_at(node, 1)
     node.pass_by(TIMES.engine_ttl)
-    error = await raised(poll)
+    error = await raised(read)
     assert isinstance(error, EngineUnknown)
     if stays_away:
-        assert isinstance(await raised(node.poll(reference=made())), EngineUnknown)
+        assert isinstance(await raised(node.read(reference=made())), EngineUnknown)
         return
     await node.open_engine(P2)
-    assert isinstance(await raised(node.poll(reference=made())), EngineIncomplete)
+    assert isinstance(await raised(node.read(reference=made())), EngineIncomplete)
     await node.register(ref=P2)
-    poll = await begin(node, made())
+    read = await begin(node, made())
     await node.source(publish_notification(router_key="room-7", key=KEY), ref=P2)
-    assert (await poll).accepted.source.incarnation == P2.incarnation
+    assert (await read).accepted.source.incarnation == P2.incarnation
 
 
 async def test_an_engine_that_is_evicted_ends_the_waits(node: Node) -> None:
     await node.open_engine()
     await node.register()
-    poll = await begin(node, made())
+    read = await begin(node, made())
     with node.home.turn():
         node.home.evict(P)
-    assert isinstance(await raised(poll), PeerRestarted)
+    assert isinstance(await raised(read), PeerRestarted)
     await waiting_at(node, 0)
     assert node.home.memory.used == 0
 
 
 async def test_a_drain_ends_the_waits_until_later(ready: Node) -> None:
-    poll = await begin(ready, made())
+    read = await begin(ready, made())
     ready.home.drain()
-    error = await raised(poll)
+    error = await raised(read)
     assert isinstance(error, ServerDraining)
     assert error.retryable
-    assert isinstance(await raised(ready.poll(reference=made())), ServerDraining)
+    assert isinstance(await raised(ready.read(reference=made())), ServerDraining)
 
 
 async def test_a_home_that_starts_anew_asks_readers_to_come_again(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
-        assert isinstance(await raised(node.poll(reference=made())), HomeRecovering)
+        assert isinstance(await raised(node.read(reference=made())), HomeRecovering)
         (refused,) = await decline(node, made())
         assert isinstance(error_of(refused), HomeRecovering)
         watch_opened = asyncio.create_task(node.open_engine())
         await watch_opened
         await node.register()
         await publish(node)
-        assert (await node.poll(reference=made())).accepted.publication == 1
+        assert (await node.read(reference=made())).accepted.publication == 1
 
 
 async def test_a_snapshot_has_the_router_keys(tmp_path: Path) -> None:
@@ -324,7 +315,7 @@ async def test_a_snapshot_has_the_router_keys(tmp_path: Path) -> None:
         await node.register()
         held = publish_notification(router_key="room-7", key=KEY)
         await node.source(*snapshot(held, high_water=1))
-        assert (await node.poll(reference=made())).accepted.reference == reference()
+        assert (await node.read(reference=made())).accepted.reference == reference()
 
 
 async def test_two_incarnations_of_a_home_that_has_just_started_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -334,11 +325,11 @@ async def test_two_incarnations_of_a_home_that_has_just_started_do_not_disturb_e
         await node.register(ref=P2)
         await node.open_engine(P)
         await node.register(ref=P)
-        poll = await begin(node, made())
+        read = await begin(node, made())
         await node.source(publish_notification(router_key="room-7", key=OTHER_KEY), ref=P2)
         await waiting_at(node, 1)
         await publish(node)
-        assert (await poll).accepted.source.incarnation == P.incarnation
+        assert (await read).accepted.source.incarnation == P.incarnation
 
 
 async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None:
@@ -348,18 +339,18 @@ async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None
         await node.register(ref=ref)
     for rank, ref in enumerate(ranks):
         given = made(engine_id="deployment", rank=rank)
-        poll = await begin(node, given)
+        read = await begin(node, given)
         await node.source(publish_notification(router_key="room-7", key=KEY), ref=ref)
-        assert (await poll).accepted.source.engine_id == ref.engine_id
+        assert (await read).accepted.source.engine_id == ref.engine_id
         (result,) = await decline(node, given)
         assert result.HasField("done")
     # An engine of that very name may be meant as well.
     await node.open_engine(alone := engine("deployment"))
     await node.register(ref=alone)
-    poll = await begin(node, made("room-8", engine_id="deployment"))
+    read = await begin(node, made("room-8", engine_id="deployment"))
     await node.source(publish_notification(router_key="room-8", key=KEY), ref=alone)
-    assert (await poll).accepted.source.engine_id == "deployment"
-    assert isinstance(await raised(node.poll(reference=made(engine_id="deployment", rank=2))), EngineUnknown)
+    assert (await read).accepted.source.engine_id == "deployment"
+    assert isinstance(await raised(node.read(reference=made(engine_id="deployment", rank=2))), EngineUnknown)
 
 
 async def test_what_does_not_fit_is_refused(ready: Node) -> None:
@@ -379,11 +370,11 @@ async def test_what_does_not_fit_is_refused(ready: Node) -> None:
     await publish(ready, 2)
     assert isinstance(error_of(await publish(ready, 2, "room-8")), InvalidField)
     long = made().replace("kvf1.", "kvf1.AAAA")
-    assert isinstance(await raised(ready.poll(reference=long)), BadReference)
+    assert isinstance(await raised(ready.read(reference=long)), BadReference)
     # Without an incarnation nobody can say whose agents are meant.
     assert isinstance(await raised(ready.handshake(reference=made())), InvalidField)
     assert parse_reference(made()).router_key == "room-7"
-    assert (await ready.poll(2)).accepted.reference == ""
+    assert (await ready.read(2)).accepted.reference == ""
 
 
 async def test_a_home_that_waits_for_what_its_engines_had_published_says_so(tmp_path: Path) -> None:
@@ -392,12 +383,12 @@ async def test_a_home_that_waits_for_what_its_engines_had_published_says_so(tmp_
         watch = Watch(node, P)
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.register()
-        assert isinstance(await raised(node.poll(reference=made())), HomeRecovering)
+        assert isinstance(await raised(node.read(reference=made())), HomeRecovering)
         # The engine has told it everything: now it is the publication that is waited for.
         await node.source(*snapshot())
-        poll = await begin(node, made())
+        read = await begin(node, made())
         await publish(node)
-        assert (await poll).accepted.source.engine_id == P.engine_id
+        assert (await read).accepted.source.engine_id == P.engine_id
 
 
 async def test_a_publication_whose_time_is_over_is_not_found_under_its_key(ready: Node) -> None:
@@ -405,6 +396,6 @@ async def test_a_publication_whose_time_is_over_is_not_found_under_its_key(ready
     for number in range(1, MAX_ENDED_AT_ONCE + 2):
         await publish(ready, number, f"room-{number}")
     ready.clock.pass_by(TIMES.hold + 1)
-    error = await raised(ready.poll(reference=made(f"room-{MAX_ENDED_AT_ONCE + 1}")))
+    error = await raised(ready.read(reference=made(f"room-{MAX_ENDED_AT_ONCE + 1}")))
     assert isinstance(error, PublicationReleased)
     assert error.values["outcome"] == "UNREAD"

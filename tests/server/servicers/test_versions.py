@@ -36,7 +36,6 @@ FIRST_CALLS: dict[str, Callable[[], Any]] = {
     "RegisterCache": register_request,
     "Handshake": handshake_request,
     "ReadBlocks": read_request,
-    "PollBlocks": lambda: pb.PollBlocksRequest(read=read_request()),
     "Notify": lambda: pb.NotifyRequest(notifications=[pb.Notification(renew=pb.Renew(lease_id=b"l" * 16))]),
 }
 """Everything that a peer may call first."""
@@ -58,7 +57,7 @@ class Raw:
             asked.version.CopyFrom(said)
         answer = getattr(self._stub, call)(asked, timeout=TIMEOUT)
         try:
-            if call in ("Watch", "Handshake", "ReadBlocks"):
+            if call in ("Watch", "Handshake"):
                 return await answer.read()
             return await answer
         except grpc.aio.AioRpcError as error:

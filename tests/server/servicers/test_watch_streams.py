@@ -43,10 +43,10 @@ async def test_the_first_watch_opens_an_engine_and_says_what_the_home_needs(node
     assert not first.opened.resumed
     # A home cannot know whether an engine that it has not seen has published anything.
     assert (await watch.next()).synced.need_resync
-    assert isinstance(await raised(node.read().next()), HomeRecovering | EngineIncomplete)
+    assert isinstance(await raised(node.read()), HomeRecovering | EngineIncomplete)
     await node.source(*snapshot())
     await node.register()
-    assert (await node.read().next()).HasField("accepted")
+    assert (await node.read()).HasField("accepted")
     again = Watch(node)
     await again.next()
     assert not (await again.next()).synced.need_resync
@@ -92,8 +92,7 @@ async def test_released_tells_what_became_of_every_read(node: Node) -> None:
     watch = await node.open_engine()
     await node.register()
     await node.publish(expected_reads=1)
-    stream = node.read(parties=2)
-    lease_id = (await stream.next()).accepted.lease_id
+    lease_id = (await node.read(parties=2)).accepted.lease_id
     await node.reader(read_done(lease_id, 3, 5))
     told = await watch.next()
     assert told.sequence == 1
@@ -146,7 +145,7 @@ async def test_a_rank_that_is_lost_is_told_to_its_scheduler_and_makes_the_engine
     await node.leaves(rank)
     node.pass_by(TIMES.engine_ttl)
     assert (await watch.next()).rank_lost.rank == 1
-    assert isinstance(await raised(node.read().next()), EngineIncomplete)
+    assert isinstance(await raised(node.read()), EngineIncomplete)
     error = await raised(node.handshake())
     assert isinstance(error, EngineIncomplete)
     assert error.values["missing_ranks"] == "1"

@@ -39,31 +39,20 @@ await new Promise((resolve, reject) => {
 });
 const ranks = pages.flatMap((page) => page.ranks);
 
-const messages = [];
-await new Promise((resolve, reject) => {
-  const call = client.ReadBlocks(
-    { reference: text, reader, version, read_id: randomBytes(16), parties: 1, wait: { seconds: 5 } },
+const read = await new Promise((resolve, reject) =>
+  client.ReadBlocks(
+    { reference: text, reader, version, read_id: randomBytes(16), parties: 1 },
     deadline(),
-  );
-  call.on("data", (message) => {
-    messages.push(message);
-    if (message.message === "complete") {
-      call.cancel();
-      resolve();
-    }
-  });
-  call.on("error", reject);
-  call.on("end", resolve);
-});
-
-const accepted = messages[0].accepted;
+    (error, answer) => (error ? reject(error) : resolve(answer)),
+  ),
+);
 const done = await new Promise((resolve, reject) =>
   client.Notify(
     {
       sender: reader,
       version,
       notifications: [
-        { read_done: { lease_id: accepted.lease_id, reports: [{ rank: 0, outcome: "RANK_OUTCOME_DONE", bytes: 0 }] } },
+        { read_done: { lease_id: read.accepted.lease_id, reports: [{ rank: 0, outcome: "RANK_OUTCOME_DONE", bytes: 0 }] } },
       ],
     },
     deadline(),
@@ -78,8 +67,8 @@ console.log(
     ranks: ranks.length,
     planes: ranks[0].planes.length,
     agents: pages.flatMap((page) => page.agents).map((agent) => agent.metadata.length),
-    kinds: messages.map((message) => message.message),
-    blocks: messages.filter((message) => message.message === "blocks").flatMap((message) => message.blocks.groups),
+    blocks: read.blocks.flatMap((step) => step.groups),
+    steps: read.complete.steps,
     verdict: done.results[0].read_ended.verdict,
   }),
 );

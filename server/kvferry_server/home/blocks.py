@@ -1,0 +1,167 @@
+"""How a home answers a reader that asks for a publication's blocks."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry._wire.reference import engine_ids
+from kvferry.errors import InvalidField, KvferryError, PublicationTimeout, ServerDraining
+from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
+from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
+from kvferry_server.home.home import Home
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadAnswer:
+    """What a reader is told: what there is of the publication from `next_step` on. Encode it at once, since the
+    publication may change later.
+
+    Attributes:
+        lease: the lease.
+        next_step: index of the first step that the reader has not got.
+        accepted: the reader does not have the lease yet.
+        reference: the publication's own reference, if the reader does not have the lease and asked with a reference
+            that a router made; else empty.
+    """
+
+    lease: Lease
+    next_step: int = 0
+    accepted: bool = False
+    reference: str = field(default="", repr=False)
+
+
+async def read_blocks(
+    home: Home, request: LeaseRequest | RoutedRequest, wait: float, lease_id: bytes = b"", next_step: int = 0
+) -> ReadAnswer:
+    """Grant a lease on a publication, or find the lease that the reader has, and answer as soon as there is something
+    that the reader has not got; or with nothing new when the wait is over. Cancelling it does not end the lease.
+
+    Args:
+        home: the source's home.
+        request: the reader's call.
+        wait: seconds to wait for something new.
+        lease_id: the lease that the reader has. If it is empty, or another lease's, the answer has the lease and all
+            steps, and is not waited for.
+        next_step: index of the first step that the reader has not got under that lease.
+
+    Raises:
+        InvalidField: `next_step` is above the number of steps.
+        PublicationTimeout: the publication did not arrive in time.
+        LeaseEnded: the lease has ended.
+        ServerDraining: the node server is draining; the lease goes on.
+        KvferryError: all that `Lessor.grant`, `Routing.find` and `Engine.check_readable` raise.
+    """
+    waits_until = home.clock.now() + wait
+    asked = await _found(home, request, waits_until, wait)
+    lease = _granted(home, asked, lease_id)
+    publication = lease.publication
+    if not secrets.compare_digest(lease_id, lease.lease_id):
+        reference = home.reference(publication) if isinstance(request, RoutedRequest) else ""
+        return ReadAnswer(lease, accepted=True, reference=reference)
+    there = len(publication.steps)
+    if next_step > there:
+        raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
+    with home.wakeups.watching(publication) as waker:
+        while len(publication.steps) <= next_step and not publication.complete and lease.revoked is None:
+            if not lease.live and not publication.step_count:
+                raise _timeout(publication, wait)
+            lease.check_replay(asked)
+            if home.draining:
+                raise ServerDraining("this node server is draining; the lease goes on")
+            left = waits_until - home.clock.now()
+            if left <= 0:
+                if publication.stage is PublicationStage.AWAITED:
+                    raise _timeout(publication, wait)
+                break
+            await waker.wait(left)
+            waker.clear()
+    return ReadAnswer(lease, next_step)
+
+
+async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until: float, wait: float) -> LeaseRequest:
+    """Return the request for a lease. A read with a reference that a router made first waits for its publication: here,
+    without a lease, because nothing is pinned for it yet."""
+    if isinstance(request, LeaseRequest):
+        return request
+    wanted = request.router_key
+    with home.turn():
+        engines = home.engines.find_named(engine_ids(request.engine_id, request.data_parallel_rank))
+        sources = [engine.ref for engine in engines]
+        found = home.routing.find(sources, wanted)
+        if found is not None:
+            return home.routing.request(found, request)
+        _check_some_readable(engines)
+        waiting = home.routing.wait(sources, request)
+    try:
+        with home.wakeups.watching(waiting) as waker:
+            while found is None:
+                left = waits_until - home.clock.now()
+                if left <= 0:
+                    raise _never_came(sources[0], request, wait)
+                await waker.wait(left)
+                waker.clear()
+                with home.turn():
+                    found = home.routing.find(_living(home, sources), wanted)
+    finally:
+        home.routing.end_wait(waiting)
+    with home.turn():
+        return home.routing.request(found, request)
+
+
+def _check_some_readable(engines: Sequence[Engine]) -> None:
+    """Raise as `Engine.check_readable` if none can be read from."""
+    errors = list[KvferryError]()
+    for engine in engines:
+        try:
+            engine.check_readable()
+        except KvferryError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
+
+
+def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
+    """Return those incarnations that live. Raises `PeerRestarted` or `EngineUnknown` if none does."""
+    living, gone = list[EngineRef](), list[KvferryError]()
+    for source in sources:
+        try:
+            living.append(home.engines.find_live(source.engine_id, source.incarnation).ref)
+        except KvferryError as error:
+            gone.append(error)
+    if not living:
+        raise gone[0]
+    return living
+
+
+def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
+    """Grant a lease. A reader that shows the lease's id goes on whatever has become of the source. Raises what
+    `Lessor.grant` and `Engine.check_readable` do."""
+    source = request.read.source
+    with home.turn():
+        if not (lease_id and home.lessor.has_lease(request.read, lease_id)):
+            home.engines.find_live(source.engine_id, source.incarnation).check_readable()
+        return home.lessor.grant(request)
+
+
+def _never_came(source: EngineRef, request: RoutedRequest, wait: float) -> PublicationTimeout:
+    name, engine_id = request.router_key.name, source.engine_id
+    return PublicationTimeout(
+        f"nothing was published by engine {engine_id!r} under the router key {name!r} within {wait:.3f} s",
+        engine_id=engine_id,
+        publication=0,
+        waited_ms=round(wait * 1000),
+    )
+
+
+def _timeout(publication: PublicationRecord, wait: float) -> PublicationTimeout:
+    return PublicationTimeout(
+        f"{publication} was not published within {wait:.3f} s",
+        engine_id=publication.source.engine_id,
+        publication=publication.number,
+        waited_ms=round(wait * 1000),
+    )

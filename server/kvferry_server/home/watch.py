@@ -1,0 +1,127 @@
+"""The stream of events that a home sends to a process of an engine, as values."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.errors import PeerRestarted, ServerDraining, WatchTakenOver
+from kvferry_server.domain.watch_feed import Feed, Numbered, Process
+from kvferry_server.home.home import EVENT_BYTES, Home
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A Watch is open; with `resumed`, it goes on where the last one ended, without a full state."""
+
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The full state has been sent. With `need_resync`, the process must send its own state again."""
+
+    need_resync: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lagged:
+    """This many events were dropped; the full state follows."""
+
+    dropped: int
+
+
+WatchMessage: TypeAlias = Opened | Numbered | Synced | Lagged
+
+
+async def watch(
+    home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, host: str = ""
+) -> AsyncGenerator[WatchMessage, None]:
+    """Serve a process's Watch: yield its full state, or the events after `resume_sequence`, then events as they happen.
+
+    Args:
+        home: the engine's home.
+        process: the process that watches.
+        secret: the secret of its engine's session.
+        resume_epoch: epoch of the home that the process last watched; empty: it watches for the first time.
+        resume_sequence: number of the last event that it got.
+        host: the host that the Watch comes from; empty if unknown.
+
+    Raises:
+        WatchTakenOver: a newer Watch of the process has opened.
+        PeerRestarted: the engine was replaced or evicted.
+        ServerDraining: the node server ends, which the process was told; or it is draining and the process is new.
+        KvferryError: all that `Home.open_watch` raises.
+    """
+    with home.turn():
+        home.check_may_watch(process)
+        feed = home.open_watch(process, secret, host)
+        number = feed.take_over()
+        home.wakeups.wake(feed)
+        told = resume_sequence
+        resumed = resume_epoch == home.epoch and feed.dropped_after(told) == 0
+        # A home that needs a resync must send the full state: only `synced`, at its end, can say so.
+        resumed = resumed and not home.need_resync(process)
+    try:
+        yield Opened(resumed)
+        if not resumed:
+            told = feed.sequence
+            async with aclosing(_full_state(home, feed, number)) as messages:
+                async for message in messages:
+                    yield message
+        with home.wakeups.watching(feed) as waker:
+            while True:
+                waker.clear()
+                dropped = feed.dropped_after(told)
+                if dropped:
+                    yield Lagged(dropped)
+                    told = feed.sequence
+                    async with aclosing(_full_state(home, feed, number)) as messages:
+                        async for message in messages:
+                            yield message
+                for numbered in feed.after(told):
+                    _check_current(feed, number)
+                    told = numbered.sequence
+                    yield numbered
+                _check_current(feed, number)
+                if feed.after(told):
+                    continue
+                if home.stopping:
+                    raise ServerDraining("this node server is draining")
+                await waker.wait()
+    finally:
+        # A stream that ended with the node server says nothing about its process.
+        if feed.current_watch == number and not home.stopping:
+            with home.turn():
+                home.close_watch(process)
+
+
+async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[WatchMessage, None]:
+    process = feed.process
+    events = home.state(process)
+    size = EVENT_BYTES * len(events)
+    if feed.full_states:
+        # Only the first is sent unchecked, since without one the engine dies. Watches that were taken over may never
+        # take what is sent, so further ones count.
+        home.memory.check(process.engine, size)
+    feed.full_states += 1
+    try:
+        with home.memory.holding(process.engine, size):
+            for event in events:
+                _check_current(feed, number)
+                yield Numbered(0, event)
+    finally:
+        feed.full_states -= 1
+    yield Synced(home.need_resync(process))
+
+
+def _check_current(feed: Feed, number: int) -> None:
+    if feed.evicted:
+        ref = feed.process.engine
+        problem = f"{ref} was evicted by an operator: it has to be started again"
+        raise PeerRestarted(problem, engine_id=ref.engine_id, incarnation=ref.incarnation.hex(), current="")
+    if feed.current_watch != number:
+        engine_id = feed.process.engine.engine_id
+        raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)
