@@ -18,6 +18,7 @@ from kvferry._cache import Cache
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
@@ -378,7 +379,7 @@ class Scheduler:
             return self.reads
 
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
-        monkeypatch.setattr("kvferry.engine.scheduler.Publishing", lambda _: self.publishing)
+        monkeypatch.setattr("kvferry.engine.scheduler.PublicationSender", lambda _: self.publishing)
         runtime = SimpleNamespace(lease_holder=lambda _: "holder", reads="meter")
         monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
         self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
@@ -438,7 +439,7 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     port.collect(WorkerOutput(1))
     assert reads.last() == ("collect", (WorkerOutput(1),), {})
     assert port.cancels() == ["one"]
-    publication = Publication.__new__(Publication)
+    publication = Publication(1, "mine", "reference")
     publishing.answers = {"publish": publication, "take_released": ["released"]}
     assert (
         port.publish(
@@ -446,22 +447,17 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
             LOCAL,
             last=False,
             expected_reads=3,
-            payload=b"p",
             checksums=True,
             traceparent="of the request",
             prompt=PROMPT,
         )
         is publication
     )
-    options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == (
-        "publish",
-        ("mine", LOCAL),
-        {**options, "reference": "", "layers": None, "prompt": PROMPT},
-    )
-    port.publish_more(publication, LOCAL, last=True, payload=b"q", layers=["a"], prompt=PROMPT)
-    more = {"last": True, "payload": b"q", "layers": ["a"], "prompt": PROMPT}
-    assert publishing.last() == ("publish_more", (publication, LOCAL), more)
+    options: dict[str, Any] = {"last": False, "expected_reads": 3, "checksums": True, "traceparent": "of the request"}
+    assert publishing.last() == ("publish", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
+    port.publish_more(publication, LOCAL, last=False, layers=["b", "a"], prompt=PROMPT)
+    more = PublishMore(publication, LOCAL, last=False, layers=("a", "b"), prompt=PROMPT)
+    assert publishing.last() == ("publish_more", (more,), {})
     port.abort(publication)
     assert publishing.last() == ("abort", (publication,), {})
     assert cast(Any, port.released()) == ["released"]
