@@ -24,9 +24,9 @@ from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
-from kvferry.engine.block_runs import BlockRuns
 from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
+from kvferry.geometry.blocks import BlockRuns
 from tests.engine.late_news import LateNews
 
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), 2)

@@ -29,6 +29,7 @@ def new_step(spec: EngineSpec, given: Publish | PublishMore) -> tuple[dict[str, 
         BadBlock: an id out of range, or the null block.
         BadReference: the reference is none.
         InvalidField: an argument does not fit the engine.
+        MessageTooLarge: no message holds it.
     """
     blocks = {name: without_nulls(spec.group(name), listed) for name, listed in given.blocks.items()}
     groups = [_encoded(spec, name, listed) for name, listed in blocks.items()]
@@ -42,6 +43,7 @@ def new_step(spec: EngineSpec, given: Publish | PublishMore) -> tuple[dict[str, 
     else:
         _check_unfinished(spec, groups)
         step.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=given.layers))
+    check_size("a step of a publication", step, SENT_NOTIFY_BYTES, ADDED_BYTES)
     return {name: listed.ids for name, listed in blocks.items()}, step
 
 

@@ -17,7 +17,6 @@ from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
-from kvferry.engine.block_runs import unfinished_of
 from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, TransferCancelled, WrongState
@@ -250,7 +249,7 @@ class WorkerPort(OneProcess):
             deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
             complete=arguments.flag("complete", grant.complete),
-            unfinished=unfinished_of(grant.unfinished),
+            unfinished=grant.unfinished,
         )
         if order.tokens is None and not order.complete:
             raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
@@ -400,7 +399,7 @@ class WorkerPort(OneProcess):
             for step in self._steps.take(read_id):
                 if step.lease_id and isinstance(read.order.lease, SchedulersLease):
                     read.order.lease.lease_id = step.lease_id
-                self._shares.add(read, step.blocks(), unfinished_of(step.unfinished), last=step.last)
+                self._shares.add(read, step.blocks(), step.unfinished, last=step.last)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
