@@ -223,14 +223,14 @@ def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> Non
     first, second = world.below.started
     assert (first.read_id, first.request_id, first.home) == ("one", "request one", HOME)
     assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
-    assert (first.reference, first.lease, first.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
+    assert (first.reference, first.lease, first.wanted.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
     assert before + 60.0 <= first.deadline <= after + 60.0
-    assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.blocks)] == [[3, 4], [20, 7]]
-    assert (first.tokens, second.tokens, second.tails) == ((16, 32), (0, 8), Tails.KEEP)
-    assert second.blocks["full"].ids.tolist() == [1, 2]
+    assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.wanted.blocks)] == [[3, 4], [20, 7]]
+    assert (first.wanted.tokens, second.wanted.tokens, second.wanted.tails) == ((16, 32), (0, 8), Tails.KEEP)
+    assert second.wanted.blocks["full"].ids.tolist() == [1, 2]
     # Of an attached grant too, blocks that are given go first.
     world.port.start(grant("three"), {"full": Blocks([5, 6], end_token=32)})
-    assert world.below.started[2].blocks["full"].ids.tolist() == [5, 6]
+    assert world.below.started[2].wanted.blocks["full"].ids.tolist() == [5, 6]
     # Its time may be over: then it ends so.
     world.port.start(grant("four", timeout=0.0))
     assert world.port.running() == 4

@@ -296,7 +296,7 @@ def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Call
     def share(name: str) -> StagedWork:
         transfer = Transfer(name, 10, 1, None, now, lambda: None)
         info = replace(source.info, name=name)
-        return StagedWork(transfer, info, part(source, memory, [1], [2]).staged, pool, now())
+        return StagedWork(transfer, info, part(source, memory, [1], [2])[1].staged, pool, now())
 
     return share
 
@@ -328,7 +328,7 @@ def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent
     woken: list[str] = []
     pool = StagingPool(HostAccess().allocate(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
     transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
-    share = StagedWork(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10]).staged, pool, now())
+    share = StagedWork(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10])[1].staged, pool, now())
     posted = []
     while (chunk := share.next(NixlOptions())) is not None:
         assert chunk.owner.begin()

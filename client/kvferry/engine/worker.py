@@ -14,7 +14,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.tails import Tails
 from kvferry._reads.local_rank import LocalRank, describe
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
 from kvferry.engine.step_order import StepOrders
@@ -243,15 +243,17 @@ class WorkerPort(OneProcess):
             reference=grant.reference,
             lease=SchedulersLease(grant.lease_id),
             granted=grant.blocks(),
-            blocks=mine,
-            tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
-            tails=arguments.instance("tails", tails, Tails, "a Tails"),
+            wanted=Wanted(
+                blocks=mine,
+                tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
+                tails=arguments.instance("tails", tails, Tails, "a Tails"),
+            ),
             deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
             complete=arguments.flag("complete", grant.complete),
             unfinished=grant.unfinished,
         )
-        if order.tokens is None and not order.complete:
+        if order.wanted.tokens is None and not order.complete:
             raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
         with self._lock:
             if self._done.get(grant.read_id):
@@ -433,7 +435,9 @@ class WorkerPort(OneProcess):
             quiet=read.quiet,
             bytes=read.bytes,
             work=read.work,
-            lost={} if error is None else {name: tuple(blocks.ids.tolist()) for name, blocks in order.blocks.items()},
+            lost={}
+            if error is None
+            else {name: tuple(blocks.ids.tolist()) for name, blocks in order.wanted.blocks.items()},
             error_name="" if error is None else type(error).__name__,
             message="" if error is None else error.message,
             values={} if error is None else dict(error.values),
