@@ -9,7 +9,7 @@ from kvferry._clock import now
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
-from kvferry._control.publish import Publish, PublishMore, takes
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._forks import OneProcess
 from kvferry._wire.token import EngineToken
 
@@ -25,10 +25,6 @@ class SessionPublish(Publish):
     _: KW_ONLY
     timeout: float = CALL_TIMEOUT
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set("timeout", arguments.seconds("timeout", self.timeout))
-
 
 @dataclass(frozen=True)
 class SessionPublishMore(PublishMore):
@@ -40,10 +36,6 @@ class SessionPublishMore(PublishMore):
 
     _: KW_ONLY
     timeout: float = CALL_TIMEOUT
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set("timeout", arguments.seconds("timeout", self.timeout))
 
 
 class EngineSession(OneProcess):
@@ -72,7 +64,7 @@ class EngineSession(OneProcess):
         """The engine's reference, which routers give to readers for `Cache.warm`. A capability."""
         return self.token.engine_reference
 
-    @takes(SessionPublish)
+    @arguments.takes(SessionPublish)
     def publish(self, given: SessionPublish) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2).
@@ -95,9 +87,9 @@ class EngineSession(OneProcess):
                 on another thread took all the time; then nothing was published.
             KvferryError: the home refused the publication; nothing was published.
         """
-        return self._session.publish(given, given.timeout)
+        return self._session.publish(given, arguments.seconds("timeout", given.timeout))
 
-    @takes(SessionPublishMore)
+    @arguments.takes(SessionPublishMore)
     def publish_more(self, given: SessionPublishMore) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
@@ -109,7 +101,8 @@ class EngineSession(OneProcess):
             WrongState: the publication is complete, or was released.
             KvferryError: see `publish`.
         """
-        self._session.send(self._session.offer_more(given), given.timeout)
+        timeout = arguments.seconds("timeout", given.timeout)
+        self._session.send(self._session.offer_more(given), timeout)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Withdraw a publication: the home refuses new reads.

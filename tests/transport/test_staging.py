@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
+from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
 from kvferry._transport import calibration
 from kvferry._transport.calibration import measure
@@ -222,9 +223,11 @@ def test_a_source_that_stops_while_it_is_measured_keeps_one_slot(
     stopped.stop()
     begin = read.start
 
-    def begin_in_time(parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
+    def begin_in_time(
+        parts: Sequence[TransferPart], *, deadline: float | None, label: str, spaces: Sequence[StagingSpace]
+    ) -> Transfer:
         """The time of the measurement is not over before its read is posted."""
-        transfer = begin(parts, deadline=None, label=label)
+        transfer = begin(parts, deadline=None, label=label, spaces=spaces)
         wait_for(lambda: read.gauges().chunks_in_flight == 1)
         return transfer
 

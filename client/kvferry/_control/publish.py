@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry import _arguments as arguments
 from kvferry._control.publications import Publication
@@ -19,33 +16,6 @@ MAX_LAYER_NAME = 256
 
 MAX_PAYLOAD = 64 << 10
 """Most bytes of a publication's payload; the contract's limit."""
-
-Caller = TypeVar("Caller")
-Given = ParamSpec("Given")
-Value = TypeVar("Value")
-Result = TypeVar("Result")
-
-
-def takes(
-    value: Callable[Given, Value],
-) -> Callable[[Callable[[Caller, Value], Result]], Callable[Concatenate[Caller, Given], Result]]:
-    """Make a method that is given a value take the value's fields instead, as arguments of its own."""
-
-    def decorate(method: Callable[[Caller, Value], Result]) -> Callable[Concatenate[Caller, Given], Result]:
-        def call(self: Caller, /, *given: Given.args, **options: Given.kwargs) -> Result:
-            return method(self, value(*given, **options))
-
-        made: Any = functools.update_wrapper(call, method)
-        # Whoever asks for the signature gets the fields, and not the parameter of the method.
-        del made.__wrapped__
-        fields, said = inspect.signature(value).parameters, inspect.signature(method)
-        parameters = (next(iter(said.parameters.values())), *fields.values())
-        made.__signature__ = said.replace(parameters=parameters)
-        made.__annotations__ = {name: field.annotation for name, field in fields.items()}
-        made.__annotations__["return"] = said.return_annotation
-        return call
-
-    return decorate
 
 
 @dataclass(frozen=True)

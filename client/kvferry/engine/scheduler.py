@@ -10,7 +10,7 @@ from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Publication, Release
-from kvferry._control.publish import Publish, PublishMore, takes
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._prompt import Prompt
@@ -116,7 +116,7 @@ class SchedulerPort(OneProcess):
 
     # As a source.
 
-    @takes(Publish)
+    @arguments.takes(Publish)
     def publish(self, given: Publish) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
@@ -139,7 +139,7 @@ class SchedulerPort(OneProcess):
         """
         return self._publications.publish(given)
 
-    @takes(PublishMore)
+    @arguments.takes(PublishMore)
     def publish_more(self, given: PublishMore) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
