@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from kvferry import _arguments as arguments
 from kvferry._control.publications import Publication
@@ -24,7 +24,7 @@ class _Step:
 
     _: KW_ONLY
     last: bool
-    payload: bytes = b""
+    payload: bytes = field(default=b"", repr=False)
     layers: Collection[str] | None = None
     prompt: Prompt = Prompt.unknown
 
@@ -82,7 +82,7 @@ class Publish(_Step):
     expected_reads: int = 1
     checksums: bool = False
     traceparent: str = ""
-    reference: str = ""
+    reference: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
