@@ -179,16 +179,21 @@ class BlockRuns:
             pieces = [np.arange(start, start + count, dtype=np.int32) for start, count in runs]
             ids = pieces[0] if len(pieces) == 1 else np.concatenate((np.empty(0, np.int32), *pieces))
         else:
-            starts, counts = np.array(self.starts, np.int64), np.array(self.counts, np.int64)
-            # All at once, since a request may have a run per block: a loop would hold up the engine's step.
-            ids = np.arange(self.num_blocks, dtype=np.int32)
-            ids += np.repeat((starts - (np.cumsum(counts) - counts)).astype(np.int32), counts)
+            ids = ids_of_runs(np.array(self.starts, np.int64), np.array(self.counts, np.int64))
         return Blocks(ids, self.first_token, self.end_token, self.state_token)
 
     def followed_by(self, more: BlockRuns) -> BlockRuns:
         """Return these blocks and those after them, of the same group, as one."""
         starts, counts = self.starts + more.starts, self.counts + more.counts
         return BlockRuns(self.group, self.first_token, more.end_token, more.state_token, starts, counts)
+
+
+def ids_of_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> BlockIds:
+    """The ids of runs whose bounds were checked, ``int32[n]``. All at once, since a request may have a run per block: a
+    loop would hold up the engine's step."""
+    ids = np.arange(int(counts.sum()), dtype=np.int32)
+    ids += np.repeat((starts - (np.cumsum(counts) - counts)).astype(np.int32), counts)
+    return ids
 
 
 def runs_of(blocks: Mapping[str, Blocks]) -> tuple[BlockRuns, ...]:
