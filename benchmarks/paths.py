@@ -172,7 +172,7 @@ def measure_case(
     plans = {path: case.plan(info.regions[0].base, memory.region.base, PathRule(path, costs)) for path in (*Path, None)}
     for path in Path:
         expansion = plans[path].expand({"full": Blocks(theirs)}, {"full": Blocks(mine)})
-        parts = [TransferPart.of(info, of) for of in expansion.sources]
+        parts = [(info, of) for of in expansion.sources]
         actions[path.value] = Action(
             partial(move, transport, parts), prepare=memory.poison, verify=partial(memory.check, case, theirs, mine)
         )

@@ -7,20 +7,50 @@ sums wrap.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 from kvferry.errors import InvalidField
 
+Caller = TypeVar("Caller")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 Value = TypeVar("Value")
 
 MOST_SECONDS = 1e8
 """The longest timeout in seconds, about three years: more would overflow the timeouts of threads and gRPC."""
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def takes(
+    value: Callable[Given, Value],
+) -> Callable[[Callable[[Caller, Value], Result]], Callable[Concatenate[Caller, Given], Result]]:
+    """Make a method that is given a value of this class take the arguments of the class instead."""
+
+    def decorate(method: Callable[[Caller, Value], Result]) -> Callable[Concatenate[Caller, Given], Result]:
+        def call(self: Caller, /, *given: Given.args, **options: Given.kwargs) -> Result:
+            return method(self, value(*given, **options))
+
+        made: Any = functools.update_wrapper(call, method)
+        # What asks for the signature gets the arguments of the class, and not the parameter of the method.
+        del made.__wrapped__
+        of: Any = value
+        parameters, own = inspect.signature(of).parameters, inspect.signature(method)
+        made.__signature__ = own.replace(parameters=(next(iter(own.parameters.values())), *parameters.values()))
+        # The fields of a dataclass may come from several modules, which the class knows and its constructor does not.
+        hints = get_type_hints(of if is_dataclass(of) else of.__init__)
+        made.__annotations__ = {name: hints[name] for name in parameters}
+        made.__annotations__["return"] = get_type_hints(method)["return"]
+        return call
+
+    return decorate
 
 
 def described(value: object) -> object:

@@ -11,7 +11,7 @@ from kvferry._clock import now
 from kvferry._control.block_use import BlockUse
 from kvferry._forks import OneProcess
 from kvferry._prompt import Prompt, check_within
-from kvferry._reads.cache_reads import Wanted
+from kvferry._reads.rank_read import Wanted
 from kvferry._reads.read import Read, ReadTask
 from kvferry._reads.runtime import RankRuntime
 from kvferry._session import EngineSession, home_session_of

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass
 
 from kvferry import _arguments as arguments
 from kvferry._clock import now
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._forks import OneProcess
-from kvferry._prompt import Prompt
 from kvferry._wire.token import EngineToken
-from kvferry.geometry.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class SessionPublish(Publish):
+    """What `EngineSession.publish` takes: see `Publish`.
+
+    Attributes:
+        timeout: seconds to keep trying.
+    """
+
+    _: KW_ONLY
+    timeout: float = CALL_TIMEOUT
+
+
+@dataclass(frozen=True)
+class SessionPublishMore(PublishMore):
+    """What `EngineSession.publish_more` takes: see `PublishMore`.
+
+    Attributes:
+        timeout: seconds to keep trying.
+    """
+
+    _: KW_ONLY
+    timeout: float = CALL_TIMEOUT
 
 
 class EngineSession(OneProcess):
@@ -41,40 +64,14 @@ class EngineSession(OneProcess):
         """The engine's reference, which routers give to readers for `Cache.warm`. A capability."""
         return self.token.engine_reference
 
-    def publish(
-        self,
-        request_id: str,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool = True,
-        expected_reads: int = 1,
-        payload: bytes = b"",
-        checksums: bool = False,
-        timeout: float = CALL_TIMEOUT,
-        traceparent: str = "",
-        reference: str = "",
-        layers: Collection[str] | None = None,
-        prompt: Prompt = Prompt.unknown,
-    ) -> Publication:
+    @arguments.takes(SessionPublish)
+    def publish(self, given: SessionPublish) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2).
 
         Args:
-            request_id: the source's name for the request, 1 to 256 bytes, printable.
-            blocks: the blocks by group; `Blocks.end_token` is the end of the tokens that they hold.
-            last: no more blocks will follow; if False, `publish_more` publishes them.
-            expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
-            payload: opaque bytes for the readers, at most 64 KiB.
-            checksums: every rank will call `Cache.checksum` for these blocks, so that readers in integrity mode wait
-                for the sums.
-            timeout: seconds to keep trying.
-            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/monitoring.md.
-            reference: the reference that a router made for this request, and sent to the reader as well; empty: none
-                did. See docs/routers.md.
-            layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,
-                and `publish_more` names the others.
-            prompt: what the blocks are computed from, so that readers can refuse them for any other prompt. All of it,
-                also if only a part is published.
+            given: what is published, each field of `Publish` as an argument of its own, and `timeout`: ``publish("r7",
+                {"full": Blocks([3, 4])}, last=False, timeout=2.0)``. `timeout` are the seconds to keep trying.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router.
@@ -90,51 +87,22 @@ class EngineSession(OneProcess):
                 on another thread took all the time; then nothing was published.
             KvferryError: the home refused the publication; nothing was published.
         """
-        return self._session.publish(
-            request_id,
-            blocks,
-            last=last,
-            expected_reads=expected_reads,
-            payload=payload,
-            checksums=checksums,
-            timeout=arguments.seconds("timeout", timeout),
-            traceparent=arguments.text("traceparent", traceparent),
-            reference=arguments.text("reference", reference),
-            layers=layers,
-            prompt=prompt,
-        )
+        return self._session.publish(given, arguments.seconds("timeout", given.timeout))
 
-    def publish_more(
-        self,
-        publication: Publication,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool,
-        payload: bytes = b"",
-        layers: Collection[str] | None = None,
-        timeout: float = CALL_TIMEOUT,
-        prompt: Prompt = Prompt.unknown,
-    ) -> None:
+    @arguments.takes(SessionPublishMore)
+    def publish_more(self, given: SessionPublishMore) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
         Args:
-            publication: what `publish` returned.
-            blocks: what groups gain; may be empty.
-            last: no more blocks will follow.
-            payload: opaque bytes for the readers, at most 64 KiB; with the last blocks.
-            layers: names of the layers that are complete in the new blocks, which must be full blocks of groups of kind
-                TOKENS. While some layers are not complete, further calls name more of them and give no blocks. A call
-                without `layers` says that all are complete, and may give further blocks that are complete, too.
-            timeout: seconds to keep trying.
-            prompt: the prompt with what was generated since (`Prompt.followed_by`), if that is published.
+            given: what is published, each field of `PublishMore` as an argument of its own, and `timeout`:
+                ``publish_more(publication, blocks, last=True)``.
 
         Raises:
             WrongState: the publication is complete, or was released.
             KvferryError: see `publish`.
         """
-        timeout = arguments.seconds("timeout", timeout)
-        step = self._session.offer_more(publication, blocks, last=last, payload=payload, layers=layers, prompt=prompt)
-        self._session.send(step, timeout)
+        timeout = arguments.seconds("timeout", given.timeout)
+        self._session.send(self._session.offer_more(given), timeout)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Withdraw a publication: the home refuses new reads.
@@ -144,6 +112,7 @@ class EngineSession(OneProcess):
         Raises:
             KvferryError: the home refused, or could not be reached.
         """
+        arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         self._session.abort(publication, arguments.seconds("timeout", timeout))
 
     def released(self, timeout: float = 0.0) -> list[Release]:

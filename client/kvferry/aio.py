@@ -8,21 +8,18 @@ errors of those that they name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from kvferry._arguments import takes
 from kvferry._cache import Cache
-from kvferry._client import MAX_READS, Client
+from kvferry._client import Client
 from kvferry._forks import OneProcess
 from kvferry._session import EngineSession
-from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.staging_pool import StagingOptions
-from kvferry._wire.channel import TlsConfig
 from kvferry._wire.token import EngineToken
-from kvferry.planner.summed_blocks import IntegrityOptions
 
 Sync = TypeVar("Sync")
 Given = ParamSpec("Given")
@@ -169,36 +166,9 @@ class AsyncClient(_Async[Client]):
         sync: the synchronous client.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        tls: TlsConfig | None = None,
-        allowed_homes: Sequence[str] = (),
-        directory: str | None = None,
-        home_in_references: bool = True,
-        options: NixlOptions | None = None,
-        staging: StagingOptions | None = None,
-        integrity: IntegrityOptions | None = None,
-        max_reads: int = MAX_READS,
-        confirm: str = "before",
-        prompt_check: str = "compare",
-    ) -> None:
-        super().__init__(
-            Client(
-                address,
-                tls=tls,
-                allowed_homes=allowed_homes,
-                directory=directory,
-                home_in_references=home_in_references,
-                options=options,
-                staging=staging,
-                integrity=integrity,
-                max_reads=max_reads,
-                confirm=confirm,
-                prompt_check=prompt_check,
-            )
-        )
+    @takes(Client)
+    def __init__(self, sync: Client) -> None:
+        super().__init__(sync)
 
     stats = _direct(Client.stats)
     """Return what this client has counted and measured. See `Client.stats`."""

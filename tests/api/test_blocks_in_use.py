@@ -15,6 +15,7 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
 from kvferry._control.block_use import BlockUse, Pin
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._memory.access import StillCopying
 from kvferry._memory.host import HostAccess
 from kvferry._session import home_session_of
@@ -36,7 +37,7 @@ def ids(*blocks: int) -> dict[str, Blocks]:
 
 def test_a_read_into_blocks_of_a_live_read_is_refused_and_harms_nothing(pair: Pair) -> None:
     session = pair.source.session
-    publication, step = home_session_of(session).offer("request", ids(11, 12))
+    publication, step = home_session_of(session).offer(Publish("request", ids(11, 12)))
     read = pair.destination.read(publication.reference, ids(1, 2))
     with pytest.raises(BadBlock, match=rf"destination block 2 of {BLOCKS}: read {read.read_id} may still write to it"):
         pair.destination.read(publication.reference, ids(3, 2))
@@ -57,7 +58,7 @@ def test_blocks_are_free_when_the_read_is_quiet(pair: Pair) -> None:
 
 def test_only_blocks_that_may_be_written_count(pair: Pair) -> None:
     """A prefix that two requests share is in both of their tables."""
-    publication, step = home_session_of(pair.source.session).offer("request", ids(11, 12, 13))
+    publication, step = home_session_of(pair.source.session).offer(Publish("request", ids(11, 12, 13)))
     reads = [
         pair.destination.read(publication.reference, ids(1, 2, 3), (TOKENS, 3 * TOKENS), expected_reads=2),
         pair.destination.read(publication.reference, ids(1, 4, 5), (TOKENS, 3 * TOKENS), expected_reads=2),
@@ -101,7 +102,7 @@ def test_published_blocks_are_not_read_into_until_they_are_released(pair: Pair) 
 
 
 def test_blocks_that_a_read_writes_are_not_published(pair: Pair) -> None:
-    offered, step = home_session_of(pair.source.session).offer("theirs", ids(11))
+    offered, step = home_session_of(pair.source.session).offer(Publish("theirs", ids(11)))
     read = pair.destination.read(offered.reference, ids(1))
     with pytest.raises(BadBlock, match=rf"source block 1 of {BLOCKS}: read {read.read_id} may still write to it"):
         pair.destination.session.publish("mine", ids(1))
@@ -147,7 +148,7 @@ def test_groups_of_a_pool_share_their_blocks() -> None:
 def test_many_threads_get_each_block_once(pair: Pair) -> None:
     """Of all that want the same block at the same moment one gets it, and every byte is its own."""
     session = pair.source.session
-    offers = [home_session_of(session).offer(f"request-{index}", ids(11 + index)) for index in range(8)]
+    offers = [home_session_of(session).offer(Publish(f"request-{index}", ids(11 + index))) for index in range(8)]
     start = threading.Barrier(8)
 
     def want(index: int) -> object:
@@ -267,7 +268,7 @@ def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, mo
         name(pin, number, step)
 
     monkeypatch.setattr(home_session_of(session).block_use, "name", named)
-    home_session_of(session).offer_more(publication, ids(6), last=True)
+    home_session_of(session).offer_more(PublishMore(publication, ids(6), last=True))
     taking.join(30)
     assert released == [publication.number]
     theirs = pair.source.session.publish("theirs", ids(11, 12))

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion
 from kvferry._cache import runtime_of
+from kvferry._control.publish import Publish
 from kvferry._session import home_session_of
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry import EngineGeometry, RankGeometry
@@ -21,7 +22,7 @@ from tests.support.identifiers import unique_id
 def test_a_row_of_the_block_table_may_be_rewritten_once_a_read_was_started(pair: Pair) -> None:
     """The read waits for its publication, so its blocks are looked at long after the row was rewritten."""
     row = np.array([1, 2, 3], np.int32)
-    publication, step = home_session_of(pair.source.session).offer("request", {"full": Blocks([11, 12, 13])})
+    publication, step = home_session_of(pair.source.session).offer(Publish("request", {"full": Blocks([11, 12, 13])}))
     read = pair.destination.read(publication.reference, {"full": Blocks(row)})
     row[:] = [40, 41, 42]
     home_session_of(pair.source.session).send(step)
@@ -68,7 +69,9 @@ def test_ids_are_owned_and_stay_as_they_are() -> None:
 
 def test_every_argument_of_a_read_may_be_changed(pair: Pair) -> None:
     payload, offered = bytearray(b"first token"), {"full": Blocks([11, 12], end_token=20)}
-    publication, step = home_session_of(pair.source.session).offer("request", offered, payload=memoryview(payload))  # type: ignore[arg-type]
+    publication, step = home_session_of(pair.source.session).offer(
+        Publish("request", offered, payload=memoryview(payload))  # type: ignore[arg-type]
+    )
     payload[:5] = b"XXXXX"
     offered["full"] = Blocks([50])
     wanted: dict[str, Blocks] = {"full": Blocks([1, 2])}
@@ -150,7 +153,7 @@ def test_every_argument_of_the_ports_may_be_changed(pair: Pair, node: str) -> No
         worker.register({"l": memory}, axes=AXES)
         row, payload = np.array([1, 2], np.int32), bytearray(b"payload")
         published = {"full": Blocks(np.array([11, 12], np.int32))}
-        publication, step = home_session_of(pair.source.session).offer("request", published, payload=payload)  # type: ignore[arg-type]
+        publication, step = home_session_of(pair.source.session).offer(Publish("request", published, payload=payload))  # type: ignore[arg-type]
         published.clear()
         payload.clear()
         home_session_of(pair.source.session).send(step)

@@ -39,6 +39,7 @@ from kvferry import (
     TokenShard,
     open_directory,
 )
+from kvferry._control.publish import Publish
 from kvferry._session import home_session_of
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
@@ -423,7 +424,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
     spec = EngineSpec(unique_id("victim"), (GROUP,))
     cache: Cache = client.register_cache(spec, tensors={"l": array()}, axes=AXES)
     session: EngineSession = cache.session
-    publication, step = home_session_of(session).offer("offered", {"full": Blocks([60])})
+    publication, step = home_session_of(session).offer(Publish("offered", {"full": Blocks([60])}))
     home_session_of(session).send(step)
     more = session.publish("more", {"full": Blocks([61])}, last=False)
     reference: list[Any] = [None, 1, b"kvf1.", publication, "", "kvf1.", "text", "kvf1." + "A" * 5000]

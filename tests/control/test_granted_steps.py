@@ -8,6 +8,7 @@ from kvferry._control import granted_steps
 from kvferry._control.granted_steps import STEP_BYTES, GrantedSteps, joined
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry import Blocks
+from kvferry.geometry.blocks import Unfinished, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 
@@ -103,9 +104,7 @@ def test_layers_of_unfinished_blocks_add_up_until_the_blocks_are_complete() -> N
     steps.add([named(2, "b", "a"), named(3, "c")])
     assert steps.gained
     assert steps.take() == {}
-    assert steps.unfinished is not None
-    assert steps.unfinished.layers == {"a", "b", "c"}
-    assert steps.unfinished.blocks == {"full": Blocks([1, 2], 16, 48)}
+    assert steps.unfinished == Unfinished(runs_of({"full": Blocks([1, 2], 16, 48)}), ("a", "b", "c"))
     steps.add([pb.Blocks(step=4, groups=[part("full", 16, 64, (1, 2), (9, 1))])])
     assert steps.take() == {"full": Blocks([1, 2, 9], 16, 64)}
     assert steps.unfinished is None

@@ -21,6 +21,7 @@ from kvferry._control.cancellation import Cancellation
 from kvferry._control.granted_steps import GRANT_BYTES
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication
+from kvferry._control.publish import PublishMore
 from kvferry._control.reader_lease import LONGEST_LEASE, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._session import EngineSession, home_session_of
@@ -287,7 +288,7 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             named(use, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(BlockUse, "name", slowly)
-        home_session_of(session).offer_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        home_session_of(session).offer_more(PublishMore(publication, {"full": Blocks([2], first_token=16)}, last=True))
         taking.join(30)
         assert taken == [1]
         home_session_of(session).block_use.writes().begin("read", {"full": np.array([1, 2], np.int32)})

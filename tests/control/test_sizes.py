@@ -16,6 +16,7 @@ from kvferry import Blocks, Client, EngineSpec, Group, Interval, MemoryKind, Mem
 from kvferry._clock import now
 from kvferry._control.batches import BATCH, SENT_BYTES, SENT_NOTIFY_BYTES, batches
 from kvferry._control.connection import Control
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._session import home_session_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import KvferryError, MessageTooLarge
@@ -127,9 +128,9 @@ def test_blocks_of_a_step_that_fits_no_message_are_refused_before_they_are_pinne
                 session.publish("wide", {"full": blocks}, last=last)
             assert int(caught.value.values["size"]) > SENT_NOTIFY_BYTES
         assert session.unreleased() == ()
-        first, step = home_session_of(session).offer("narrow", {"full": Blocks([1])}, last=False)
+        first, step = home_session_of(session).offer(Publish("narrow", {"full": Blocks([1])}, last=False))
         with pytest.raises(MessageTooLarge):
-            home_session_of(session).offer_more(first, {"full": blocks}, last=True)
+            home_session_of(session).offer_more(PublishMore(first, {"full": blocks}, last=True))
         assert session.unreleased() == (first,)
         assert step.message.publication == first.number
 

@@ -12,6 +12,7 @@ import pytest
 from kvferry import Blocks, EngineSpec, Group
 from kvferry._control.connection import SILENCE
 from kvferry._control.home_session import HomeSession
+from kvferry._control.publish import Publish
 from kvferry._control.watcher import Watcher
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import (
@@ -159,7 +160,7 @@ def test_an_engine_publishes_again_when_the_release_of_its_home_was_taken_back(t
 
         def refused() -> bool:
             try:
-                session.offer("r", {"full": Blocks([1])})
+                session.offer(Publish("r", {"full": Blocks([1])}))
             except ContractDiffers:
                 return True
             return False

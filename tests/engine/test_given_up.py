@@ -15,7 +15,8 @@ from kvferry._control import publications
 from kvferry._control.connection import Control
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publication_sender import PublicationSender
-from kvferry._control.publications import Publication, ReleaseOutcome, Step
+from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
+from kvferry._control.publish import Publish
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import InvalidField, KvferryError, NotPublished, Unavailable, Unreachable
 from kvferry.testing import Fabric
@@ -41,6 +42,9 @@ class RefusingSession:
         self.sent += told
         return [InvalidField("blocks", 0, "others") for _ in told], None
 
+    def released(self) -> list[Release]:
+        return []
+
     def ended(self, step: Step, error: KvferryError | None) -> bool:
         assert error is not None
         self.ended_steps.append(step.message.step)
@@ -49,13 +53,13 @@ class RefusingSession:
 
 def test_steps_behind_a_refused_one_are_given_up_last_to_first() -> None:
     """What is left of a publication always has its first step."""
-    session, refused = RefusingSession(), threading.Event()
-    sender = PublicationSender(cast(HomeSession, session), lambda _: refused.set())
+    session = RefusingSession()
+    sender = PublicationSender(cast(HomeSession, session))
     publication = Publication(1, "request", "reference")
     with sender.lock:
         for index in range(4):
             sender.put(publication, Step(pb.Publish(publication=1, step=index, last=index == 3)))
-    assert refused.wait(SOON)
+    until(lambda: bool(sender.refused))
     sender.close(SOON)
     assert session.ended_steps == [3, 2, 1, 0]
 
@@ -87,15 +91,16 @@ class AwaySession(RefusingSession):
 @pytest.mark.parametrize("accepted", [False, True])
 def test_a_step_that_its_home_does_not_take_in_time_is_given_up(*, accepted: bool) -> None:
     """Readers are told that it was, if the home may have offered it to them."""
-    session, refused = AwaySession(accepted=accepted), threading.Event()
-    sender = PublicationSender(cast(HomeSession, session), lambda _: refused.set())
+    session = AwaySession(accepted=accepted)
+    sender = PublicationSender(cast(HomeSession, session))
     publication = Publication(1, "request", "reference")
     with sender.lock:
         sender.put(publication, Step(pb.Publish(publication=1, last=True)))
     until(lambda: bool(session.errors))
     assert [type(error) for error in session.errors] == [NotPublished]
     sender.close(SOON)
-    assert refused.is_set() == (not accepted)
+    outcomes = [release.outcome for release in sender.take_released()]
+    assert outcomes == ([] if accepted else [ReleaseOutcome.ABORTED])
     aborts = [told.abort for told in session.sent if told.HasField("abort")]
     assert aborts == ([pb.Abort(publication=1, not_published=True)] if accepted else [])
 
@@ -121,7 +126,7 @@ def by_port(fabric: Fabric) -> tuple[Publication, Callable[[], Any], Callable[[]
     port, worker = SchedulerPort(client, SPEC), WorkerPort(client, SPEC)
     worker.register({"layer": np.zeros((2, 32, 1, 16, 4), np.float32)}, axes=AXES)
     publication = port.publish("request", {"full": Blocks([1])})
-    until(lambda: not port._publishing._sender._messages)
+    until(lambda: not port._publications._messages)
     return publication, lambda: port.abort(publication), port.released
 
 
@@ -164,7 +169,9 @@ def test_steps_of_a_call_that_its_home_ends_with_an_error_stay_pinned_if_some_ma
     that stays pinned is withdrawn, also at the next home."""
     with Fabric() as fabric:
         session = register(fabric).session._session
-        offered = [session.offer(f"request-{index}", {"full": Blocks([index])}) for index in range(1, together + 1)]
+        offered = [
+            session.offer(Publish(f"request-{index}", {"full": Blocks([index])})) for index in range(1, together + 1)
+        ]
 
         def refuse(_: Control, __: pb.NotifyRequest, ___: float = 5.0) -> list[pb.NotificationResult]:
             raise InvalidField("notifications", 0, "others")

@@ -18,14 +18,15 @@ from kvferry._cache import Cache
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
-from kvferry.engine.block_runs import BlockRuns
 from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
+from kvferry.geometry.blocks import BlockRuns
 from tests.engine.late_news import LateNews
 
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), 2)
@@ -222,14 +223,14 @@ def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> Non
     first, second = world.below.started
     assert (first.read_id, first.request_id, first.home) == ("one", "request one", HOME)
     assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
-    assert (first.reference, first.lease, first.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
+    assert (first.reference, first.lease, first.wanted.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
     assert before + 60.0 <= first.deadline <= after + 60.0
-    assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.blocks)] == [[3, 4], [20, 7]]
-    assert (first.tokens, second.tokens, second.tails) == ((16, 32), (0, 8), Tails.KEEP)
-    assert second.blocks["full"].ids.tolist() == [1, 2]
+    assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.wanted.blocks)] == [[3, 4], [20, 7]]
+    assert (first.wanted.tokens, second.wanted.tokens, second.wanted.tails) == ((16, 32), (0, 8), Tails.KEEP)
+    assert second.wanted.blocks["full"].ids.tolist() == [1, 2]
     # Of an attached grant too, blocks that are given go first.
     world.port.start(grant("three"), {"full": Blocks([5, 6], end_token=32)})
-    assert world.below.started[2].blocks["full"].ids.tolist() == [5, 6]
+    assert world.below.started[2].wanted.blocks["full"].ids.tolist() == [5, 6]
     # Its time may be over: then it ends so.
     world.port.start(grant("four", timeout=0.0))
     assert world.port.running() == 4
@@ -378,7 +379,7 @@ class Scheduler:
             return self.reads
 
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
-        monkeypatch.setattr("kvferry.engine.scheduler.Publishing", lambda _: self.publishing)
+        monkeypatch.setattr("kvferry.engine.scheduler.PublicationSender", lambda _: self.publishing)
         runtime = SimpleNamespace(lease_holder=lambda _: "holder", reads="meter")
         monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
         self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
@@ -438,7 +439,7 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     port.collect(WorkerOutput(1))
     assert reads.last() == ("collect", (WorkerOutput(1),), {})
     assert port.cancels() == ["one"]
-    publication = Publication.__new__(Publication)
+    publication = Publication(1, "mine", "reference")
     publishing.answers = {"publish": publication, "take_released": ["released"]}
     assert (
         port.publish(
@@ -446,22 +447,17 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
             LOCAL,
             last=False,
             expected_reads=3,
-            payload=b"p",
             checksums=True,
             traceparent="of the request",
             prompt=PROMPT,
         )
         is publication
     )
-    options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == (
-        "publish",
-        ("mine", LOCAL),
-        {**options, "reference": "", "layers": None, "prompt": PROMPT},
-    )
-    port.publish_more(publication, LOCAL, last=True, payload=b"q", layers=["a"], prompt=PROMPT)
-    more = {"last": True, "payload": b"q", "layers": ["a"], "prompt": PROMPT}
-    assert publishing.last() == ("publish_more", (publication, LOCAL), more)
+    options: dict[str, Any] = {"last": False, "expected_reads": 3, "checksums": True, "traceparent": "of the request"}
+    assert publishing.last() == ("publish", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
+    port.publish_more(publication, LOCAL, last=False, layers=["b", "a"], prompt=PROMPT)
+    more = PublishMore(publication, LOCAL, last=False, layers=("a", "b"), prompt=PROMPT)
+    assert publishing.last() == ("publish_more", (more,), {})
     port.abort(publication)
     assert publishing.last() == ("abort", (publication,), {})
     assert cast(Any, port.released()) == ["released"]

@@ -20,7 +20,6 @@ from kvferry import Blocks, Client, ReleaseOutcome
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquisition
 from kvferry.engine import Grant, RankEnd, SchedulerPort, Tails, WorkerOutput
-from kvferry.engine.block_runs import BlockRuns
 from kvferry.errors import (
     BadBlock,
     BadReference,
@@ -39,6 +38,7 @@ from kvferry.errors import (
     TransferStuck,
     WrongState,
 )
+from kvferry.geometry.blocks import BlockRuns
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.engine.port_engines import PortEngine
 from tests.support.caches import POISON, Model, expect, kv, shards, write

@@ -40,7 +40,7 @@ def test_what_was_released_is_not_published_again_to_a_restarted_home(monkeypatc
         if released.is_set() and told.resync.phase == pb.RESYNC_PHASE_BEGIN:
             # The refill of the new home has begun, and ends when nothing waits to be sent again.
             begun.set()
-            until(lambda: not port._publishing._sender._messages)
+            until(lambda: not port._publications._messages)
         return answers
 
     with Fabric() as fabric:

@@ -288,7 +288,7 @@ class Share:
         unfinished = self._steps.unfinished
         if self.progressive and unfinished is not None:
             named = sorted(map(LAYERS.index, unfinished.layers))
-            granted += [(block, named) for found in unfinished.blocks.values() for block in self._wanted(found)]
+            granted += [(block, named) for runs in unfinished.groups for block in self._wanted(runs.blocks())]
         for block, named_now in granted:
             if new := tuple(layer for layer in named_now if layer not in known.get(block, ())):
                 self.pieces.append((block, new))

@@ -257,7 +257,7 @@ def all_layers_move_when_the_first_is_named(patch: pytest.MonkeyPatch) -> None:
 
     def unfinished(self: GrantedSteps) -> Unfinished | None:
         found: Unfinished | None = original(self)
-        return None if found is None else Unfinished(found.blocks, frozenset(LAYERS))
+        return None if found is None else Unfinished(found.groups, LAYERS)
 
     patch.setattr(GrantedSteps, "unfinished", property(unfinished))
 

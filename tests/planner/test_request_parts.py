@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BadBlock, BlocksShort, InvalidField
 from kvferry.geometry import Blocks, Group, GroupKind, Plane
-from kvferry.geometry.blocks import Unfinished, joined
+from kvferry.geometry.blocks import Unfinished, joined, runs_of
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import plan as plans
 from kvferry.planner.expansion import PREPARED_MIN_COUNT
@@ -139,7 +139,7 @@ def read_layers(world: World, data: st.DataObject, path: Path | None) -> None:
             for more in layers:
                 finished |= more
                 if next(listening):
-                    expansion = parts.next(joined(untold), Unfinished(step, finished), last=False)
+                    expansion = parts.next(joined(untold), Unfinished(runs_of(step), tuple(finished)), last=False)
                     execute(expansion, memories, memory)
                     total, untold = total + expansion.total_bytes, []
                     reached = replace(memory, data=before.copy())
@@ -224,7 +224,7 @@ def test_the_layers_of_each_chunk_are_read_as_they_finish() -> None:
             # The source has layers that nobody here reads.
             ({"layers.1", "layers.0", "draft.0"}, layer),
         ):
-            expansion = parts.next({}, Unfinished(chunk, frozenset(layers)), last=False)
+            expansion = parts.next({}, Unfinished(runs_of(chunk), tuple(layers)), last=False)
             assert expansion.total_bytes == size
         assert parts.next(chunk, last=first == 4).total_bytes == layer
 

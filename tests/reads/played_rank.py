@@ -12,7 +12,7 @@ from kvferry._control.connection import Control
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
 from kvferry._reads.meters import ShareMeter
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
@@ -149,8 +149,8 @@ class PlayedRank:
     ) -> RankRead:
         home = cast(Control, SimpleNamespace(address=SOURCE[0]))
         order = RankOrder(
-            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, self.first, BLOCKS, (3, 5),
-            tails, now() + within, complete=complete,
+            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, self.first,
+            Wanted(BLOCKS, (3, 5), tails=tails), now() + within, complete=complete,
         )  # fmt: skip
         read = RankRead(order)
         self.reads.start(read)

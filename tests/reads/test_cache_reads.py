@@ -22,9 +22,9 @@ from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
-from kvferry._reads.cache_reads import CacheReads, Wanted
+from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter, ShareMeter
-from kvferry._reads.rank_read import RankRead
+from kvferry._reads.rank_read import RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.read import Read, ReadResult, ReadState, ReadTask
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
@@ -244,7 +244,7 @@ def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: R
     assert handle.share is not None
     order = handle.share.order
     assert (order.read_id, order.request_id, order.reference, order.publication) == ("read-a", "theirs", "a", 7)
-    assert (order.source, order.lease, order.tails) == (SOURCE, world.lease, Tails.KEEP)
+    assert (order.source, order.lease, order.wanted.tails) == (SOURCE, world.lease, Tails.KEEP)
     assert world.expanded == [(GRANTED, BLOCKS, (3, 5))]
     assert set(world.layers) == {frozenset({"layers.0"})}
     assert world.transfers[0].deadline == world.lease.deadline

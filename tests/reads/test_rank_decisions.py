@@ -214,8 +214,8 @@ def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: Pl
 def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_source(world: PlayedRank) -> None:
     read = world.moving()
     assert world.expanded == [(GRANTED, BLOCKS, (3, 5))]
-    ((part,),) = world.parts
-    assert part.peer is AGENT
+    (((peer, _),),) = world.parts
+    assert peer is AGENT
     assert world.transfers[0].label == read.order.read_id
     # The lease is not this process's to judge.
     assert world.transfers[0].deadline is None

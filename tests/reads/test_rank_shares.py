@@ -17,8 +17,8 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group, router_reference
 from kvferry._clock import now
 from kvferry.engine import Grant, RankEnd, SchedulerPort, WorkerPort
-from kvferry.engine.block_runs import BlockRuns
 from kvferry.errors import Closed, InvalidField, LimitReached, TransferCancelled, WrongState
+from kvferry.geometry.blocks import BlockRuns
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until

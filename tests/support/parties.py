@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
+from kvferry.geometry.blocks import BlockRuns
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
@@ -16,7 +17,7 @@ from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, R
 from kvferry_server.domain.records import Records, Released
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.steps import GroupBlocks, PublicationStep
+from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
 
 SECRETS: dict[EngineRef, bytes] = {}
@@ -69,9 +70,9 @@ class FakeClock:
         self.time += seconds
 
 
-def blocks(first: int = 0, count: int = 4, start: int = 1, group: str = "full") -> GroupBlocks:
+def blocks(first: int = 0, count: int = 4, start: int = 1, group: str = "full") -> BlockRuns:
     """`count` full blocks from block `first` of the request on, with consecutive ids."""
-    return GroupBlocks(group, first * BLOCK, (first + count) * BLOCK, 0, (start,), (count,))
+    return BlockRuns(group, first * BLOCK, (first + count) * BLOCK, 0, (start,), (count,))
 
 
 def offer(number: int = 1, step: int = 0, **changes: Any) -> PublicationStep:

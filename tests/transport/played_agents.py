@@ -25,7 +25,7 @@ from kvferry.errors import (
 )
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import Descriptors, RawDescriptors
-from tests.transport.sources import SOON, Memory, content, raw
+from tests.transport.sources import SOON, Memory, content, raw, raw_part
 from tests.transport.transfers import until
 
 CHUNK = 4096
@@ -177,7 +177,7 @@ class World:
         """The first bytes of the peer."""
         into = at * SIZE
         self.memory.expected[into : into + length] = self.bytes[:length]
-        return TransferPart(info, [raw([self.bytes.ctypes.data], [self.memory.base + into], [length])])
+        return raw_part(info, [raw([self.bytes.ctypes.data], [self.memory.base + into], [length])])
 
     def read(
         self, transport: Transport, name: str = "peer", at: int = 0, chunks: int = 4, *, deadline: float | None = None

@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.transport import TransferPart
 from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.planner.descriptors import DescriptorTable, MemoryPair, RawDescriptors
+from kvferry.planner.descriptors import Descriptors, DescriptorTable, MemoryPair, RawDescriptors
+from kvferry.planner.expansion import SourceDescriptors
 from tests.support.loaded_processes import LOADED
 from tests.support.waiting import stop
 
@@ -160,6 +162,11 @@ def raw(
     """Descriptors by address."""
     arrays = (np.array(values, np.uint64) for values in (source, destination, length))
     return RawDescriptors(memory, *arrays)
+
+
+def raw_part(info: AgentInfo, descriptors: Sequence[Descriptors] = ()) -> TransferPart:
+    """A part of a transfer that reads these from this agent."""
+    return info, SourceDescriptors(0, tuple(descriptors))
 
 
 def table(

@@ -57,7 +57,7 @@ def part(source: Source, memory: Memory, theirs: list[int], mine: list[int], at:
     given = source.bytes[:size].reshape(LAYERS, BLOCKS, TOKENS, HEADS, STATE)
     wanted = memory.expected[at : at + size].reshape(LAYERS, BLOCKS, HEADS, TOKENS, STATE)
     wanted[:, mine] = given[:, theirs].transpose(0, 1, 3, 2, 4)
-    return TransferPart.of(source.info, found)
+    return (source.info, found)
 
 
 def some(seed: int, count: int = 20) -> list[int]:

@@ -12,12 +12,12 @@ import pytest
 from kvferry._clock import now
 from kvferry._transport.bounds import RegionMap, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
-from kvferry._transport.transport import TransferPart, TransferState
+from kvferry._transport.transport import TransferState
 from kvferry.errors import BadAgentMetadata, InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import Descriptors, DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
 from tests.transport.conftest import MakeTransport
-from tests.transport.sources import DRAM, SOON, Memory, Source, raw, table
+from tests.transport.sources import DRAM, SOON, Memory, Source, raw, raw_part, table
 
 KIB = 1024
 # Two regions that touch, and one apart, on each side.
@@ -200,10 +200,10 @@ def test_a_refused_transfer_posts_nothing(
         raw([source.base], [memory.base], [0]),
     ):
         with pytest.raises(InvalidField):
-            read.start([TransferPart(source.info, [good, bad])], deadline=now() + SOON, label="bad")
+            read.start([raw_part(source.info, [good, bad])], deadline=now() + SOON, label="bad")
     assert memory.untouched()
     assert read.gauges().agents == 0
-    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="good")
+    transfer = read.start([raw_part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="good")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.DONE
     assert memory.right()
@@ -274,9 +274,7 @@ def test_damaged_metadata_never_reach_nixl(
     read = transport(ucx_tls)
     bad = damaged(source.info)[damage]
     with pytest.raises(BadAgentMetadata):
-        read.start(
-            [TransferPart(bad, [raw([source.base], [memory.base], [64])])], deadline=now() + SOON, label="damaged"
-        )
+        read.start([raw_part(bad, [raw([source.base], [memory.base], [64])])], deadline=now() + SOON, label="damaged")
     with pytest.raises(BadAgentMetadata):
         read.warm(bad)
     assert read.gauges().agents == 0
@@ -288,14 +286,14 @@ def test_metadata_of_another_agent_or_other_regions_are_refused_and_harm_no_one(
     read = transport(ucx_tls)
     region = source.info.regions[0]
     more = dataclasses.replace(region, length=region.length + 4096)
-    part = TransferPart(source.info, [memory.all_of(source)])
+    part = raw_part(source.info, [memory.all_of(source)])
     # Also while the agent whose metadata they are is a peer.
     for _ in range(2):
         with pytest.raises(BadAgentMetadata):
             read.warm(dataclasses.replace(source.info, name="somebody-else"))
         wrong = dataclasses.replace(source.info, regions=(more,))
         transfer = read.start(
-            [TransferPart(wrong, [raw([source.base], [memory.base], [64])])], deadline=None, label="wrong"
+            [raw_part(wrong, [raw([source.base], [memory.base], [64])])], deadline=None, label="wrong"
         )
         assert transfer.wait(SOON)
         assert transfer.state is TransferState.FAILED
@@ -318,12 +316,12 @@ def test_a_source_cannot_spoil_another_ones_name(source: Source, memory: Memory,
         liar = dataclasses.replace(source.info, name="liar", metadata=cut, sha256=hashlib.sha256(cut).digest())
         try:
             transfer = read.start(
-                [TransferPart(liar, [raw([source.base], [memory.base], [64])])], deadline=None, label="liar"
+                [raw_part(liar, [raw([source.base], [memory.base], [64])])], deadline=None, label="liar"
             )
             assert transfer.wait(SOON)
         except BadAgentMetadata:
             spoilt += 1
-    good = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="good")
+    good = read.start([raw_part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="good")
     assert good.wait(SOON)
     assert good.state is TransferState.DONE, good.error
     assert spoilt

@@ -21,11 +21,12 @@ from kvferry._memory import current_device
 from kvferry._transport import nixl_binding
 from kvferry._transport.nixl_agent import ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.transport import TransferPart, Transport
+from kvferry._transport.transport import Transport
 from kvferry.errors import InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 from kvferry.testing._memory import Agent, Process, Wire
+from tests.transport.sources import raw_part
 
 RANKS = 8
 SIZE = 4096
@@ -120,7 +121,7 @@ def test_eight_ranks_use_eight_devices(devices: Devices) -> None:
         pair = MemoryPair(MemoryKind.VRAM, source, MemoryKind.VRAM, rank)
         here, there = (np.array([regions[each].base], np.uint64) for each in (rank, source))
         raw = RawDescriptors(pair, there, here + np.uint64(SIZE), np.array([SIZE], np.uint64))
-        transfer = transports[rank].start([TransferPart(serving[source].info, (raw,))], deadline=None, label=str(rank))
+        transfer = transports[rank].start([raw_part(serving[source].info, (raw,))], deadline=None, label=str(rank))
         assert transfer.wait(30)
         assert transfer.error is None
 

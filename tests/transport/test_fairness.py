@@ -6,10 +6,10 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._transport.peer_link import Link
-from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferState, Transport
 from tests.support.waiting import until
 from tests.transport.conftest import MakeSource, MakeTransport
-from tests.transport.sources import SOON, Memory, Source
+from tests.transport.sources import SOON, Memory, Source, raw_part
 
 CHUNK = 64 << 10
 TRIES = 10
@@ -17,12 +17,12 @@ TRIES = 10
 
 
 def huge(read: Transport, source: Source, memory: Memory) -> Transfer:
-    return read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="huge")
+    return read.start([raw_part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="huge")
 
 
 def small(read: Transport, source: Source, memory: Memory) -> Transfer:
     pieces = memory.pieces(source, [(0, source.size, 4096)])
-    return read.start([TransferPart(source.info, [pieces])], deadline=now() + SOON, label="small")
+    return read.start([raw_part(source.info, [pieces])], deadline=now() + SOON, label="small")
 
 
 def overtaken(read: Transport, sources: tuple[Source, Source], memory: Memory) -> bool:

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.transport import TransferPart, TransferState
+from kvferry._transport.transport import TransferState
 from kvferry.errors import TransferCancelled, TransferExpired
 from tests.transport.conftest import MakeSource, MakeTransport
-from tests.transport.sources import POISON, SOON, Memory, Source
+from tests.transport.sources import POISON, SOON, Memory, Source, raw_part
 from tests.transport.transfers import TCP, Clock, assert_done, assert_failed, read_all, until
 
 
@@ -48,7 +48,7 @@ def test_a_source_killed_while_it_is_read_fails_that_read_only(
     victim, successor = new_source(ucx_tls), new_source(ucx_tls, size=4 << 20)
     doomed = read_all(read, victim, memory, at=8 << 20, deadline=None)
     other = read.start(
-        [TransferPart(source.info, [memory.pieces(source, [(0, 0, 1 << 20)])])], deadline=None, label="other"
+        [raw_part(source.info, [memory.pieces(source, [(0, 0, 1 << 20)])])], deadline=None, label="other"
     )
     assert until(lambda: doomed.progress().chunks > 3)
     victim.kill()
@@ -258,7 +258,7 @@ def test_closing_cancels_and_waits_for_quiet(
 def test_an_agent_that_cannot_be_made_fails_the_read(source: Source, memory: Memory, transport: MakeTransport) -> None:
     # Shared memory cannot report a peer's death, so UCX makes no endpoint of it in error mode "peer".
     read = transport("sm")
-    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=None, label="sm")
+    transfer = read.start([raw_part(source.info, [memory.all_of(source)])], deadline=None, label="sm")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.FAILED
     assert transfer.quiet

@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvferry._clock import now
-from kvferry._transport.transport import TransferPart, TransferState
+from kvferry._transport.transport import TransferState
 from tests.transport.conftest import MakeTransport
-from tests.transport.sources import SOON, Memory, Source
+from tests.transport.sources import SOON, Memory, Source, raw_part
 
 IDLE_SECONDS = 3.0
 
@@ -31,7 +31,7 @@ def cpu_seconds(these: set[str]) -> float:
 def test_idle_agents_use_no_cpu(ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport) -> None:
     others = threads()
     read = transport(ucx_tls, reading_agents=2)
-    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="before")
+    transfer = read.start([raw_part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="before")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.DONE
     # Processor time, over a time in which nothing happens: load from elsewhere does not count, and neither do threads

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._transport.nixl_agent import AgentInfo, NixlOptions
-from kvferry._transport.transport import TransferPart, TransferState, Transport
+from kvferry._transport.transport import TransferState, Transport
 from kvferry.geometry import Blocks, MemoryKind, MemoryRegion
 from kvferry.planner import Path
 from tests.support import large_caches as large
@@ -91,7 +91,7 @@ def test_blocks_beyond_4_gib_arrive_where_they_belong(path: Path, source: tuple[
     (planned,) = expansion.sources
     assert bool(planned.staged) == (path is Path.STAGED)
     read = Transport([MemoryRegion(MemoryKind.DRAM, 0, base, SIZE)], NixlOptions(), keep=memory)
-    transfer = read.start([TransferPart.of(info, planned)], deadline=now() + SOON, label="large")
+    transfer = read.start([(info, planned)], deadline=now() + SOON, label="large")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.DONE, transfer.error
     for given, mine in zip(THEIRS, MINE, strict=True):

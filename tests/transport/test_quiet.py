@@ -11,14 +11,13 @@ from typing import cast
 import pytest
 
 from kvferry._control.connection import Control
-from kvferry._memory.tails import Tails
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferState, Transport
 from kvferry.errors import TransferCancelled, TransferFailed, TransferStuck
 from tests.transport.conftest import MakeSource, MakeTransport
-from tests.transport.sources import POISON, SOON, Memory, Source
+from tests.transport.sources import POISON, SOON, Memory, Source, raw_part
 from tests.transport.staged_parts import part as staged_part
 from tests.transport.staged_parts import some
 from tests.transport.transfers import TCP, assert_done, read_all, until
@@ -62,7 +61,7 @@ def test_staging_memory_that_is_not_to_be_had_fails_what_was_begun_before_it(
     staging = StagingOptions(path="staged", slots=1, slot_bytes=1 << 56)
     read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_bytes=1 << 16), staging=staging)
     parts = [
-        TransferPart(source.info, [memory.all_of(source)]),
+        raw_part(source.info, [memory.all_of(source)]),
         staged_part(source, memory, some(1), some(2), at=8 << 20),
     ]
     transfer = read.start(parts, deadline=None, label="no memory")
@@ -83,8 +82,8 @@ def test_a_thread_that_is_not_to_be_had_fails_what_was_begun_before_it(
     other = new_source(ucx_tls, size=4 << 20, name=f"{name}")
     other.info  # noqa: B018
     parts = [
-        TransferPart(source.info, [memory.all_of(source)]),
-        TransferPart(other.info, [memory.all_of(other, at=8 << 20)]),
+        raw_part(source.info, [memory.all_of(source)]),
+        raw_part(other.info, [memory.all_of(other, at=8 << 20)]),
     ]
     with monkeypatch.context() as patch:
         threads_run_out(patch, 1)
@@ -125,7 +124,7 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
 
 def share() -> RankRead:
     home, lease = cast(Control, SimpleNamespace(address="home:1")), SchedulersLease(b"l" * 16)
-    order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, {}, {}, None, Tails.KEEP, 60.0)
+    order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, {}, Wanted({}), 60.0)
     return RankRead(order)
 
 

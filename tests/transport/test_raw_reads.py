@@ -9,10 +9,10 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._transport import nixl_binding
-from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferState, Transport
 from kvferry.planner.descriptors import PreparedDescriptors
 from tests.transport.conftest import MakeSource, MakeTransport
-from tests.transport.sources import SOON, Memory, Source, table
+from tests.transport.sources import SOON, Memory, Source, raw_part, table
 from tests.transport.transfers import until
 
 BLOCK = 4096
@@ -33,7 +33,7 @@ def test_raw_descriptors_of_any_length_arrive_byte_for_byte(
         for cell, length in zip(cells, [1, 3, 64, 4095, 4096, 9999, 16320] * 70, strict=False)
     ]
     transfer = transport(ucx_tls, chunk_bytes=100_000).start(
-        [TransferPart(source.info, [memory.pieces(source, pieces)])], deadline=now() + SOON, label="raw"
+        [raw_part(source.info, [memory.pieces(source, pieces)])], deadline=now() + SOON, label="raw"
     )
     assert ended(transfer) is TransferState.DONE
     assert transfer.quiet
@@ -47,7 +47,7 @@ def test_one_descriptor_longer_than_a_chunk_is_divided(
     ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
 ) -> None:
     read = transport(ucx_tls, chunk_bytes=1 << 20)
-    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="long")
+    transfer = read.start([raw_part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="long")
     assert ended(transfer) is TransferState.DONE
     assert transfer.progress().chunks == source.size >> 20
     assert memory.right()
@@ -72,7 +72,7 @@ def test_prepared_descriptors_follow_the_strides_of_their_rows(
     # Twice, because the second time the table is prepared already.
     for _ in range(2):
         prepared = PreparedDescriptors(rows, flat[0], flat[1])
-        transfer = read.start([TransferPart(source.info, [prepared])], deadline=now() + SOON, label="prepared")
+        transfer = read.start([raw_part(source.info, [prepared])], deadline=now() + SOON, label="prepared")
         assert ended(transfer) is TransferState.DONE
         assert memory.right()
         memory.bytes[:] = 0xA5
@@ -85,9 +85,9 @@ def test_one_transfer_reads_from_several_sources(
     # Two reading agents, so that the parts may end on different threads.
     read = transport(ucx_tls, reading_agents=2, chunk_bytes=1 << 20)
     parts = [
-        TransferPart(source.info, [memory.all_of(source)]),
-        TransferPart(other.info, [memory.pieces(other, [(0, source.size + 1, other.size)])]),
-        TransferPart(source.info, [memory.pieces(source, [(17, source.size + other.size + 5, 1000)])]),
+        raw_part(source.info, [memory.all_of(source)]),
+        raw_part(other.info, [memory.pieces(other, [(0, source.size + 1, other.size)])]),
+        raw_part(source.info, [memory.pieces(source, [(17, source.size + other.size + 5, 1000)])]),
     ]
     assert ended(read.start(parts, deadline=now() + SOON, label="both")) is TransferState.DONE
     assert memory.right()
@@ -96,7 +96,7 @@ def test_one_transfer_reads_from_several_sources(
 def test_nothing_to_read_is_done_at_once_and_makes_no_agent(source: Source, transport: MakeTransport) -> None:
     read = transport()
     assert read.start([], deadline=None, label="nothing").state is TransferState.DONE
-    transfer = read.start([TransferPart(source.info, [])], deadline=now() - 1, label="no descriptors")
+    transfer = read.start([raw_part(source.info, [])], deadline=now() - 1, label="no descriptors")
     assert transfer.state is TransferState.DONE
     assert transfer.quiet
     assert read.gauges().agents == 0
@@ -111,10 +111,10 @@ def test_small_transfers_do_not_wait_for_all_of_a_huge_one(
     slow.info  # noqa: B018 (it has to run before it is stopped)
     # Stopped, so that all are waiting for its first answer before any of them begins.
     slow.stop()
-    huge = read.start([TransferPart(slow.info, [memory.all_of(slow)])], deadline=now() + SOON, label="huge")
+    huge = read.start([raw_part(slow.info, [memory.all_of(slow)])], deadline=now() + SOON, label="huge")
     small = [
         read.start(
-            [TransferPart(slow.info, [memory.pieces(slow, [(i * 100, slow.size + i * 100, 100)])])],
+            [raw_part(slow.info, [memory.pieces(slow, [(i * 100, slow.size + i * 100, 100)])])],
             deadline=now() + SOON,
             label=f"small {i}",
         )
@@ -139,7 +139,7 @@ def test_many_transfers_from_many_threads(
 
     def start(some: Any) -> None:
         for one in some:
-            transfers.append(read.start([TransferPart(source.info, [one])], deadline=now() + SOON, label="one"))
+            transfers.append(read.start([raw_part(source.info, [one])], deadline=now() + SOON, label="one"))
 
     threads = [threading.Thread(target=start, args=(descriptors[i::8],)) for i in range(8)]
     for thread in threads:
@@ -165,7 +165,7 @@ def test_nixl_is_called_on_reading_threads_only(
 
     monkeypatch.setattr(nixl_binding, "call", call)
     read: Transport = transport(ucx_tls)
-    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="r11")
+    transfer = read.start([raw_part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="r11")
     transfer.extend(now() + SOON)
     assert ended(transfer) is TransferState.DONE
     transfer.cancel()
@@ -187,7 +187,7 @@ def test_a_retired_peer_is_dropped_and_may_come_back(
 ) -> None:
     read = transport(ucx_tls)
     for _ in range(3):
-        part = TransferPart(source.info, [memory.all_of(source)])
+        part = raw_part(source.info, [memory.all_of(source)])
         assert ended(read.start([part], deadline=now() + SOON, label="again")) is TransferState.DONE
         read.retire(source.name)
     assert memory.right()

@@ -35,7 +35,7 @@ from kvferry.errors import (
 )
 from kvferry.geometry import MemoryKind
 from tests.transport.played_agents import CHUNK, DONE, MOVING, SIZE, World, done, failed
-from tests.transport.sources import DRAM, SOON, Memory, Source, local_source, raw
+from tests.transport.sources import DRAM, SOON, Memory, Source, local_source, raw, raw_part
 from tests.transport.staged_parts import part
 from tests.transport.transfers import until
 
@@ -171,27 +171,27 @@ def test_what_is_not_registered_is_refused_and_nothing_is_read(world: World) -> 
     into_own = raw([world.bytes.ctypes.data], [own.region.base], [4096])
     for wrong in (beyond, outside, into_own):
         with pytest.raises(InvalidField):
-            read.start([good, TransferPart(world.info("other"), [wrong])], deadline=None, label="wrong")
+            read.start([good, raw_part(world.info("other"), [wrong])], deadline=None, label="wrong")
     damaged = replace(world.info("other"), metadata=b"damaged")
-    for call in (lambda: read.start([TransferPart(damaged)], deadline=None, label="wrong"), lambda: read.warm(damaged)):
+    for call in (lambda: read.start([raw_part(damaged)], deadline=None, label="wrong"), lambda: read.warm(damaged)):
         with pytest.raises(BadAgentMetadata):
             call()
     with pytest.raises(InvalidField, match="one agent of a name"):
-        read.start([good, TransferPart(world.info(metadata=b"another"))], deadline=None, label="wrong")
+        read.start([good, raw_part(world.info(metadata=b"another"))], deadline=None, label="wrong")
     assert (world.agents.made, read.gauges().transfers) == ([], 0)
     # The same agent, though not the same object.
     done(read.start([good, world.part(world.info(), 1)], deadline=None, label="twice"))
-    done(read.start([TransferPart(world.info(), [into_own], spaces=(own,))], deadline=None, label="own"))
+    done(read.start([raw_part(world.info(), [into_own])], deadline=None, label="own", spaces=(own,)))
     assert world.agents.made[0].spaces == [own]
 
 
 def test_nothing_to_read_is_done_at_once(world: World) -> None:
     read = world.transport()
     nothing = raw([], [], [])
-    done(read.start([TransferPart(world.info(), [nothing])], deadline=None, label="nothing"))
+    done(read.start([raw_part(world.info(), [nothing])], deadline=None, label="nothing"))
     assert (read.gauges().agents, read.gauges().uncertain) == (0, 0)
-    done(read.start([replace(world.part(world.info()), descriptors=(nothing, *world.part(world.info()).descriptors))],
-                    deadline=None, label="some"))  # fmt: skip
+    _, some = world.part(world.info())
+    done(read.start([raw_part(world.info(), [nothing, *some.descriptors])], deadline=None, label="some"))
     assert world.memory.right()
 
 
@@ -283,25 +283,25 @@ def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: 
     into = raw([world.bytes.ctypes.data], [own.region.base], [4096])
     for refusal in (RuntimeError("a bug"), NixlError("it is refused")):
         world.agents.no_space = refusal
-        transfer = read.start([TransferPart(world.info(), [into], spaces=(own,))], deadline=None, label="own")
+        transfer = read.start([raw_part(world.info(), [into])], deadline=None, label="own", spaces=(own,))
         assert refusal.args[0] in str(failed(transfer))
         assert transfer.quiet
     done(world.read(read))
     source, memory = local_source(), Memory(1 << 20)
-    asked = part(source, memory, [1], [2])
-    (staged,) = asked.staged
+    _, planned = part(source, memory, [1], [2])
+    (staged,) = planned.staged
     device = replace(DRAM, destination_kind=MemoryKind.VRAM, destination_device=3)
     peer = replace(world.info("source"), regions=source.info.regions)
-    unknown = replace(asked, peer=peer, staged=(replace(staged, lane=replace(staged.lane, memory=device)),))
-    transfer = read.start([unknown], deadline=None, label="device")
+    unknown = replace(planned, staged=(replace(staged, lane=replace(staged.lane, memory=device)),))
+    transfer = read.start([(peer, unknown)], deadline=None, label="device")
     assert isinstance(failed(transfer), InvalidField)
     assert transfer.quiet
     assert read.gauges().agents == 1
 
 
 def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
-    found = part(source, memory, list(range(0, 40, 2)), list(range(20)))
-    return replace(found, peer=replace(world.info("source"), regions=source.info.regions))
+    _, planned = part(source, memory, list(range(0, 40, 2)), list(range(20)))
+    return replace(world.info("source"), regions=source.info.regions), planned
 
 
 def test_rows_go_through_staging_memory_of_the_size_asked_for(world: World) -> None:

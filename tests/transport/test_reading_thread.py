@@ -12,7 +12,7 @@ import pytest
 from kvferry._transport.nixl_agent import ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk, PeerWork
-from kvferry._transport.transport import Transfer, TransferPart, TransferState
+from kvferry._transport.transport import Transfer, TransferState
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import Blocks, EngineGeometry, RankGeometry
 from kvferry.planner import Path, PathRule, plan_read
@@ -148,10 +148,10 @@ def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_
     read = transport()
     wrong = replace(planned, descriptors=(replace(raw, source=moved),))
     with pytest.raises(InvalidField, match="the request's blocks"):
-        read.start([TransferPart.of(source.info, wrong)], deadline=None, label="wrong")
+        read.start([(source.info, wrong)], deadline=None, label="wrong")
     assert read.gauges().transfers == 0
     assert memory.untouched()
-    assert_done(read.start([TransferPart.of(source.info, planned)], deadline=None, label="right"))
+    assert_done(read.start([(source.info, planned)], deadline=None, label="right"))
 
 
 def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
@@ -177,7 +177,7 @@ def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
     (planned,) = plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}).sources
     monkeypatch.setattr("kvferry._transport.transport.AT_ONCE", planned.descriptors[0].count)
     read = transport(chunk_descriptors=16)
-    assert_done(read.start([TransferPart.of(source.info, planned)], deadline=None, label="right"))
+    assert_done(read.start([(source.info, planned)], deadline=None, label="right"))
     pieces = [
         (
             of.base - source.base + block * BLOCK_BYTES,
@@ -198,7 +198,7 @@ def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
     last = int(raw.destination[-1]) - memory.base
     memory.bytes[:] = 0
     wrong = replace(planned, descriptors=(replace(raw, source=moved),))
-    transfer = read.start([TransferPart.of(source.info, wrong)], deadline=None, label="wrong")
+    transfer = read.start([(source.info, wrong)], deadline=None, label="wrong")
     assert transfer.wait(SOON)
     assert isinstance(transfer.error, InvalidField)
     assert transfer.wait_quiet(SOON)

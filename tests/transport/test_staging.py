@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
+from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
 from kvferry._transport import calibration
 from kvferry._transport.calibration import measure
@@ -222,9 +223,11 @@ def test_a_source_that_stops_while_it_is_measured_keeps_one_slot(
     stopped.stop()
     begin = read.start
 
-    def begin_in_time(parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
+    def begin_in_time(
+        parts: Sequence[TransferPart], *, deadline: float | None, label: str, spaces: Sequence[StagingSpace]
+    ) -> Transfer:
         """The time of the measurement is not over before its read is posted."""
-        transfer = begin(parts, deadline=None, label=label)
+        transfer = begin(parts, deadline=None, label=label, spaces=spaces)
         wait_for(lambda: read.gauges().chunks_in_flight == 1)
         return transfer
 
@@ -296,7 +299,7 @@ def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Call
     def share(name: str) -> StagedWork:
         transfer = Transfer(name, 10, 1, None, now, lambda: None)
         info = replace(source.info, name=name)
-        return StagedWork(transfer, info, part(source, memory, [1], [2]).staged, pool, now())
+        return StagedWork(transfer, info, part(source, memory, [1], [2])[1].staged, pool, now())
 
     return share
 
@@ -328,7 +331,7 @@ def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent
     woken: list[str] = []
     pool = StagingPool(HostAccess().allocate(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
     transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
-    share = StagedWork(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10]).staged, pool, now())
+    share = StagedWork(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10])[1].staged, pool, now())
     posted = []
     while (chunk := share.next(NixlOptions())) is not None:
         assert chunk.owner.begin()

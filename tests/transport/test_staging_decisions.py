@@ -38,10 +38,11 @@ OPTIONS = NixlOptions()
 
 def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedWork:
     """What a transfer of its own reads."""
-    size, count = (sum(getattr(read, what) for read in of.staged) for what in ("total_bytes", "count"))
+    peer, planned = of
+    size, count = (sum(getattr(read, what) for read in planned.staged) for what in ("total_bytes", "count"))
     transfer = Transfer("t", size, count, deadline, now, lambda: None)
-    info = replace(of.peer, name=name or of.peer.name)
-    return StagedWork(transfer, info, of.staged, pool, now(), of.footprint)
+    info = replace(peer, name=name or peer.name)
+    return StagedWork(transfer, info, planned.staged, pool, now(), planned.footprint)
 
 
 def read(chunk: Chunk) -> None:
@@ -247,8 +248,9 @@ def test_who_steps_back_lets_those_behind_it_pass() -> None:
 def test_what_cannot_be_read_gives_its_slot_back() -> None:
     pool, memory = pool_of(2), Memory(SIZE)
     asked = part(local_source(), memory, [1, 5], [2, 4])
-    (staged,) = asked.staged
-    share = staged_share(pool, replace(asked, staged=(replace(staged, blocks=staged.blocks + 1),)))
+    info, planned = asked
+    (staged,) = planned.staged
+    share = staged_share(pool, (info, replace(planned, staged=(replace(staged, blocks=staged.blocks + 1),))))
     with pytest.raises(InvalidField, match="the request's blocks"):
         share.next(OPTIONS)
     assert pool.in_use == 0
@@ -258,11 +260,11 @@ def test_what_cannot_be_read_gives_its_slot_back() -> None:
 def test_every_batch_is_checked_before_it_is_read() -> None:
     pool, memory = pool_of(2), Memory(SIZE)
     everything = list(range(BLOCKS - 1))
-    asked = part(local_source(), memory, everything, everything)
-    (staged,) = asked.staged
+    info, planned = part(local_source(), memory, everything, everything)
+    (staged,) = planned.staged
     # The last block alone is not the request's: it is reached only after several rounds of checks.
     wrong = np.array([*everything[:-1], BLOCKS - 1])
-    share = staged_share(pool, replace(asked, staged=(replace(staged, blocks=wrong),)))
+    share = staged_share(pool, (info, replace(planned, staged=(replace(staged, blocks=wrong),))))
     stranger = share.info.regions[0].base + (BLOCKS - 1) * BLOCK_BYTES
 
     def read_all() -> None:
@@ -351,7 +353,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 def test_the_memory_of_a_batch_is_the_sources_and_the_pools() -> None:
     memory = Memory(SIZE)
-    (staged,) = part(local_source(), memory, [1], [2]).staged
+    (staged,) = part(local_source(), memory, [1], [2])[1].staged
     lane = replace(staged.lane, memory=replace(DRAM, source_kind=MemoryKind.VRAM, source_device=3))
     (batch,) = StagedRead(lane, staged.blocks, staged.pieces).batches(1 << 20)
     pair = pool_of(1).pair(batch)

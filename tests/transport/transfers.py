@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 
 from kvferry._clock import now
-from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferState, Transport
 from kvferry.errors import TransferFailed
-from tests.transport.sources import SOON, Memory, Source
+from tests.transport.sources import SOON, Memory, Source, raw_part
 
 TCP = "tcp"
 """For faults that need a post to return before it is done: CMA copies inside it, and needs no running source."""
@@ -35,7 +35,7 @@ def until(condition: Callable[[], bool]) -> bool:
 def read_all(
     read: Transport, source: Source, memory: Memory, *, at: int = 0, deadline: float | None = SOON
 ) -> Transfer:
-    part = TransferPart(source.info, [memory.all_of(source, at=at)])
+    part = raw_part(source.info, [memory.all_of(source, at=at)])
     return read.start([part], deadline=None if deadline is None else now() + deadline, label=source.name)
 
 

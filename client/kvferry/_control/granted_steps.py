@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from kvferry._prompt import MARK_BYTES, MAX_MARKS
-from kvferry._wire.blocks_codec import blocks_from_proto
+from kvferry._wire.blocks_codec import blocks_from_proto, runs_from_proto
 from kvferry.errors import BlocksShort, InvalidField
-from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, Blocks, Unfinished
+from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, BlockRuns, Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 GRANT_BYTES = 128 << 20
@@ -115,14 +115,14 @@ class _UnfinishedSteps:
     """What the steps of a publication say of blocks of which only some layers are complete."""
 
     def __init__(self) -> None:
-        self._blocks: dict[str, Blocks] = {}
+        self._groups: dict[str, BlockRuns] = {}
         self._layers: set[str] = set()
         self._ends: dict[str, int] = {}
         """Where the complete blocks of groups end."""
 
     def now(self) -> Unfinished | None:
         """What they say now; None: no blocks are unfinished."""
-        return Unfinished(self._blocks, frozenset(self._layers)) if self._blocks else None
+        return Unfinished(tuple(self._groups.values()), tuple(sorted(self._layers))) if self._groups else None
 
     def add(self, step: pb.Blocks) -> None:
         """Take the next step.
@@ -133,13 +133,13 @@ class _UnfinishedSteps:
             BlocksShort: its unfinished blocks do not continue where the complete ones end.
         """
         if step.groups:
-            _check_same(self._blocks, step.groups)
-            self._blocks, self._layers = {}, set()
+            _check_same(self._groups, step.groups)
+            self._groups, self._layers = {}, set()
         self._ends.update({group.group: group.end_token for group in step.groups})
         if not step.HasField("unfinished"):
             return
         begun = step.unfinished.groups
-        if bool(begun) == bool(self._blocks):
+        if bool(begun) == bool(self._groups):
             expected = "none, until those before are complete" if begun else "at least one group"
             raise InvalidField("unfinished blocks", [group.group for group in begun], expected)
         # Both bound what each further layer costs: a source may name them one by one.
@@ -151,13 +151,14 @@ class _UnfinishedSteps:
             raise InvalidField("number of unfinished blocks", count, f"at most {MAX_UNFINISHED}")
         for group in begun:
             _check_continues(group.group, self._ends.get(group.group, group.first_token), group)
-            self._blocks[group.group] = blocks_from_proto(group)
+            runs = self._groups[group.group] = runs_from_proto(group)
+            runs.check(f"unfinished blocks of group {group.group!r}")
 
 
-def _check_same(unfinished: Mapping[str, Blocks], groups: Iterable[pb.GroupBlocks]) -> None:
+def _check_same(unfinished: Mapping[str, BlockRuns], groups: Iterable[pb.GroupBlocks]) -> None:
     """Check that a step completes the blocks of which some layers may have been read."""
     complete = {group.group: group for group in groups}
-    for name, before in unfinished.items():
+    for name, before in ((name, runs.blocks()) for name, runs in unfinished.items()):
         found = blocks_from_proto(complete[name]) if name in complete else Blocks(())
         same = np.array_equal(found.ids[: len(before.ids)], before.ids)
         if not same or found.first_token != before.first_token or (found.end_token or 0) < (before.end_token or 0):

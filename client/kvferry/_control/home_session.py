@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from kvferry import _arguments as arguments
 from kvferry._clock import LONGEST, from_duration, now
 from kvferry._control.acknowledger import Acknowledgements
 from kvferry._control.batches import batches
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
-from kvferry._control.publication_steps import follow, new_step, offered
+from kvferry._control.publication_steps import follow, new_step
 from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.retrying import retrying
 from kvferry._control.teller import Message, Teller
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
-from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
-from kvferry._wire.reference import engine_ids, parse_reference, router_reference
+from kvferry._wire.reference import router_reference
 from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
 from kvferry.errors import (
     Closed,
     EngineUnknown,
     InternalError,
-    InvalidField,
     KvferryError,
     PublicationAborted,
     RouterKeyUsed,
     Unavailable,
     Unreachable,
 )
-from kvferry.geometry.blocks import Blocks
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -96,21 +93,7 @@ class HomeSession:
         """See `EngineSession.token`."""
         return EngineToken(self._engine.engine_id, self._secret, self.advertise)
 
-    def publish(
-        self,
-        request_id: str,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool,
-        expected_reads: int,
-        payload: bytes,
-        checksums: bool,
-        timeout: float,
-        traceparent: str = "",
-        reference: str = "",
-        layers: Collection[str] | None = None,
-        prompt: Prompt = Prompt.unknown,
-    ) -> Publication:
+    def publish(self, given: Publish, timeout: float) -> Publication:
         """See `EngineSession.publish`."""
         # One at a time: the home rejects a number below the highest it has seen.
         deadline = now() + timeout
@@ -118,59 +101,27 @@ class HomeSession:
             message = "publish on another thread took all the time; nothing was published"
             raise Unreachable(message, address=self._control.address)
         try:
-            publication, step = self.offer(
-                request_id,
-                blocks,
-                last=last,
-                expected_reads=expected_reads,
-                payload=payload,
-                checksums=checksums,
-                traceparent=traceparent,
-                reference=reference,
-                layers=layers,
-                prompt=prompt,
-            )
+            publication, step = self.offer(given)
             self.send(step, max(0.001, deadline - now()))
         finally:
             self._publishing.release()
         return publication
 
-    def offer(
-        self,
-        request_id: str,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool = True,
-        expected_reads: int = 1,
-        payload: bytes = b"",
-        checksums: bool = False,
-        traceparent: str = "",
-        reference: str = "",
-        layers: Collection[str] | None = None,
-        prompt: Prompt = Prompt.unknown,
-    ) -> tuple[Publication, Step]:
+    def offer(self, given: Publish) -> tuple[Publication, Step]:
         """Do the part of `publish` that makes no call. The blocks are pinned from now on.
 
         Returns:
             The publication, and its step for `send`. Send steps in the order of the publications' numbers.
         """
         self._check_open()
-        given = offered(self.spec, blocks)
-        arguments.label("request_id", request_id)
-        step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
-        step.request_id = request_id
-        arguments.instance("prompt", prompt, Prompt, "a Prompt")
-        step.expected_reads = arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1)
-        step.checksums = arguments.flag("checksums", checksums)
-        if reference:
-            step.router_key, step.key = _routed(reference, self.spec.engine_id)
+        ids, step = new_step(self.spec, given)
         follow((), step)
-        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
-        span = start_span("kvferry.publish", traceparent, engine=self.spec.engine_id, request_id=request_id)
+        pin = self.block_use.pin(ids)
+        span = start_span("kvferry.publish", given.traceparent, engine=self.spec.engine_id, request_id=given.request_id)
         with self._lock:
             # Number and record under one lock: a snapshot in between would include the number but not the record.
             try:
-                publication = self._offers.publish(self._home_in_references, step, span.traceparent, prompt)
+                publication = self._offers.publish(self._home_in_references, step, span.traceparent, given.prompt)
             except RouterKeyUsed as error:
                 self.block_use.unpin(pin)
                 span.end(error)
@@ -181,27 +132,16 @@ class HomeSession:
             self.block_use.name(pin, publication.number, 0)
         return publication, Step(step)
 
-    def offer_more(
-        self,
-        publication: Publication,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool,
-        payload: bytes = b"",
-        layers: Collection[str] | None = None,
-        prompt: Prompt = Prompt.unknown,
-    ) -> Step:
+    def offer_more(self, given: PublishMore) -> Step:
         """Do the part of `publish_more` that makes no call. Pass the returned step to `send`."""
         self._check_open()
-        number = _number(publication)
-        arguments.instance("prompt", prompt, Prompt, "a Prompt")
-        given = offered(self.spec, blocks)
-        step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
-        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
+        number = given.publication.number
+        ids, step = new_step(self.spec, given)
+        pin = self.block_use.pin(ids, number)
         try:
             with self._lock:
                 follow(self._offers.unfinished(number), step)
-                self._offers.publish_more(number, step, prompt)
+                self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
                 self.block_use.name(pin, number, step.step)
         except KvferryError:
@@ -212,7 +152,7 @@ class HomeSession:
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """See `EngineSession.abort`."""
         self._check_open()
-        number = _number(publication)
+        number = publication.number
         with self._lock:
             self._offers.abort(number)
         notification = pb.Notification(abort=pb.Abort(publication=number))
@@ -490,19 +430,3 @@ class HomeSession:
                 if error.retryable:
                     raise error
                 logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
-
-
-def _routed(reference: str, engine_id: str) -> tuple[str, bytes]:
-    """Return router_key and key of the reference under which an engine publishes; raises `BadReference`, and
-    `InvalidField` if no router made it, or it names another engine."""
-    parsed = parse_reference(reference)
-    if not parsed.router_key:
-        raise InvalidField("reference", "a publication's own", "one that a router made, see kvferry.router_reference")
-    named = engine_ids(parsed.engine_id, parsed.data_parallel_rank)
-    if engine_id not in named:
-        raise InvalidField("reference", f"one for engine {' or '.join(named)}", f"one for this engine, {engine_id!r}")
-    return parsed.router_key, parsed.key
-
-
-def _number(publication: Publication) -> int:
-    return arguments.instance("publication", publication, Publication, "the Publication that publish returned").number

@@ -1,4 +1,4 @@
-"""Sends the steps and aborts of an engine's publications to its home, for callers that do not wait, on a thread.
+"""Publishes for callers that do not wait: sends the steps and aborts of an engine's publications on a thread.
 
 What is queued while a call is in progress goes in the next call, also several steps of one publication: a source may
 name layers faster than a call takes. A home takes the notifications of a call in order, so that a step which it does
@@ -16,7 +16,7 @@ import heapq
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
@@ -25,7 +25,8 @@ from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.home_session import HomeSession
-from kvferry._control.publications import Publication, Step
+from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._threads import start_loop
 from kvferry.errors import KvferryError, NotPublished, PublicationAborted, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -69,26 +70,27 @@ class _Message:
 
 
 class PublicationSender:
-    """Sends the publications of one engine.
-
-    Threading: `put` is called with `lock` held, and returns at once; only `close` waits.
+    """Publishes the requests of one engine. Thread-safe; only `close` waits.
 
     Args:
         session: the engine's session.
-        refused: called with a publication of which no home can have anything, with the lock held. Must not block.
 
     Attributes:
         lock: guards the queue. Number a step and queue it under one lock: the home takes numbers that rise, with few
             exceptions, and what is given up must not get another step in between.
+        published, released: numbers of publications since the start. ``published - released`` are pinned.
+        refused: number of released publications that the home did not accept.
 
     Raises:
         LimitReached: the system refused another thread.
     """
 
-    def __init__(self, session: HomeSession, refused: Callable[[Publication], None]) -> None:
+    def __init__(self, session: HomeSession) -> None:
         self.lock = threading.Lock()
+        self.published = self.released = self.refused = 0
         self._session = session
-        self._refused = refused
+        self._refused: deque[Release] = deque()
+        """Publications of which no home can have anything, which are released here."""
         self._changed = threading.Condition(self.lock)
         self._messages: dict[int, deque[_Message]] = {}
         """Messages of each publication, in order. The first one is about to be sent, or to be sent again."""
@@ -104,6 +106,33 @@ class PublicationSender:
         """Publications that were given up since then."""
         self._closed, self._closes_at = False, 0.0
         self._thread = start_loop(self._turn, f"kvferry-publish-{session.spec.engine_id}")
+
+    def publish(self, given: Publish) -> Publication:
+        """See `SchedulerPort.publish`."""
+        with self.lock:
+            publication, step = self._session.offer(given)
+            self.published += 1
+            self.put(publication, step)
+        return publication
+
+    def publish_more(self, given: PublishMore) -> None:
+        """See `SchedulerPort.publish_more`."""
+        with self.lock:
+            self.put(given.publication, self._session.offer_more(given))
+
+    def abort(self, publication: Publication) -> None:
+        """See `SchedulerPort.abort`."""
+        with self.lock:
+            self.put(publication)
+
+    def take_released(self) -> list[Release]:
+        """Return the publications released since the last call; each appears exactly once."""
+        found = self._session.released()
+        with self.lock:
+            found += self._refused
+            self._refused.clear()
+            self.released += len(found)
+        return found
 
     def put(self, publication: Publication, step: Step | None = None) -> None:
         """Queue a step of a publication; None: its abort. Call this with the lock held."""
@@ -266,7 +295,9 @@ class PublicationSender:
                 self._session.ended(later.step, error)
         behind.clear()
         if self._session.ended(step, error) and step.message.step == 0:
-            self._refused(publication)
+            self.refused += 1
+            outcome = ReleaseOutcome.ABORTED
+            self._refused.append(Release(publication.number, publication.request_id, outcome, local=True))
         else:
             # The home may have accepted some of it: it stays pinned until it is released.
             abort = self._message(publication, None)

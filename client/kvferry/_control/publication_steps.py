@@ -2,95 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
-from kvferry import _arguments as arguments
 from kvferry._control.batches import ADDED_BYTES, SENT_NOTIFY_BYTES, check_size
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._engine_spec import EngineSpec
 from kvferry._wire.blocks_codec import blocks_to_proto
+from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import (
-    MAX_LAYERS,
-    MAX_RUNS,
-    MAX_UNFINISHED,
-    Blocks,
-    blocks_by_group,
-    check_ids,
-    without_nulls,
-)
+from kvferry.geometry.blocks import MAX_RUNS, MAX_UNFINISHED, BlockIds, Blocks, check_ids, without_nulls
 from kvferry.geometry.model import GroupKind
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-MAX_LAYER_NAME = 256
-"""Most bytes of a layer's name; the contract's limit."""
 
-MAX_PAYLOAD = 64 << 10
-"""Most bytes of a publication's payload; the contract's limit."""
-
-
-def new_step(
-    spec: EngineSpec,
-    blocks: Mapping[str, Blocks],
-    *,
-    last: bool,
-    payload: bytes,
-    layers: Collection[str] | None,
-) -> pb.Publish:
+def new_step(spec: EngineSpec, given: Publish | PublishMore) -> tuple[dict[str, BlockIds], pb.Publish]:
     """Make a step without its numbers.
 
     Args:
         spec: the engine.
-        blocks: what groups gain.
-        last: no step follows.
-        payload: opaque bytes for the readers.
-        layers: names of the layers that are complete in the blocks; None: all.
+        given: what is published.
+
+    Returns:
+        The ids of its blocks by group, and the step.
 
     Raises:
         BadBlock: an id out of range, or the null block.
-        InvalidField: an argument is out of range.
+        BadReference: the reference is none.
+        InvalidField: an argument does not fit the engine.
         MessageTooLarge: no message holds it.
     """
+    blocks = {name: without_nulls(spec.group(name), listed) for name, listed in given.blocks.items()}
     groups = [_encoded(spec, name, listed) for name, listed in blocks.items()]
-    step = pb.Publish(last=arguments.flag("last", last), payload=arguments.payload("payload", payload))
-    if len(step.payload) > MAX_PAYLOAD:
-        raise InvalidField("payload", f"{len(step.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
-    if step.payload and not step.last:
-        raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
-    if layers is None:
+    step = pb.Publish(last=given.last, payload=given.payload)
+    if isinstance(given, Publish):
+        step.request_id, step.expected_reads, step.checksums = given.request_id, given.expected_reads, given.checksums
+        if given.reference:
+            step.router_key, step.key = _routed(given.reference, spec.engine_id)
+    if given.layers is None:
         step.groups.extend(groups)
     else:
-        step.unfinished.CopyFrom(_unfinished(spec, groups, layers, last=step.last))
+        _check_unfinished(spec, groups)
+        step.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=given.layers))
     check_size("a step of a publication", step, SENT_NOTIFY_BYTES, ADDED_BYTES)
-    return step
+    return {name: listed.ids for name, listed in blocks.items()}, step
 
 
-def _unfinished(
-    spec: EngineSpec, groups: Sequence[pb.GroupBlocks], layers: Collection[str], *, last: bool
-) -> pb.Unfinished:
-    names = sorted(set(arguments.texts("layers", layers)))
-    if not 1 <= len(names) <= MAX_LAYERS:
-        raise InvalidField("layers", f"{len(names)} names", f"1 to {MAX_LAYERS} of layers; None: all are complete")
-    for name in names:
-        if not 1 <= len(name.encode()) <= MAX_LAYER_NAME:
-            raise InvalidField("layers", name[:80], f"names of 1 to {MAX_LAYER_NAME} bytes")
+def _check_unfinished(spec: EngineSpec, groups: Sequence[pb.GroupBlocks]) -> None:
     count = sum(sum(group.run_counts) for group in groups)
     if count > MAX_UNFINISHED:
         expected = f"at most {MAX_UNFINISHED} of which only some layers are complete"
         raise InvalidField("blocks", f"{count} blocks", expected)
-    if last:
-        raise InvalidField("layers", names[:3], "None with the last blocks: all layers are complete")
     for encoded in groups:
         group = spec.group(encoded.group)
         if group.kind is not GroupKind.TOKENS or encoded.end_token % group.block_tokens:
             expected = "full blocks of a group of kind TOKENS, where only some layers are complete"
             raise InvalidField(f"blocks[{group.name!r}]", f"{group.kind.name} up to {encoded.end_token}", expected)
-    return pb.Unfinished(groups=groups, layers=names)
 
 
-def offered(spec: EngineSpec, blocks: object) -> dict[str, Blocks]:
-    """The blocks that a source offers, by group, of a mapping that is given; raises `InvalidField`."""
-    given = blocks_by_group("blocks", blocks)
-    return {name: without_nulls(spec.group(name), listed) for name, listed in given.items()}
+def _routed(reference: str, engine_id: str) -> tuple[str, bytes]:
+    """Return router_key and key of the reference under which an engine publishes; raises `BadReference`, and
+    `InvalidField` if no router made it, or it names another engine."""
+    parsed = parse_reference(reference)
+    if not parsed.router_key:
+        raise InvalidField("reference", "a publication's own", "one that a router made, see kvferry.router_reference")
+    named = engine_ids(parsed.engine_id, parsed.data_parallel_rank)
+    if engine_id not in named:
+        raise InvalidField("reference", f"one for engine {' or '.join(named)}", f"one for this engine, {engine_id!r}")
+    return parsed.router_key, parsed.key
 
 
 def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:

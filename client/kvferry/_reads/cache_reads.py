@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.lease_holder import LeaseHolder
-from kvferry._memory.tails import Tails
 from kvferry._prompt import Prompt
 from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_read import LeasedRead, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
-from kvferry._reads.rank_read import RankOrder, RankRead
+from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.read import ReadResult, ReadTask
 from kvferry._reads.source_engines import SourceEngines
@@ -29,22 +27,7 @@ from kvferry.errors import (
     PeerRestarted,
     TransferStuck,
 )
-from kvferry.geometry.blocks import Blocks, taken_end
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
-    """The part of a publication that a read wants, and the blocks that it writes to.
-
-    Attributes:
-        blocks: the blocks to read into, by group.
-        tokens: the tokens wanted, ``[a, b)``; None: all that was published.
-        layers: names of the layers wanted; None: all.
-    """
-
-    blocks: Mapping[str, Blocks]
-    tokens: tuple[int, int] | None
-    layers: frozenset[str] | None
+from kvferry.geometry.blocks import taken_end
 
 
 class _OwnRead(LeasedRead):
@@ -242,7 +225,7 @@ class CacheReads:
 
 
 def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:
-    request, wanted = read.request, read.wanted
+    request = read.request
     return RankOrder(
         read_id=request.read_id,
         request_id=acquired.request_id,
@@ -255,10 +238,7 @@ def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:
         granted=acquired.blocks,
         complete=acquired.complete,
         unfinished=acquired.unfinished,
-        blocks=wanted.blocks,
-        tokens=wanted.tokens,
-        layers=wanted.layers,
-        tails=Tails.KEEP,
+        wanted=read.wanted,
         deadline=request.deadline,
         traceparent=read.span.traceparent,
     )

@@ -35,6 +35,23 @@ class SchedulersLease:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """The part of a publication that a read wants, and the blocks that it writes to.
+
+    Attributes:
+        blocks: the blocks to read into, by group.
+        tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+        layers: names of the layers wanted; None: all.
+        tails: whether the bytes behind the last token read are kept or cleared.
+    """
+
+    blocks: Mapping[str, Blocks]
+    tokens: tuple[int, int] | None = None
+    layers: frozenset[str] | None = None
+    tails: Tails = Tails.KEEP
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RankOrder:
     """Says what a rank shall read as its share of a read.
 
@@ -45,10 +62,7 @@ class RankOrder:
         reference: the publication's reference, for the handshake with the source.
         lease: the lease of the read. If this process holds it, the transfer ends with the lease.
         granted: the source's blocks by group, as far as they were known.
-        blocks: the blocks to read into, by group.
-        tokens: the tokens wanted, ``[a, b)``; None: all that was granted, if that is complete.
-        layers: names of the layers wanted; None: all.
-        tails: whether the bytes behind the last token read are kept or cleared.
+        wanted: the part to read; its `tokens` are given unless the order is `complete`.
         deadline: time on `kvferry._clock` at which the share fails.
         traceparent: of the read's span; empty: it is not traced.
         complete: `granted` are all blocks. If False, `RankReads.add` brings the others.
@@ -64,11 +78,8 @@ class RankOrder:
     reference: str = field(repr=False)
     lease: ReaderLease | SchedulersLease
     granted: Mapping[str, Blocks]
-    blocks: Mapping[str, Blocks]
-    tokens: tuple[int, int] | None
-    tails: Tails
+    wanted: Wanted
     deadline: float
-    layers: frozenset[str] | None = None
     traceparent: str = ""
     complete: bool = True
     unfinished: Unfinished | None = None

@@ -24,7 +24,7 @@ from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._threads import guarded, start_thread
 from kvferry._tracing import start_span
-from kvferry._transport.transport import TransferPart, TransferState, Transport
+from kvferry._transport.transport import TransferState, Transport
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     Closed,
@@ -234,14 +234,14 @@ class RankReads(OneProcess):
         read.turn_to(Doing.PLAN)
         try:
             if read.parts is None:
-                read.parts = engine.plan_of(order.layers).in_parts(order.blocks, order.tokens)
+                read.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
             expansion = read.parts.next(joined(read.told), read.unfinished, last=read.complete)
             read.planned = (read.planned or Planned()).plus(Planned.of(expansion))
             if not expansion.sources and not read.complete:
                 read.told = []
                 read.turn_to(Doing.STEPS)
                 return
-            parts = [TransferPart.of(engine.agents[source.source_rank], source) for source in expansion.sources]
+            parts = [(engine.agents[source.source_rank], source) for source in expansion.sources]
             read.turn_to(Doing.MOVE)
             transfer = read.begin(
                 lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id)
@@ -300,10 +300,10 @@ class RankReads(OneProcess):
                         home=order.home,
                         lease=order.lease,
                         publication=order.publication,
-                        plan=engine.plan_of(order.layers),
+                        plan=engine.plan_of(order.wanted.layers),
                         granted=parts.granted,
-                        blocks=order.blocks,
-                        tokens=order.tokens,
+                        blocks=order.wanted.blocks,
+                        tokens=order.wanted.tokens,
                         deadline=order.deadline,
                         check=read._cancellation.check,
                     )
@@ -319,7 +319,7 @@ class RankReads(OneProcess):
         """Finish a share whose bytes have all arrived and were compared."""
         if read.ended:
             return
-        if error is None and read.order.tails is Tails.ZERO:
+        if error is None and read.order.wanted.tails is Tails.ZERO:
             try:
                 self._clear_tails(read)
             except KvferryError as failure:
@@ -335,11 +335,11 @@ class RankReads(OneProcess):
         order, engine, parts = read.order, read.engine, read.parts
         if engine is None or parts is None:
             return
-        plan = engine.plan_of(order.layers)
+        plan = engine.plan_of(order.wanted.layers)
         sources = {group.name: group for group in plan.source.groups}
-        moved = needed(plan.groups, sources, parts.granted, order.blocks, order.tokens)
+        moved = needed(plan.groups, sources, parts.granted, order.wanted.blocks, order.wanted.tokens)
         groups = {group.name: group for group in plan.groups}
-        clear_tails(plan.rank.planes, groups, order.blocks, moved, self._memory)
+        clear_tails(plan.rank.planes, groups, order.wanted.blocks, moved, self._memory)
 
     def _cancelled(self, read: RankRead) -> None:
         if read._transfer is not None:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from kvferry._clock import now
-from kvferry._memory.access import StagingSpace, StillCopying
+from kvferry._memory.access import StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
-from kvferry._transport.transport import Transfer, TransferPart, Transport
+from kvferry._transport.transport import Transfer, Transport
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, Plane
+from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.path_choice import Costs, Path, PathRule
 from kvferry.planner.plan import plan_read
 from kvferry.planner.rows import Int64s
@@ -165,7 +165,7 @@ class _Reads:
         group = Group("full", block_tokens=TOKENS, num_blocks=blocks)
         return EngineGeometry("measured", (group,), (RankGeometry(0, (plane,)),))
 
-    def part(self, peer: AgentInfo, shares: Int64s, places: Int64s, spaces: tuple[StagingSpace, ...]) -> TransferPart:
+    def part(self, shares: Int64s, places: Int64s) -> SourceDescriptors:
         """A read of these shares of the source into these blocks of staging memory; of as many as there are places."""
         within = np.arange(SHARE // self.block, dtype=np.int64)
         blocks = (shares[:, None] * len(within) + within).ravel()
@@ -177,7 +177,7 @@ class _Reads:
             len(read.blocks) * extent.length for read in planned.staged for extent in read.lane.extents
         )
         self.runs = count * TOKENS * self.place // (self.block // UNITS)
-        return replace(TransferPart.of(peer, planned), spaces=spaces)
+        return planned
 
 
 class _Measurement:
@@ -293,13 +293,15 @@ class _Measurement:
         ]
         shares = self._shares[self._taken : self._taken + max(1, reads.size // SHARE)]
         self._taken += len(shares)
-        part = reads.part(self._peer, shares, np.concatenate(places), (self._pool.space,))
+        part = reads.part(shares, np.concatenate(places))
         return self._timed(part, deadline, slots)
 
-    def _timed(self, part: TransferPart, deadline: float, slots: int) -> float:
+    def _timed(self, part: SourceDescriptors, deadline: float, slots: int) -> float:
         """Seconds of a transfer that writes to the first `slots` of the borrowed slots."""
         began = now()
-        transfer = self._transport.start([part], deadline=deadline, label="measuring")
+        transfer = self._transport.start(
+            [(self._peer, part)], deadline=deadline, label="measuring", spaces=(self._pool.space,)
+        )
         if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
             transfer.cancel()
             for slot in [self._slots.popleft() for _ in range(slots)]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
@@ -24,9 +25,8 @@ from kvferry._transport.transfer import Transfer, TransferProgress, TransferStat
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
-from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
-from kvferry.planner.footprint import AT_ONCE, Footprint
+from kvferry.planner.footprint import AT_ONCE
 from kvferry.planner.staged_read import StagedRead
 from kvferry.stats import TransportGauges
 
@@ -39,28 +39,9 @@ PEERS_KEPT = 1024
 """Peers whose check is remembered. Their metadata never change, and reads come from few peers at a time."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TransferPart:
-    """What a transfer reads from one source rank.
-
-    Attributes:
-        peer: its agent.
-        descriptors: read straight into their destinations.
-        staged: read through staging memory.
-        spaces: staging memory that the descriptors read into, beside the rank's own memory.
-        footprint: the blocks that may be touched; None: anything that is registered.
-    """
-
-    peer: AgentInfo
-    descriptors: Sequence[Descriptors] = ()
-    staged: Sequence[StagedRead] = ()
-    spaces: Sequence[StagingSpace] = ()
-    footprint: Footprint | None = None
-
-    @classmethod
-    def of(cls, peer: AgentInfo, planned: SourceDescriptors) -> TransferPart:
-        """What a plan reads from the rank of this agent."""
-        return cls(peer, planned.descriptors, planned.staged, footprint=planned.footprint)
+TransferPart: TypeAlias = tuple[AgentInfo, SourceDescriptors]
+"""What a transfer reads from one source rank, and that rank's agent. Without a footprint, anything that is registered
+may be touched."""
 
 
 class Transport:
@@ -105,13 +86,21 @@ class Transport:
         self._uncertain: set[Transfer] = set()
         self._quiesced = self._quarantined_bytes = 0
 
-    def start(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
+    def start(
+        self,
+        parts: Sequence[TransferPart],
+        *,
+        deadline: float | None,
+        label: str,
+        spaces: Sequence[StagingSpace] = (),
+    ) -> Transfer:
         """Start to read. Returns at once.
 
         Args:
             parts: what to read, from whom. Nothing to read is DONE at once.
             deadline: until when bytes count, on the transport's clock; None: for ever.
             label: names the transfer in errors and logs.
+            spaces: staging memory that the descriptors read into, beside the rank's own memory.
 
         Raises:
             InvalidField: a descriptor lies outside of what is registered here, of what its peer announced, or of the
@@ -126,13 +115,14 @@ class Transport:
         infos: dict[str, AgentInfo] = {}
         late: set[int] = set()
         effort = 0
-        for index, part in enumerate(parts):
-            info = infos.setdefault(part.peer.name, part.peer)
-            if info is not part.peer and info != part.peer:
+        local = self._map
+        if spaces:
+            local = RegionMap("this rank", (*self._regions, *(space.region for space in spaces)))
+        for index, (peer, part) in enumerate(parts):
+            info = infos.setdefault(peer.name, peer)
+            if info is not peer and info != peer:
                 raise InvalidField("parts", info.name, "one agent of a name")
-            local, remote = self._map, self._checked(info)
-            if part.spaces:
-                local = RegionMap("this rank", (*self._regions, *(space.region for space in part.spaces)))
+            remote = self._checked(info)
             for some in part.descriptors:
                 check_descriptors(some, local, remote)
             if part.footprint is not None:
@@ -142,7 +132,7 @@ class Transport:
                     continue
                 for some in part.descriptors:
                     part.footprint.check(some)
-        every = [some for part in parts for some in (*part.descriptors, *part.staged)]
+        every = [some for _, part in parts for some in (*part.descriptors, *part.staged)]
         transfer = Transfer(
             label,
             sum(some.total_bytes for some in every),
@@ -158,8 +148,8 @@ class Transport:
         transfer.add_quiet_callback(self._forget)
         transfer.add_done_callback(self._ended)
         try:
-            for index, part in enumerate(parts):
-                self._submit_part(transfer, part, part.footprint if index in late else None)
+            for index, (peer, part) in enumerate(parts):
+                self._submit_part(transfer, peer, part, spaces, unchecked=index in late)
         except Exception as error:
             # Parts before this one may be read already: from here on only the transfer knows what is quiet.
             transfer.fail(begin_failed(label, error))
@@ -265,19 +255,27 @@ class Transport:
         if self._closed:
             raise Closed("the transport was closed")
 
-    def _submit_part(self, transfer: Transfer, part: TransferPart, unchecked: Footprint | None) -> None:
+    def _submit_part(
+        self,
+        transfer: Transfer,
+        peer: AgentInfo,
+        part: SourceDescriptors,
+        spaces: Sequence[StagingSpace],
+        *,
+        unchecked: bool,
+    ) -> None:
         size = sum(some.total_bytes for some in part.descriptors)
         if size:
-            copies = self._threads.copies(part.peer)
+            copies = self._threads.copies(peer)
             # Chunks that are still to be checked are not shared: the check would hold up both threads.
-            helpers = self._threads.helpers(part.peer) if copies and size >= SHARED_READ and unchecked is None else []
+            helpers = self._threads.helpers(peer) if copies and size >= SHARED_READ and not unchecked else []
             work = PeerWork(
                 transfer,
-                part.peer,
+                peer,
                 part.descriptors,
                 self._clock(),
-                part.spaces,
-                unchecked,
+                spaces,
+                part.footprint if unchecked else None,
                 copies=copies,
                 threads=1 + len(helpers),
             )
@@ -286,11 +284,11 @@ class Transport:
                 # If it takes nothing any more, the others read all.
                 helper.submit(work.shared())
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
-        for read in part.staged:
-            memory = read.lane.memory
-            by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(read)
+        for staged in part.staged:
+            memory = staged.lane.memory
+            by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(staged)
         for space, reads in by_space.items():
-            work = StagedWork(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint)
+            work = StagedWork(transfer, peer, reads, self.pool(*space), self._clock(), part.footprint)
             self._threads.submit(work)
 
     def _ended(self, transfer: Transfer) -> None:

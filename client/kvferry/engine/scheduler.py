@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
+from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Publication, Release
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._prompt import Prompt
 from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
 from kvferry._wire.token import EngineToken
-from kvferry.engine.publisher import Publishing
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, WorkerOutput
 from kvferry.geometry.blocks import Blocks, blocks_by_group
@@ -92,7 +93,7 @@ class SchedulerPort(OneProcess):
         self.spec = spec
         self._session = client.open_engine(spec, timeout=timeout)
         home_session = home_session_of(self._session)
-        self._publishing = Publishing(home_session)
+        self._publications = PublicationSender(home_session)
         runtime = client_runtime_of(client)
         self._reads = Reads(
             spec,
@@ -115,39 +116,16 @@ class SchedulerPort(OneProcess):
 
     # As a source.
 
-    def publish(
-        self,
-        request_id: str,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool = True,
-        expected_reads: int = 1,
-        payload: bytes = b"",
-        checksums: bool = False,
-        traceparent: str = "",
-        reference: str = "",
-        layers: Collection[str] | None = None,
-        prompt: Prompt = Prompt.unknown,
-    ) -> Publication:
+    @arguments.takes(Publish)
+    def publish(self, given: Publish) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
 
         If the home refuses the publication, `released` returns it with the outcome ABORTED.
 
         Args:
-            request_id: the source's name for the request, 1 to 256 bytes, printable.
-            blocks: the blocks by group; `Blocks.end_token` is the end of the tokens that they hold.
-            last: no more blocks will follow; if False, `publish_more` publishes them.
-            expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
-            payload: opaque bytes for the readers, at most 64 KiB.
-            checksums: every rank will call `Cache.checksum` for these blocks.
-            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/monitoring.md.
-            reference: the reference that a router made for this request, and sent to the reader as well; empty: none
-                did. See docs/routers.md.
-            layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,
-                and `publish_more` names the others.
-            prompt: what the blocks are computed from, so that readers can refuse them for any other prompt. All of it,
-                also if only a part is published.
+            given: what is published, each field of `Publish` as an argument of its own: ``publish("r7", {"full":
+                Blocks([3, 4])}, last=False)``.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router. A reader may
@@ -159,50 +137,25 @@ class SchedulerPort(OneProcess):
                 read; or another argument is out of range.
             Closed: the engine's session has ended.
         """
-        return self._publishing.publish(
-            request_id,
-            blocks,
-            last=last,
-            expected_reads=expected_reads,
-            payload=payload,
-            checksums=checksums,
-            traceparent=arguments.text("traceparent", traceparent),
-            reference=arguments.text("reference", reference),
-            layers=layers,
-            prompt=prompt,
-        )
+        return self._publications.publish(given)
 
-    def publish_more(
-        self,
-        publication: Publication,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool,
-        payload: bytes = b"",
-        layers: Collection[str] | None = None,
-        prompt: Prompt = Prompt.unknown,
-    ) -> None:
+    @arguments.takes(PublishMore)
+    def publish_more(self, given: PublishMore) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
         Args:
-            publication: what `publish` returned.
-            blocks: what groups gain; may be empty.
-            last: no more blocks will follow.
-            payload: opaque bytes for the readers, at most 64 KiB; with the last blocks.
-            layers: names of the layers that are complete in the new blocks, which must be full blocks of groups of kind
-                TOKENS. While some layers are not complete, further calls name more of them and give no blocks. A call
-                without `layers` says that all are complete, and may give further blocks that are complete, too.
-            prompt: the prompt with what was generated since (`Prompt.followed_by`), if that is published.
+            given: what is published, each field of `PublishMore` as an argument of its own: ``publish_more(publication,
+                blocks, last=True)``.
 
         Raises:
             WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
-        self._publishing.publish_more(publication, blocks, last=last, payload=payload, layers=layers, prompt=prompt)
+        self._publications.publish_more(given)
 
     def abort(self, publication: Publication) -> None:
         """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""
-        self._publishing.abort(
+        self._publications.abort(
             arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         )
 
@@ -211,7 +164,7 @@ class SchedulerPort(OneProcess):
 
         Each publication is returned exactly once (R3). Call this in every step.
         """
-        return self._publishing.take_released()
+        return self._publications.take_released()
 
     # As a destination.
 
@@ -406,9 +359,9 @@ class SchedulerPort(OneProcess):
         """Return the counts of this engine's publications and reads."""
         stages, counts = self._reads.stages(), self._reads.counts
         return SchedulerStats(
-            published=self._publishing.published,
-            released=self._publishing.released,
-            refused=self._publishing.refused,
+            published=self._publications.published,
+            released=self._publications.released,
+            refused=self._publications.refused,
             done=counts["done"],
             failed=counts["failed"],
             cancelled=counts["cancelled"],
@@ -432,5 +385,5 @@ class SchedulerPort(OneProcess):
         """
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._reads.close(timeout)
-        self._publishing.close(timeout)
+        self._publications.close(timeout)
         self._session.close()

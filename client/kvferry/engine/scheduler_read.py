@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.leased_read import LeasedRead, ReadStage
-from kvferry.engine.block_runs import BlockRuns, UnfinishedRuns
 from kvferry.engine.values import GrantStep, Offer, ReadEnd, ReadSource
-from kvferry.geometry.blocks import Blocks, joined
+from kvferry.geometry.blocks import joined, runs_of
 
 
 class SchedulerRead(LeasedRead):
@@ -55,13 +53,8 @@ def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
         payload=acquired.payload,
         traceparent=read.span.traceparent,
         complete=acquired.complete,
-        unfinished=UnfinishedRuns.of(acquired.unfinished),
+        unfinished=acquired.unfinished,
     )
-
-
-def runs_of(blocks: Mapping[str, Blocks]) -> tuple[BlockRuns, ...]:
-    """Encode blocks by group."""
-    return tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
 
 
 def latest_offer(read: SchedulerRead) -> Offer | None:
@@ -88,7 +81,7 @@ def latest_offer(read: SchedulerRead) -> Offer | None:
         granted=tuple(granted.values()),
         payload=last.payload,
         complete=last.complete,
-        unfinished=UnfinishedRuns.of(last.unfinished),
+        unfinished=last.unfinished,
     )
     return read.offer
 
@@ -102,7 +95,7 @@ def step_of(read: SchedulerRead) -> GrantStep:
         index=read.steps,
         granted=runs_of(joined(part.blocks for part in more)),
         last=more[-1].complete,
-        unfinished=UnfinishedRuns.of(more[-1].unfinished),
+        unfinished=more[-1].unfinished,
         lease_id=b"" if read.acquired is None else read.acquired.lease.lease_id,
     )
 

@@ -20,7 +20,7 @@ from kvferry._reads.leased_read import UNDER_WAY, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._work_queue import WorkQueue
-from kvferry.engine.scheduler_read import SchedulerRead, end_of, latest_offer, offer_of, runs_of, step_of
+from kvferry.engine.scheduler_read import SchedulerRead, end_of, latest_offer, offer_of, step_of
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
@@ -32,7 +32,7 @@ from kvferry.errors import (
     TransferStuck,
     WrongState,
 )
-from kvferry.geometry.blocks import Blocks, taken_end
+from kvferry.geometry.blocks import Blocks, runs_of, taken_end
 from kvferry.planner.request_blocks import promised, written
 
 CANCEL_AGAIN = 10.0

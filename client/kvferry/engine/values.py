@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 from kvferry._arguments import flag, integer, mapping, several, text, texts, token_range
 from kvferry._reads.read_times import ReadTimes, ShareWork
-from kvferry.engine.block_runs import BlockRuns, UnfinishedRuns
 from kvferry.errors import InvalidField, KvferryError, from_name
-from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.blocks import BlockRuns, Blocks, Unfinished
 
 Plain = dict[str, object]
 """Dicts, lists, tuples, strings, numbers, bytes, booleans and None."""
@@ -56,7 +55,7 @@ class _Leased:
     payload: bytes = b""
     traceparent: str = field(default="", kw_only=True)
     complete: bool = field(default=True, kw_only=True)
-    unfinished: UnfinishedRuns | None = field(default=None, kw_only=True)
+    unfinished: Unfinished | None = field(default=None, kw_only=True)
 
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
@@ -144,7 +143,7 @@ class GrantStep:
     index: int
     granted: tuple[BlockRuns, ...]
     last: bool
-    unfinished: UnfinishedRuns | None = None
+    unfinished: Unfinished | None = None
     lease_id: bytes = field(default=b"", repr=False)
 
     def blocks(self) -> dict[str, Blocks]:
@@ -335,13 +334,13 @@ def _each(cls: type[Value], plain: object, name: str) -> tuple[Value, ...]:
     return tuple(_made(cls, item) for item in several(name, given, object, f"{cls.__name__}s, as plain() returned"))
 
 
-def _unfinished(plain: Plain) -> UnfinishedRuns | None:
+def _unfinished(plain: Plain) -> Unfinished | None:
     """Rebuild what the result of `plain` has of unfinished blocks."""
     given = plain.get("unfinished")
     if given is None:
         return None
     fields = mapping("unfinished", given, "the result of plain()")
-    found = _made(UnfinishedRuns, {**fields, "granted": _each(BlockRuns, fields, "granted")})
+    found = _made(Unfinished, {**fields, "groups": _each(BlockRuns, fields, "groups")})
     return dataclasses.replace(found, layers=texts("layers", found.layers))
 
 

@@ -14,10 +14,9 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.tails import Tails
 from kvferry._reads.local_rank import LocalRank, describe
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
-from kvferry.engine.block_runs import unfinished_of
 from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, TransferCancelled, WrongState
@@ -244,15 +243,17 @@ class WorkerPort(OneProcess):
             reference=grant.reference,
             lease=SchedulersLease(grant.lease_id),
             granted=grant.blocks(),
-            blocks=mine,
-            tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
-            tails=arguments.instance("tails", tails, Tails, "a Tails"),
+            wanted=Wanted(
+                blocks=mine,
+                tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
+                tails=arguments.instance("tails", tails, Tails, "a Tails"),
+            ),
             deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
             complete=arguments.flag("complete", grant.complete),
-            unfinished=unfinished_of(grant.unfinished),
+            unfinished=grant.unfinished,
         )
-        if order.tokens is None and not order.complete:
+        if order.wanted.tokens is None and not order.complete:
             raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
         with self._lock:
             if self._done.get(grant.read_id):
@@ -400,7 +401,7 @@ class WorkerPort(OneProcess):
             for step in self._steps.take(read_id):
                 if step.lease_id and isinstance(read.order.lease, SchedulersLease):
                     read.order.lease.lease_id = step.lease_id
-                self._shares.add(read, step.blocks(), unfinished_of(step.unfinished), last=step.last)
+                self._shares.add(read, step.blocks(), step.unfinished, last=step.last)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
@@ -434,7 +435,9 @@ class WorkerPort(OneProcess):
             quiet=read.quiet,
             bytes=read.bytes,
             work=read.work,
-            lost={} if error is None else {name: tuple(blocks.ids.tolist()) for name, blocks in order.blocks.items()},
+            lost={}
+            if error is None
+            else {name: tuple(blocks.ids.tolist()) for name, blocks in order.wanted.blocks.items()},
             error_name="" if error is None else type(error).__name__,
             message="" if error is None else error.message,
             values={} if error is None else dict(error.values),

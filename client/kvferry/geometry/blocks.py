@@ -34,6 +34,9 @@ named."""
 MAX_LAYERS = 1 << 13
 """Layers that the steps of a publication name of the same blocks, together."""
 
+FEW_RUNS = 8
+"""Up to so many runs are decoded without numpy's arithmetic, which takes longer to set up than they do."""
+
 TOKEN_LIMIT = 1 << 62
 """Positions of tokens stay below this, as on the wire."""
 
@@ -114,18 +117,104 @@ def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
     return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class BlockRuns:
+    """The blocks of one group as runs of consecutive ids, for what passes between processes: ``starts[i]`` is the first
+    id of a run of ``counts[i]`` blocks. The other fields are those of `Blocks`."""
+
+    group: str
+    first_token: int = 0
+    end_token: int | None = None
+    state_token: int = 0
+    starts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
+        """Encode blocks as runs."""
+        starts, counts = (tuple(column.tolist()) for column in blocks.runs())
+        return cls(group, blocks.first_token, blocks.end_token, blocks.state_token, starts, counts)
+
+    @property
+    def end(self) -> int:
+        """One past the last token; 0: it is not said."""
+        return self.end_token or 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of block ids."""
+        return sum(self.counts)
+
+    def check(self, where: str) -> None:
+        """Check all that needs no group, before any ids are made: a few bytes of runs can stand for any number of ids.
+
+        Args:
+            where: what the error calls these blocks.
+
+        Raises:
+            InvalidField: a number is out of range, or there are not as many starts as counts.
+        """
+        if len(self.starts) != len(self.counts):
+            given = f"{len(self.starts)} starts, {len(self.counts)} counts"
+            raise InvalidField(where, given, "as many run_starts as run_counts")
+        if min(self.counts, default=1) < 1 or self.num_blocks > MAX_BLOCKS:
+            raise InvalidField(where, "run_counts", f"counts of at least 1, in total at most {MAX_BLOCKS}")
+        largest = max(self.starts, default=0)
+        # The largest start and count are those of one run at most, so that the runs are rarely looked at one by one.
+        if largest + max(self.counts, default=0) > 2**31:
+            largest = max(start + count - 1 for start, count in zip(self.starts, self.counts, strict=True))
+        if min(self.starts, default=0) < 0 or largest >= 2**31:
+            raise InvalidField(where, largest, "block ids below 2**31")
+        end = self.first_token if self.end_token is None else self.end_token
+        if not 0 <= self.first_token <= end < TOKEN_LIMIT:
+            raise InvalidField(where, (self.first_token, end), "0 <= first_token <= end_token < 2**62")
+        if not 0 <= self.state_token < TOKEN_LIMIT:
+            raise InvalidField(f"{where}.state_token", self.state_token, "below 2**62")
+
+    def blocks(self) -> Blocks:
+        """Decode the blocks; raises `InvalidField`, see `check`."""
+        self.check(f"blocks of group {self.group!r}")
+        if len(self.starts) <= FEW_RUNS:
+            runs = zip(self.starts, self.counts, strict=True)
+            pieces = [np.arange(start, start + count, dtype=np.int32) for start, count in runs]
+            ids = pieces[0] if len(pieces) == 1 else np.concatenate((np.empty(0, np.int32), *pieces))
+        else:
+            ids = ids_of_runs(np.array(self.starts, np.int64), np.array(self.counts, np.int64))
+        return Blocks(ids, self.first_token, self.end_token, self.state_token)
+
+    def followed_by(self, more: BlockRuns) -> BlockRuns:
+        """Return these blocks and those after them, of the same group, as one."""
+        starts, counts = self.starts + more.starts, self.counts + more.counts
+        return BlockRuns(self.group, self.first_token, more.end_token, more.state_token, starts, counts)
+
+
+def ids_of_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> BlockIds:
+    """The ids of runs whose bounds were checked, ``int32[n]``. All at once, since a request may have a run per block: a
+    loop would hold up the engine's step."""
+    ids = np.arange(int(counts.sum()), dtype=np.int32)
+    ids += np.repeat((starts - (np.cumsum(counts) - counts)).astype(np.int32), counts)
+    return ids
+
+
+def runs_of(blocks: Mapping[str, Blocks]) -> tuple[BlockRuns, ...]:
+    """Encode blocks by group as runs."""
+    return tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Unfinished:
     """Blocks that a source has published of which only some layers are complete. Once all layers are, it publishes the
     same blocks as complete ones.
 
     Attributes:
-        blocks: the blocks by group; each begins where the group's complete blocks end.
-        layers: names of the layers that are complete in all of these blocks.
+        groups: the blocks; each begins where the group's complete blocks end. In a step that a source publishes, empty:
+            those of the step before.
+        layers: names of the layers that are complete in all of these blocks. In a step that a source publishes, beside
+            those that the steps before named of the same blocks.
     """
 
-    blocks: Mapping[str, Blocks]
-    layers: frozenset[str]
+    groups: tuple[BlockRuns, ...]
+    layers: tuple[str, ...]
 
 
 def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:

@@ -54,7 +54,7 @@ class Plan(Protocol):
         """See `ReadPlan`."""
 
 
-Wanted: TypeAlias = Callable[[Mapping[str, int], dict[str, int]], dict[str, GroupRequest]]
+NextPart: TypeAlias = Callable[[Mapping[str, int], dict[str, int]], dict[str, GroupRequest]]
 """Given where the next part of some layers begins, by group, returns what to read of them, and notes where the part
 after it begins."""
 
@@ -115,7 +115,7 @@ class RequestParts:
             parts += self._some_layers(self._tokens, unfinished)
         return together(parts)
 
-    def _expanded(self, wanted: Wanted) -> list[Expansion]:
+    def _expanded(self, wanted: NextPart) -> list[Expansion]:
         """Expand what is wanted of each layer."""
         until = dict(self._moved)
         if not self._ahead:
@@ -135,12 +135,13 @@ class RequestParts:
 
     def _some_layers(self, tokens: tuple[int, int], unfinished: Unfinished) -> list[Expansion]:
         """Expand the layers that are complete in blocks in which others are not, as far as they were not read."""
-        layers = (unfinished.layers & self._plan.layers) - self._layers_ahead
+        layers = self._plan.layers.intersection(unfinished.layers) - self._layers_ahead
         if not layers:
             return []
         plan, wanted = self._plan.of_layers(layers), dict[str, GroupRequest]()
+        begun = {runs.group: runs.blocks() for runs in unfinished.groups}
         for group in self._plan.groups:
-            more = unfinished.blocks.get(group.name)
+            more = begun.get(group.name)
             if more is None or more.end_token is None or group.kind is not GroupKind.TOKENS:
                 continue
             theirs = joined(({name: of for name, of in self.granted.items() if name == group.name}, {group.name: more}))

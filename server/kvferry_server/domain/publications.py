@@ -150,17 +150,17 @@ class PublicationRecord:
         self.steps.append(step)
         self.step_count += 1
         for new in step.groups:
-            self.blocks += new.blocks
-            before = self.extents.get(new.group) or PublishedExtent(new.first_token, new.end_token, 0)
+            self.blocks += new.num_blocks
+            before = self.extents.get(new.group) or PublishedExtent(new.first_token, new.end, 0)
             self.extents[new.group] = PublishedExtent(
                 min(before.first_token, new.first_token),
-                max(before.end_token, new.end_token),
-                before.blocks + new.blocks,
+                max(before.end_token, new.end),
+                before.blocks + new.num_blocks,
             )
         if step.groups:
             self.unfinished, self.layers = {}, set()
         if step.unfinished is not None:
-            self.unfinished.update({blocks.group: blocks.end_token for blocks in step.unfinished.groups})
+            self.unfinished.update({blocks.group: blocks.end for blocks in step.unfinished.groups})
             self.layers.update(step.unfinished.layers)
         self.mark_ends.extend(mark.end for mark in step.marks)
 
@@ -356,7 +356,7 @@ def _check_unfinished(
     extents: Mapping[str, PublishedExtent], unfinished: Mapping[str, int], layers: set[str], step: PublicationStep
 ) -> None:
     """Check the blocks of which only some layers are complete; `unfinished` and `layers`: those before the step."""
-    gained = {blocks.group: blocks.end_token for blocks in step.groups}
+    gained = {blocks.group: blocks.end for blocks in step.groups}
     if gained or step.last:
         for group, end in unfinished.items():
             if gained.get(group, 0) < end:
@@ -373,16 +373,16 @@ def _check_unfinished(
     if len(layers) + len(step.unfinished.layers) > MAX_LAYERS < len(layers.union(step.unfinished.layers)):
         expected = f"at most {MAX_LAYERS} of the same blocks, over all steps"
         raise InvalidField("publish.unfinished.layers", f"{len(step.unfinished.layers)} more layers", expected)
-    count = sum(blocks.blocks for blocks in begun)
+    count = sum(blocks.num_blocks for blocks in begun)
     if count > MAX_UNFINISHED:
         raise InvalidField("publish.unfinished.groups", f"{count} blocks", f"at most {MAX_UNFINISHED}")
     for blocks in begun:
         before = extents.get(blocks.group)
         start = gained.get(blocks.group, blocks.first_token if before is None else before.end_token)
-        if blocks.first_token != start or blocks.end_token == start:
+        if blocks.first_token != start or blocks.end == start:
             where = f"publish.unfinished.groups[{blocks.group}]"
             expected = f"tokens from {start}, where the step before ended"
-            raise InvalidField(where, (blocks.first_token, blocks.end_token), expected)
+            raise InvalidField(where, (blocks.first_token, blocks.end), expected)
 
 
 def _check_marks(before: Sequence[int], step: PublicationStep) -> None:

@@ -7,47 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry._wire.blocks_codec import runs_to_proto
 from kvferry.errors import BadBlock, InvalidField
+from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import RouterKey
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Blocks of one group as runs of consecutive ids, with the tokens they hold.
-
-    Attributes:
-        group: name of the group.
-        first_token, end_token: the tokens held, half-open; 0 for state groups.
-        state_token: the token that the state stands at; 0 except for state groups.
-        starts, counts: first ids and lengths of the runs, equally many of each.
-        blocks: number of block ids.
-    """
-
-    group: str
-    first_token: int = 0
-    end_token: int = 0
-    state_token: int = 0
-    starts: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
-    blocks: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", sum(self.counts))
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """Blocks of which some layers are complete, while their source computes the others.
-
-    Attributes:
-        groups: the blocks; empty: those of the step before.
-        layers: names of layers that are complete, beside those of the steps before for the same blocks.
-    """
-
-    groups: tuple[GroupBlocks, ...]
-    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +51,7 @@ class PublicationStep:
     number: int
     request_id: str
     index: int = 0
-    groups: tuple[GroupBlocks, ...] = ()
+    groups: tuple[BlockRuns, ...] = ()
     last: bool = True
     expected_reads: int = 1
     payload: bytes = field(default=b"", repr=False)
@@ -126,22 +91,11 @@ class PublishedExtent:
 
 def _encoded(step: PublicationStep) -> bytes:
     marks = (pb.PromptMark(end=mark.end, digest=mark.digest) for mark in step.marks)
-    told = pb.Blocks(step=step.index, groups=map(_message, step.groups), marks=marks)
+    told = pb.Blocks(step=step.index, groups=map(runs_to_proto, step.groups), marks=marks)
     if step.unfinished is not None:
-        groups = map(_message, step.unfinished.groups)
+        groups = map(runs_to_proto, step.unfinished.groups)
         told.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=step.unfinished.layers))
     return told.SerializeToString()
-
-
-def _message(blocks: GroupBlocks) -> pb.GroupBlocks:
-    return pb.GroupBlocks(
-        group=blocks.group,
-        first_token=blocks.first_token,
-        end_token=blocks.end_token,
-        state_token=blocks.state_token,
-        run_starts=blocks.starts,
-        run_counts=blocks.counts,
-    )
 
 
 def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:
@@ -159,7 +113,7 @@ def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:
         _check_groups(groups, "publish.unfinished.groups", step.unfinished.groups, last=False)
 
 
-def _check_groups(groups: Mapping[str, Group], field: str, listed: Sequence[GroupBlocks], *, last: bool) -> None:
+def _check_groups(groups: Mapping[str, Group], field: str, listed: Sequence[BlockRuns], *, last: bool) -> None:
     names = [blocks.group for blocks in listed]
     if len(set(names)) != len(names):
         raise InvalidField(field, names, "each group once")
@@ -171,32 +125,32 @@ def _check_groups(groups: Mapping[str, Group], field: str, listed: Sequence[Grou
         _check_ids(group, blocks)
 
 
-def _check_tokens(group: Group, where: str, blocks: GroupBlocks, last: bool) -> None:
+def _check_tokens(group: Group, where: str, blocks: BlockRuns, last: bool) -> None:
     if group.kind is GroupKind.STATE:
-        if blocks.first_token or blocks.end_token:
-            raise InvalidField(where, (blocks.first_token, blocks.end_token), "no token range in a state group")
+        if blocks.first_token or blocks.end:
+            raise InvalidField(where, (blocks.first_token, blocks.end), "no token range in a state group")
     elif blocks.state_token:
         raise InvalidField(f"{where}.state_token", blocks.state_token, "0, because this is no state group")
     else:
-        end_block = -(-blocks.end_token // group.block_tokens)
+        end_block = -(-blocks.end // group.block_tokens)
         needed = 0
-        if blocks.end_token > blocks.first_token:
+        if blocks.end > blocks.first_token:
             needed = end_block - blocks.first_token // group.block_tokens
-        if blocks.blocks != needed:
-            tokens = f"tokens [{blocks.first_token}, {blocks.end_token})"
+        if blocks.num_blocks != needed:
+            tokens = f"tokens [{blocks.first_token}, {blocks.end})"
             expected = f"{needed} for {tokens} in blocks of {group.block_tokens}"
-            raise InvalidField(where, f"{blocks.blocks} block ids", expected)
+            raise InvalidField(where, f"{blocks.num_blocks} block ids", expected)
     if last:
         return
     # What the source may still write to comes last (PROTOCOL, What the source promises when it publishes).
     if group.kind is not GroupKind.TOKENS:
         raise InvalidField(where, group.kind.name, "a group of kind TOKENS, because this is not the last step")
-    if blocks.end_token % group.block_tokens:
+    if blocks.end % group.block_tokens:
         expected = f"full blocks of {group.block_tokens} tokens, because this is not the last step"
-        raise InvalidField(where, f"end_token {blocks.end_token}", expected)
+        raise InvalidField(where, f"end_token {blocks.end}", expected)
 
 
-def _check_ids(group: Group, blocks: GroupBlocks) -> None:
+def _check_ids(group: Group, blocks: BlockRuns) -> None:
     """Check block ids as `kvferry.geometry.blocks.check_ids` does, but as runs: a few bytes from a peer must not be
     expanded into a million ids."""
     null = group.null_block

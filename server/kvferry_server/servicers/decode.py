@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import proves_agent
+from kvferry._wire.blocks_codec import runs_from_proto
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import MAX_BLOCKS
+from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -22,7 +23,7 @@ from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Agent, Registration
-from kvferry_server.domain.steps import GroupBlocks, PromptMark, PublicationStep, Unfinished
+from kvferry_server.domain.steps import PromptMark, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import agent_key, engine_ref, positive, random_bytes, session_secret, text
 from kvferry_server.servicers.limits import (
@@ -33,7 +34,6 @@ from kvferry_server.servicers.limits import (
     MAX_MARKS,
     MAX_METADATA,
     MAX_RUNS,
-    TOKEN_LIMIT,
 )
 
 
@@ -303,25 +303,8 @@ def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
     )
 
 
-def _group_blocks(message: pb.GroupBlocks) -> GroupBlocks:
-    where = f"publish.groups[{message.group}]"
-    # Slices, because protobuf iterates over single numbers slowly.
-    starts, counts = tuple(message.run_starts[:]), tuple(message.run_counts[:])
-    if len(starts) != len(counts):
-        raise InvalidField(where, f"{len(starts)} starts, {len(counts)} counts", "as many run_starts as run_counts")
-    if starts and (0 in counts or sum(counts) > MAX_BLOCKS or max(starts) >= 1 << 31):
-        expected = f"counts of at least 1, in total at most {MAX_BLOCKS}, and block ids below 2**31"
-        raise InvalidField(where, f"{len(starts)} runs", expected)
-    if not message.first_token <= message.end_token < TOKEN_LIMIT:
-        tokens = (message.first_token, message.end_token)
-        raise InvalidField(where, tokens, "0 <= first_token <= end_token < 2**62")
-    if message.state_token >= TOKEN_LIMIT:
-        raise InvalidField(f"{where}.state_token", message.state_token, "below 2**62")
-    return GroupBlocks(
-        group=text("publish.groups.group", message.group),
-        first_token=message.first_token,
-        end_token=message.end_token,
-        state_token=message.state_token,
-        starts=starts,
-        counts=counts,
-    )
+def _group_blocks(message: pb.GroupBlocks) -> BlockRuns:
+    text("publish.groups.group", message.group)
+    runs = runs_from_proto(message)
+    runs.check(f"publish.groups[{message.group}]")
+    return runs

@@ -28,9 +28,6 @@ MAX_RUNS, MAX_UNFINISHED, MAX_LAYERS = blocks.MAX_RUNS, blocks.MAX_UNFINISHED, b
 MAX_MARKS = _prompt.MAX_MARKS
 """Marks of a publication's prompt, in all its steps."""
 
-TOKEN_LIMIT = 1 << 62
-"""Token numbers stay below this, so that sums of them fit 64 bits."""
-
 MAX_SECONDS = 1e9
 """Seconds of a duration in a request."""
 

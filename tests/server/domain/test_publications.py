@@ -20,6 +20,7 @@ from kvferry.errors import (
     PublicationStale,
     WrongKey,
 )
+from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import publications
 from kvferry_server.domain.book import Standing
@@ -29,7 +30,7 @@ from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOut
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.steps import GroupBlocks, PromptMark, Unfinished
+from kvferry_server.domain.steps import PromptMark
 from tests.support.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
 
@@ -231,8 +232,8 @@ def test_a_step_goes_on_where_the_one_before_ended(scene: Scene, changes: dict[s
 
 def test_a_group_may_begin_in_a_later_step(scene: Scene) -> None:
     scene.publish(last=False)
-    window = GroupBlocks("window", 40, 128, 0, (7,), (6,))
-    state = GroupBlocks("state", state_token=128, starts=(3,), counts=(1,))
+    window = BlockRuns("window", 40, 128, 0, (7,), (6,))
+    state = BlockRuns("state", state_token=128, starts=(3,), counts=(1,))
     publication = scene.publish(step=1, groups=(blocks(4, start=5), window, state))
     assert publication.blocks == 15
 
@@ -258,17 +259,17 @@ def test_block_ids_are_those_of_the_group(scene: Scene, start: int, count: int, 
 @pytest.mark.parametrize(
     "bad",
     [
-        GroupBlocks("unknown", 0, 16, 0, (1,), (1,)),
-        GroupBlocks("full", 0, 17, 0, (1,), (1,)),
-        GroupBlocks("full", 0, 16, 0, (1,), (2,)),
-        GroupBlocks("full", 0, 0, 0, (1,), (1,)),
-        GroupBlocks("full", 15, 17, 0, (1,), (1,)),
-        GroupBlocks("full", 0, 16, 5, (1,), (1,)),
-        GroupBlocks("state", 0, 16, 0, (1,), (1,)),
-        GroupBlocks("full", 0, 2**61, 0, (1,), (900,)),
+        BlockRuns("unknown", 0, 16, 0, (1,), (1,)),
+        BlockRuns("full", 0, 17, 0, (1,), (1,)),
+        BlockRuns("full", 0, 16, 0, (1,), (2,)),
+        BlockRuns("full", 0, 0, 0, (1,), (1,)),
+        BlockRuns("full", 15, 17, 0, (1,), (1,)),
+        BlockRuns("full", 0, 16, 5, (1,), (1,)),
+        BlockRuns("state", 0, 16, 0, (1,), (1,)),
+        BlockRuns("full", 0, 2**61, 0, (1,), (900,)),
     ],
 )
-def test_blocks_that_do_not_fit_their_tokens_are_refused(scene: Scene, bad: GroupBlocks) -> None:
+def test_blocks_that_do_not_fit_their_tokens_are_refused(scene: Scene, bad: BlockRuns) -> None:
     with pytest.raises(InvalidField):
         scene.publish(groups=(bad,))
     assert not list(scene.records.publications())
@@ -282,18 +283,18 @@ def test_a_group_comes_once_per_step(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "early",
     [
-        GroupBlocks("full", 0, 17, 0, (1,), (2,)),
-        GroupBlocks("window", 0, 16, 0, (1,), (1,)),
-        GroupBlocks("state", state_token=3, starts=(1,), counts=(1,)),
+        BlockRuns("full", 0, 17, 0, (1,), (2,)),
+        BlockRuns("window", 0, 16, 0, (1,), (1,)),
+        BlockRuns("state", state_token=3, starts=(1,), counts=(1,)),
     ],
 )
-def test_what_may_still_be_written_to_comes_with_the_last_step(scene: Scene, early: GroupBlocks) -> None:
+def test_what_may_still_be_written_to_comes_with_the_last_step(scene: Scene, early: BlockRuns) -> None:
     with pytest.raises(InvalidField):
         scene.publish(groups=(early,), last=False)
     scene.publish(groups=(early,))
 
 
-def named(*layers: str, begun: Sequence[GroupBlocks] = ()) -> dict[str, Any]:
+def named(*layers: str, begun: Sequence[BlockRuns] = ()) -> dict[str, Any]:
     """A step that names layers of these blocks, or of those of the step before."""
     return {"groups": (), "unfinished": Unfinished(tuple(begun), layers), "last": False}
 
@@ -321,9 +322,9 @@ def test_blocks_may_be_published_layer_by_layer(scene: Scene) -> None:
         named("a", begun=[blocks(3)]),
         named("a", begun=[blocks(4, start=5000)]),
         named("a", begun=[blocks(4), blocks(4)]),
-        named("a", begun=[GroupBlocks("full", 64, 81, 0, (1,), (2,))]),
-        named("a", begun=[GroupBlocks("full", 64, 64, 0, (), ())]),
-        named("a", begun=[GroupBlocks("window", 0, 16, 0, (1,), (1,))]),
+        named("a", begun=[BlockRuns("full", 64, 81, 0, (1,), (2,))]),
+        named("a", begun=[BlockRuns("full", 64, 64, 0, (), ())]),
+        named("a", begun=[BlockRuns("window", 0, 16, 0, (1,), (1,))]),
         named("a", begun=[blocks(group="other")]),
         {**named("a", begun=[blocks(4)]), "last": True},
     ],
@@ -342,7 +343,7 @@ def test_unfinished_blocks_that_cannot_be_are_refused(scene: Scene, bad: dict[st
         named("b", begun=[blocks(8)]),
         {"groups": (blocks(4, count=1),), "last": False},
         {"groups": (), "last": True},
-        {"groups": (GroupBlocks("window", 0, 16, 0, (1,), (1,)),), "last": True},
+        {"groups": (BlockRuns("window", 0, 16, 0, (1,), (1,)),), "last": True},
     ],
 )
 def test_unfinished_blocks_have_to_be_completed_first(scene: Scene, bad: dict[str, Any]) -> None:

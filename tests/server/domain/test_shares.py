@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
+from kvferry.geometry.blocks import BlockRuns
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
@@ -17,7 +18,6 @@ from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.steps import GroupBlocks
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home.home import Home
 from tests.support.parties import (
@@ -249,7 +249,7 @@ def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
                 scene.publish(number)
         elif kind == "runs":
             starts = tuple(2 * (index % 400) + 1 for index in range(20_000))
-            groups = (GroupBlocks("full", 0, 16 * 20_000, 0, starts, tuple([1] * 20_000)),)
+            groups = (BlockRuns("full", 0, 16 * 20_000, 0, starts, tuple([1] * 20_000)),)
             scene.publish(2, groups=groups)
         elif kind == "waiting reads":
             for number in range(2, 1000):
