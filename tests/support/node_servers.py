@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ from kvferry._wire.status import from_rpc_error
 from kvferry.errors import EngineUnknown
 from kvferry.v1.introspection_pb2 import GetEngineRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from tests.support.loaded_processes import LOADED
 
 READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-f]+)(?:, admin http://([^/\s]+)/)?")
 SIZE = ("LINES", "COLUMNS")
@@ -75,8 +77,23 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "KVFERRYD_ADMIN": "", **more}
 
 
+def _run_kvferryd(log: Path, flags: Sequence[str], variables: Mapping[str, str]) -> None:
+    """The program, in a process that has imported it already."""
+    os.environ.clear()
+    os.environ.update(variables)
+    with log.open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.argv = ["kvferryd", *flags]
+    # Imported here, so that the clients of a server need nothing of the extra `server`.
+    from kvferry_server.node.main import main
+
+    main()
+
+
 class NodeServerProcess:
-    """kvferryd on a socket or a free port of its own, until the end of the block.
+    """kvferryd on a socket or a free port of its own, until the end of the block. It starts quickly: its process has
+    imported everything already. `Kvferryd` runs the program itself.
 
     Args:
         folder: for its socket and log.
@@ -90,26 +107,22 @@ class NodeServerProcess:
         self.address = f"127.0.0.1:{free_port()}" if tcp else f"unix:{folder / 'node.sock'}"
         self._listen = ["--listen", self.address, "--unix", ""] if tcp else ["--listen", "", "--unix", self.address[5:]]
         self._flags = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        if self._process is None:
+        pid = self._process and self._process.pid
+        if pid is None:
             raise RuntimeError("the server is not running")
-        return self._process.pid
+        return pid
 
     def start(self) -> NodeServerProcess:
         """Start it, and wait until its health service says SERVING."""
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry_server.node.main", *self._listen, *self._flags],
-                stdout=log,
-                stderr=log,
-                env=environment(),
-            )
-        process = self._process
-        if wait_serving(self.address, lambda: process.poll() is None):
+        job = (self.folder / "log", (*self._listen, *self._flags), environment())
+        process = self._process = LOADED.Process(target=_run_kvferryd, args=job, daemon=True)
+        process.start()
+        if wait_serving(self.address, process.is_alive):
             return self
         raise RuntimeError(f"kvferryd did not start:\n{(self.folder / 'log').read_text()}")
 
@@ -128,18 +141,20 @@ class NodeServerProcess:
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it; its exit code."""
-        if self._process is None:
-            raise RuntimeError("the server is not running")
-        self._process.send_signal(how)
-        code = self._process.wait(30)
-        self._process = None
-        return code
+        os.kill(self.pid, how)
+        return self._ended(STOP_TIMEOUT)
 
     def ended(self) -> int:
         """Wait until it ends by itself; its exit code."""
+        return self._ended(START_TIMEOUT)
+
+    def _ended(self, within: float) -> int:
         if self._process is None:
             raise RuntimeError("the server is not running")
-        code = self._process.wait(START_TIMEOUT)
+        self._process.join(within)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutError(f"kvferryd has not ended within {within} s")
         self._process = None
         return code
 
