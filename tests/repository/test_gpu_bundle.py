@@ -17,6 +17,8 @@ from packaging.utils import canonicalize_name
 from scripts import gpu_bundle
 from tests.support.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 PACKED = {path.relative_to(ROOT) for path in gpu_bundle.sources()}
 CODE = sorted(path for path in PACKED if path.suffix == ".py")
 OURS = {"kvferry", "kvferry_server", "tests"}

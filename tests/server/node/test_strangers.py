@@ -104,6 +104,7 @@ def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> 
     assert "a new one replaces it" not in server.log
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _CAN_MEND, reason="this grpcio decodes no path where all calls are taken")
 def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
     """grpcio as it is: each attack ends its server, and every stream with it."""
@@ -268,6 +269,7 @@ def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind
     assert ended["OK"] > 500
 
 
+@pytest.mark.slow
 def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
     """And who has none gets one, although another host has as many as he may."""
     with (
@@ -378,6 +380,7 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
     """As 1,100 do with 1,024 files: 400 with 400."""
     authority = Authority.make(tmp_path, "fleet")
@@ -510,6 +513,7 @@ def test_a_socket_of_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, t
             service.accept()
 
 
+@pytest.mark.slow
 def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
     arguments = ["--unix", str(tmp_path / "node.sock"), "--listen", "", "--relay-homes", "node*:7423, 127.0.0.1:9"]
     with Kvferryd(*arguments) as node:
@@ -518,6 +522,7 @@ def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
         assert isinstance(relayed(node.address, "127.0.0.1:9"), Unreachable)
 
 
+@pytest.mark.slow
 def test_answers_that_nobody_takes_are_bounded() -> None:
     with (
         Kvferryd("--listen", "127.0.0.1:0", "--unix", "", "--drain", "0") as server,
