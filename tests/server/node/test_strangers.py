@@ -44,6 +44,7 @@ from tests.support.parties import SECRETS, P, rank_geometry
 from tests.support.raw_parties import Party
 from tests.support.stubs import KVTransferStub
 
+PAUSE = 0.01
 LIST_ENGINES = "/kvferry.v1.Introspection/ListEngines"
 WATCH = "/kvferry.v1.KVTransfer/Watch"
 NOTIFY = "/kvferry.v1.KVTransfer/Notify"
@@ -233,7 +234,8 @@ def eventually(succeeds: Callable[[], bool], within: float = 60.0) -> None:
                 assert succeeds()
                 return
             except (grpc.RpcError, AssertionError):
-                if given_up.is_set():
+                # The processor is the server's between two tries.
+                if given_up.wait(PAUSE):
                     raise
     finally:
         timer.cancel()
