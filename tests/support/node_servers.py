@@ -173,7 +173,8 @@ class NodeServerProcess:
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it; its exit code."""
-        os.kill(self.pid, how)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, how)
         return self._ended(STOP_TIMEOUT)
 
     def ended(self) -> int:
@@ -271,7 +272,8 @@ class Kvferryd:
         if number == signal.SIGSTOP:
             stop(self.pid)
         else:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def wait(self) -> int:
         """Its exit code.
