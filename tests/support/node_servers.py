@@ -145,10 +145,9 @@ class NodeServerProcess:
     @property
     def pid(self) -> int:
         """Its process id."""
-        pid = self._process and self._process.pid
-        if pid is None:
+        if self._process is None or self._process.pid is None:
             raise RuntimeError("the server is not running")
-        return pid
+        return self._process.pid
 
     def start(self) -> NodeServerProcess:
         """Start it, and wait until its health service says SERVING."""
