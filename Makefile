@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors schema metrics soak mutate
+.PHONY: help setup node demo test test-slow test-oldest test-vllm test-sglang test-gpu test-rdma gpu-bundle lint format reliability house errors schema metrics soak mutate
 .PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
@@ -33,7 +33,7 @@ $(VENV): pyproject.toml requirements.lock
 	@$(PIP) install -c requirements.lock -e '.[server,nixl,test,dev,otel-server]'
 	@touch $@
 
-# What the tests need from npm. Without npm those tests are skipped.
+# What the slow tests need from npm. Without npm those tests are skipped.
 node:
 	@if command -v npm >/dev/null; then \
 		$(MAKE) --no-print-directory $(NODE); \
@@ -51,16 +51,24 @@ demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTI
 	@.venv/bin/kvferry demo $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
 
 # Tests wait more than they compute, but with three processes on two cores some wait too long. A process that has run its
-# tests takes some of the other's. Sockets need a short path. Tests that cut a cable come alone: a cut that the load of
-# others prolongs outlasts UCX's patience, which then ends its process.
+# tests takes some of the other's. Sockets need a short path.
 WORKERS ?= 2
-ALONE := tests/faults/test_network.py
+PARALLEL := -n $(WORKERS) --dist worksteal
 # With the same hashes in every run, hypothesis draws the same examples from sets, too.
 PYTEST := PYTHONHASHSEED=0 .venv/bin/pytest --basetemp "$$base"
 
-test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
+# Named tests run whether they are slow or not.
+test: setup ## Run the tests of what a user notices, in six minutes on two cores (PYTEST_ARGS=, WORKERS=)
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
-		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist worksteal --ignore $(ALONE))
+		$(PYTEST) $(or $(PYTEST_ARGS),-m 'not slow' $(PARALLEL))
+
+# Tests that cut a cable come alone: a cut that the load of others prolongs outlasts UCX's patience, which then ends its
+# process.
+ALONE := tests/faults/test_network.py
+
+test-slow: setup node ## Run the rest: faults, processes, deployment, browsers, all examples of properties (WORKERS=)
+	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && export KVFERRY_EXAMPLES=full && \
+		$(PYTEST) $(ALONE) && $(PYTEST) -m 'slow or property' $(PARALLEL) --ignore $(ALONE)
 
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
 # multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones. UCX is the same: one of its
@@ -89,7 +97,7 @@ test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, pro
 		.venv-oldest/bin/python -m pytest --basetemp "$$base" \
 		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder -k 'not ucx-tcp' $(OLDEST_TESTS))
 
-# Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
+# Beside vLLM, whose pins are its own: in another environment, and part of neither `make test` nor `make test-slow`.
 NEWEST_VLLM := 0.32.0
 VLLM ?= $(NEWEST_VLLM)
 VLLM_FOLDER := .venv-vllm$(if $(filter-out $(NEWEST_VLLM),$(VLLM)),-$(VLLM))

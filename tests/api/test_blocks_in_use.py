@@ -168,6 +168,7 @@ def test_many_threads_get_each_block_once(pair: Pair) -> None:
     assert pair.holds(1) == 11 + won[0]
 
 
+@pytest.mark.slow
 def test_blocks_of_a_failed_read_are_refused_until_it_is_quiet(
     tmp_path: Path,
     engine: Callable[..., Engine],
@@ -229,6 +230,7 @@ def test_attach_looks_at_blocks_at_once_and_a_refusal_loses_nothing(pair: Pair) 
     scheduler.close()
 
 
+@pytest.mark.slow
 def test_blocks_behind_what_is_read_belong_to_the_read(pair: Pair) -> None:
     """`Tails.ZERO` clears them, and the workers are told after the scheduler has attached."""
     group = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)

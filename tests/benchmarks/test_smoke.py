@@ -11,6 +11,8 @@ from benchmarks.measures import SMOKE
 from benchmarks.results import TopicResult
 from benchmarks.topics import BESIDE_VLLM, TOPICS, run_topic
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", TOPICS)
 def test_a_topic_runs_and_its_reads_are_right(name: str) -> None:

@@ -590,6 +590,7 @@ def test_a_lease_that_is_lost_is_acquired_again_or_given_back(tmp_path: Path, ne
             assert read.given_back == [(SECOND, pb.RANK_OUTCOME_CANCELLED)]
 
 
+@pytest.mark.slow
 def test_five_hundred_reads_that_wait_cost_no_thread(tmp_path: Path) -> None:
     with NodeServerProcess(tmp_path / "home") as server, Client(server.address) as client:
         spec = EngineSpec(unique_id("source"), (Group("full", block_tokens=16, num_blocks=8),))

@@ -123,6 +123,7 @@ def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: P
         assert answers[3:] == [polled(accepted=accepted())]
 
 
+@pytest.mark.slow
 def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         sent: list[int] = []

@@ -50,6 +50,7 @@ def remaining_at(home: Control, lease: ReaderLease, reader: pb.EngineRef) -> flo
     return from_duration(home.notify_one(request).renewed.remaining)
 
 
+@pytest.mark.slow
 def test_more_leases_than_a_call_holds_of_two_readers_in_one_client(tmp_path: Path) -> None:
     with NodeServerProcess(tmp_path / "home", ttl=TTL, max_ttl=TTL) as server, Client(server.address) as client:
         spec = EngineSpec(unique_id("source"), (Group("full", block_tokens=16, num_blocks=8),))

@@ -24,6 +24,8 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 
+pytestmark = pytest.mark.slow
+
 AXES = ("kv", "block", "head", "token", "content")
 GROUP = Group("full", block_tokens=16, num_blocks=8)
 WIDE = Group("full", block_tokens=1, num_blocks=3 << 20)

@@ -50,7 +50,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**kept, "TMPDIR": str(scratch), "KVFERRYD_POLICY": str(scratch / "none")}
 
 
-@pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
+@pytest.mark.parametrize("ucx_tls", ["", pytest.param("tcp", marks=pytest.mark.slow)], ids=["ucx-default", "ucx-tcp"])
 def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> None:
     options = ["--json", "--requests", "3", "--tokens", "60", "--ucx-tls", ucx_tls]
     done = subprocess.run(
@@ -99,6 +99,7 @@ def test_demo_whose_ranks_cannot_start_says_why_and_leaves_nothing(tmp_path: Pat
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         # So much that it takes seconds: it must not end before it is interrupted.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tomllib
 
 from kvferry_server.domain.policy import Need, PolicyRole
@@ -23,6 +24,7 @@ SECTION = PAGE[PAGE.index("## Two nodes") : PAGE.index("## systemd")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_two_nodes_by_copying(tmp_path: Path) -> None:
     commands = [text for kind, text in BLOCK.findall(SECTION) if kind == "sh"]
     assert len(commands) == 8

@@ -44,6 +44,7 @@ def wrong(board: Any, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (MODULES / "@grafana").exists(), reason="tests/support/nodejs is not installed")
 def test_the_board_is_one_by_grafanas_schema(tmp_path: Path) -> None:
     assert wrong(BOARD, tmp_path) == ""

@@ -19,6 +19,8 @@ from kvferry._doctor.host import Host
 from tests.doctor.looking import look_in, names, run
 from tests.support.node_servers import environment
 
+pytestmark = pytest.mark.slow
+
 NIXL = pytest.mark.skipif(util.find_spec("nixl") is None, reason="NIXL is not installed")
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="takes the rights of root")
 NOBODY = """

@@ -153,6 +153,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["dispatch.js", "look.js", "router.js"])
 def test_the_programs_in_typescript_say_what_they_need(compiled: Path, program: str) -> None:
     done = subprocess.run(
@@ -163,6 +164,7 @@ def test_the_programs_in_typescript_say_what_they_need(compiled: Path, program: 
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_client_in_typescript_lists_declines_and_follows(
     homes: tuple[str, str], engine: Callable[..., Engine], compiled: Path
 ) -> None:
@@ -267,6 +269,7 @@ def test_a_client_in_rust_is_generated_and_declines(
     assert "refused" in gone.stderr
 
 
+@pytest.mark.slow
 def test_router_routes_and_declines(
     homes: tuple[str, str],
     engine: Callable[..., Engine],
@@ -314,7 +317,7 @@ def test_router_routes_and_declines(
     source.release_of(offered[0])
 
 
-@pytest.fixture(params=["dispatch_router.py", "dispatch.ts"])
+@pytest.fixture(params=["dispatch_router.py", pytest.param("dispatch.ts", marks=pytest.mark.slow)])
 def dispatching(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
     """The command of a router that asks prefill and decode at once."""
     if request.param.endswith(".py"):

@@ -13,6 +13,8 @@ import pytest
 from tests.e2e.exits import STATES
 from tests.support.node_servers import NodeServerProcess, environment
 
+pytestmark = pytest.mark.slow
+
 SOON = 60.0
 FORKS = {state: {"GRPC_ENABLE_FORK_SUPPORT": "0"} for state in ("forked_child", "forked_child_of_a_busy_thread")}
 """With gRPC's own handlers, a process with an open stream hangs in the fork itself, see docs/engines.md."""

@@ -22,9 +22,10 @@ from tests.support.repository import ROOT
 NODE = ROOT / "tests" / "support" / "nodejs"
 BUF = NODE / "node_modules" / ".bin" / "buf"
 
-pytestmark = pytest.mark.skipif(
-    not BUF.exists(), reason="tests/support/nodejs is not installed: npm was missing at set-up"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not BUF.exists(), reason="tests/support/nodejs is not installed: npm was missing at set-up"),
+]
 
 MakeEngine = Callable[..., Engine]
 

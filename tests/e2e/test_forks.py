@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.repository import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_method_in_a_child_while_the_parent_reads_on(homes: tuple[str, str]) -> None:

@@ -19,6 +19,8 @@ from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess, free_port
 
+pytestmark = pytest.mark.slow
+
 HANDSHAKE = pb.HandshakeRequest(engine_id="nobody", reader=pb.EngineRef(engine_id="me", incarnation=b"i" * 16))
 
 

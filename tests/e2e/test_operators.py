@@ -21,6 +21,7 @@ from tests.support.node_servers import NodeServerProcess
 MakeEngine = Callable[..., Engine]
 
 
+@pytest.mark.slow
 def test_an_evicted_engine_is_told_and_gets_its_blocks_back_once(engine: MakeEngine, tmp_path: Path) -> None:
     model = Model()
     with (

@@ -22,6 +22,8 @@ from kvferry.errors import Unreachable
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 
+pytestmark = pytest.mark.slow
+
 AXES = ("kv", "block", "head", "token", "content")
 TOKENS = 16
 REQUESTS = 4
@@ -126,4 +128,4 @@ def test_a_proxy_without_its_server_is_no_question_of_tls_if_it_has_answered(tmp
             with pytest.raises(
                 Unreachable, match="restarting behind a proxy" if answered else "TLS settings are likely"
             ):
-                client.decline(reference, timeout=10.0)
+                client.decline(reference, timeout=4.0)

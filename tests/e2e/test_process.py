@@ -77,6 +77,7 @@ def test_child_of_a_fork_is_told_and_parent_goes_on(homes: tuple[str, str]) -> N
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_idle_rank_client_and_server_use_no_cpu(tmp_path: Path, engine: MakeEngine) -> None:
     with NodeServerProcess(tmp_path / "idle") as server:
         source = engine(server.address, MODEL, shards(4, 1))

@@ -85,6 +85,7 @@ def _schedule(address: str, spec: EngineSpec, pipe: Connection) -> None:
         pipe.recv()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relayed", [False, True], ids=["on-its-home", "on-another-node"])
 def test_a_scheduler_may_come_back_later_than_its_ranks(
     tmp_path: Path, engine: MakeEngine, caplog: pytest.LogCaptureFixture, relayed: bool
@@ -128,6 +129,7 @@ def test_a_scheduler_may_come_back_later_than_its_ranks(
             other.stop()
 
 
+@pytest.mark.slow
 def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> None:
     server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=20, ttl=9, max_ttl=9).start()
     group = Group("full", block_tokens=16, num_blocks=8)

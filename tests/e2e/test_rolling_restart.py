@@ -13,6 +13,8 @@ from tests.support.identifiers import unique_id
 from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import Kvferryd, free_port
 
+pytestmark = pytest.mark.slow
+
 NODES = 3
 TIMES = ("--ttl", "4", "--max-ttl", "4")
 """Shorter than the defaults: what a restarted home was told again it releases after max_ttl."""

@@ -26,6 +26,8 @@ from tests.support.node_servers import Kvferryd, serves
 from tests.support.parties import SECRETS, E, P
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 TOKENS, BLOCKS = 16, 8
 GROUP = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS)
 AXES = ("kv", "block", "head", "token", "content")

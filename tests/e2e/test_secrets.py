@@ -32,6 +32,8 @@ from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.stubs import KVTransferStub
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 GROUP = Group("full", block_tokens=16, num_blocks=8)
 AXES = ("kv", "block", "head", "token", "content")
 

@@ -110,6 +110,7 @@ def test_one_address_serves_the_whole_engine(spanning: Spanning) -> None:
     spanning.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["home", "other"])
 def test_either_node_server_may_restart(spanning: Spanning, which: str) -> None:
     server: NodeServerProcess = getattr(spanning, which)

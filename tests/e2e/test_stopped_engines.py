@@ -23,6 +23,8 @@ from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 AXES = ("kv", "block", "head", "token", "content")
 ENGINE_TTL, WITHIN = 8.0, 6.0
 """Seconds until a home finds an engine dead, and in which the next start succeeds."""

@@ -190,6 +190,7 @@ def test_a_request_is_one_trace_from_the_router_to_its_release(collector: Collec
     assert carried["reference"][5:40].encode() not in raw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relay_traces", [True, False])
 def test_a_call_that_is_relayed_stays_in_its_trace(collector: Collector, relay_traces: bool) -> None:
     """Below the span of the server that sends it on, or below the caller's where that one does not trace."""
@@ -223,6 +224,7 @@ def test_a_call_that_is_relayed_stays_in_its_trace(collector: Collector, relay_t
         assert spans["home"].parent == caller
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_or_sent_unless_it_is_configured(collector: Collector, tmp_path: Path) -> None:
     """A trace that others have begun passes through, so that it does not break here."""
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -293,6 +295,7 @@ def test_variables_of_opentelemetry_that_contradict_each_other_are_told_in_a_lin
     assert "max_queue_size" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_whose_collector_is_gone_serves_and_stops_in_time(tmp_path: Path) -> None:
     endpoint = "http://127.0.0.1:9/v1/traces"
     with NodeServerProcess(tmp_path, drain=0, trace_endpoint=endpoint) as server, connect(server.address) as channel:

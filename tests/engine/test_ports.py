@@ -476,6 +476,7 @@ def test_poll_grows_until_it_is_acknowledged(pair: Pair) -> None:
     source.release_of(publication)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "exec"])
 def test_however_the_workers_come_to_be(homes: tuple[str, str], tmp_path: Path, method: str) -> None:
     """Forked before their parent uses kvferry, spawned, or started by somebody else with the token in their
@@ -529,6 +530,7 @@ def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
     source.release_of(good)
 
 
+@pytest.mark.slow
 def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
     model = Model()
     with NodeServerProcess(tmp_path / "one", tcp=True, ttl=6, max_ttl=6, engine_ttl=10) as server:

@@ -159,6 +159,7 @@ def test_a_source_that_stops_publishing_is_not_waited_for_beyond_the_timeout(pai
     source.release_of(prefill.publication)
 
 
+@pytest.mark.slow
 def test_a_home_that_restarts_halfway(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
     with NodeServerProcess(tmp_path / "one", tcp=True, ttl=20, max_ttl=20) as server:
         source = port_engine(server.address, SOURCE, shards(6, 2))

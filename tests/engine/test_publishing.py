@@ -208,6 +208,7 @@ def test_what_waits_is_not_sent_again_once_it_is_aborted(
     assert calls.aborts == taken
 
 
+@pytest.mark.slow
 def test_what_a_home_did_not_take_for_long_is_taken_when_the_home_is_back(
     port: SchedulerPort, calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -443,6 +444,7 @@ def test_what_waits_is_sent_before_the_port_is_closed(port: SchedulerPort, calls
     assert len(calls.sent) == 3
 
 
+@pytest.mark.slow
 def test_what_waits_is_not_overtaken_by_more_than_a_home_allows(
     port: SchedulerPort, calls: Calls, small_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

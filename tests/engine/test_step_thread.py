@@ -23,6 +23,8 @@ from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import stop
 
+pytestmark = pytest.mark.slow
+
 MODEL = Model(layers=8, heads=8, head_dim=128, block_tokens=64, num_blocks=256)
 """Half a GiB."""
 

@@ -11,11 +11,14 @@ import pytest
 from kvferry import NixlOptions
 from kvferry._clock import now
 from kvferry_server.domain.journal import LAST_READS
+from kvferry_server.domain.times import Times
 from tests.support.faults.fault_world import World
 from tests.support.faults.load import serve_mixed
 from tests.support.faults.playing import nothing_left
 from tests.support.faults.processes import SOON
 from tests.support.faults.reports import Held
+
+pytestmark = pytest.mark.slow
 
 WARM_UP = 2 * LAST_READS
 """Requests before the first look. A home keeps its last reads on purpose, so many and no more; it has them all by then,
@@ -25,6 +28,8 @@ REQUESTS = int(os.environ.get("KVFERRY_LEAK_REQUESTS", "1500"))
 CHANCE = 10
 """Threads, files, or objects of one type that may come and go while nothing is asked. Of a leak there would be one for
 each request, or for each tenth."""
+TIMES = Times(ttl=10.0, max_ttl=10.0, engine_ttl=10.0, hold=10.0, final=20.0, max_wait=20.0)
+"""Longer than ten requests at once take on a busy machine, and short enough that what they hold ends within `SOON`."""
 GROWTH = 24 << 20
 """Bytes by which a process may grow: allocators keep some of what was freed. 1,000 requests that leaked 32 KiB each
 would be found, 1,500 that leaked 18, and 10,000 that leaked 3."""
@@ -35,7 +40,7 @@ would be found, 1,500 that leaked 18, and 10,000 that leaked 3."""
 def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
     options = NixlOptions()
     world = World(
-        tmp_path, chunk_descriptors=options.chunk_descriptors, bytes_in_flight=options.bytes_in_flight
+        tmp_path, times=TIMES, chunk_descriptors=options.chunk_descriptors, bytes_in_flight=options.bytes_in_flight
     ).ready()
     try:
         serve_mixed(world, WARM_UP)

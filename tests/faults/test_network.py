@@ -24,6 +24,8 @@ from tests.support.faults.scenarios import (
     HEALED_WHILE_IT_WAITS,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cable() -> Iterator[Cable]:

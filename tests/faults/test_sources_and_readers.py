@@ -19,6 +19,8 @@ from tests.support.http2 import Connection
 from tests.support.node_servers import free_port
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
 def test_a_reader_that_goes_on_after_its_blocks_were_overwritten_says_expired(tmp_path: Path, ucx_tls: str) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.fuzz.target import Target
+from tests.support.examples import SAME, examples
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "16"))
-"""Random messages per method and kind. `make soak` asks for more."""
+EXAMPLES = examples(16)
+"""Random messages per method and kind."""
 
 FUZZ = settings(
     max_examples=EXAMPLES,
-    # The same in every run but a long one.
-    derandomize="FUZZ_EXAMPLES" not in os.environ,
+    derandomize=SAME,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

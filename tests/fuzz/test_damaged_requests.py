@@ -28,6 +28,7 @@ def test_no_service_is_left_out(target: Target) -> None:
     assert sorted(service.name for service in listed) == sorted(OFFERED)
 
 
+@pytest.mark.property
 @every_method
 def test_damaged_bytes(target: Target, method: Method) -> None:
     turns = random.Random(str(method))
@@ -54,6 +55,7 @@ def test_every_field_with_extreme_values(target: Target, method: Method) -> None
             target.send(method, encoded(message))
 
 
+@pytest.mark.property
 @every_method
 @FUZZ
 @given(data=st.data())

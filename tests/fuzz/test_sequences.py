@@ -13,6 +13,8 @@ from tests.fuzz.peer import HostilePeer
 from tests.fuzz.victims import Victims
 from tests.support.node_servers import NodeServerProcess
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "5"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = 120

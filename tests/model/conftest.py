@@ -1,20 +1,21 @@
-"""How much the state machine does: `KVFERRY_MODEL_EXAMPLES=20000` for a long run, from another seed every time."""
+"""How much the state machine does."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-EXAMPLES = int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "170"))
+from tests.support.examples import SAME, examples
+
+EXAMPLES = examples(170)
 
 MODEL = settings(
     max_examples=EXAMPLES,
     stateful_step_count=60,
-    derandomize="KVFERRY_MODEL_EXAMPLES" not in os.environ,
+    derandomize=SAME,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

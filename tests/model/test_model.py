@@ -13,7 +13,7 @@ from tests.model.misrouted import MisroutedMachine
 from tests.model.operated import OperatedMachine
 from tests.model.routed import RoutedLyingMachine, RoutedMachine
 
-pytestmark = pytest.mark.timeout(300 + EXAMPLES)
+pytestmark = [pytest.mark.property, pytest.mark.timeout(300 + EXAMPLES)]
 
 
 def test_the_rules_hold() -> None:

@@ -15,6 +15,8 @@ from tests.model.prompt_sabotages import OF_A_CONFUSED_ROUTER
 from tests.model.routed import RoutedLyingMachine, RoutedMachine
 from tests.model.sabotages import OF_A_LIAR, OF_A_LIAR_AND_A_ROUTER, OF_A_ROUTER, OF_AN_OPERATOR, SABOTAGES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ class Copy:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
         # Whether a test fails is all that is asked.
         environment["KVFERRY_SHRINK"] = "0"
+        environment["KVFERRY_EXAMPLES"] = "full"
         # Warnings are errors in our own environment only, as in `make test-vllm`.
         options = [] if python == sys.executable else ["-W", "ignore"]
         options += ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--basetemp", str(self._folder / "tmp")]

@@ -17,6 +17,7 @@ from kvferry.errors import BadBlock, BlocksShort, Incompatible
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Interval
 from kvferry.planner import ReadPlan, diff, explain, plan_read, to_text
 from tests.support.geometries import HND, NHD, Engine, Held, Layout, Rank, Tensor, engine, shard, tensors, tp_ranks
+from tests.support.repository import syntax
 from tests.support.simulated_memories import move
 
 HEADS = 8
@@ -139,7 +140,7 @@ def test_14_planner_and_executors_contain_no_model_branch() -> None:
     files = [*(folder / "planner").glob("*.py"), *(folder / "_transport").glob("*.py")]
     assert len(files) > 20
     for file in files:
-        tree = ast.parse(file.read_text())
+        tree = syntax(file)
         for node in ast.walk(tree):
             named = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None) or ""
             assert not words & set(str(named).lower().split("_")), f"{file}, line {getattr(node, 'lineno', '?')}"

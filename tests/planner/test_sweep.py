@@ -15,7 +15,9 @@ HEADS = (1, 2, 3, 4, 6, 8, 10, 12)
 SIZES = range(1, 13)
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    "heads", [pytest.param(heads, marks=() if heads in (1, 8) else pytest.mark.slow) for heads in HEADS]
+)
 def test_every_pair_of_sizes_is_planned_and_right(heads: int) -> None:
     model = tensors(layers=1, components=["key"], axis=heads)
     engines = {

@@ -84,6 +84,7 @@ def rank_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-rank-")]
 
 
+@pytest.mark.slow
 def test_a_share_cancelled_while_its_source_is_met_stays_ended(node: NodeServerProcess) -> None:
     others = set(rank_threads())
     with silent_home() as home, worker(node.address) as port:

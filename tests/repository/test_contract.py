@@ -186,6 +186,7 @@ CHANGES = {
 """Changes of a proto: what is replaced, by what, and what is complained about."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BUF.exists(), reason="tests/support/nodejs is not installed: npm was missing at set-up")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_would_break_callers_of_the_last_release_is_found(change: str, tmp_path: Path) -> None:

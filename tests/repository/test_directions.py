@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, syntax
 
 CLIENT = ROOT / "client" / "kvferry"
 SERVER = ROOT / "server" / "kvferry_server"
@@ -118,7 +118,7 @@ SERVER_RULES = {
 
 def imports(path: Path, package: Path) -> Iterator[str]:
     """Modules that a file imports, those that are only for types included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -15,7 +15,9 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from scripts import gpu_bundle
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, syntax
+
+pytestmark = pytest.mark.slow
 
 PACKED = {path.relative_to(ROOT) for path in gpu_bundle.sources()}
 CODE = sorted(path for path in PACKED if path.suffix == ".py")
@@ -39,7 +41,7 @@ admin listener, a log of JSON or traces, none of which tests of GPUs have."""
 
 def modules(path: Path) -> Iterator[str]:
     """Modules that a file imports; a name that is imported from one may be a module as well."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in ast.walk(syntax(ROOT / path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

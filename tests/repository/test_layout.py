@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, syntax
 
 TESTS = ROOT / "tests"
 SUITES = {
@@ -39,7 +39,7 @@ def folders(package: Path) -> set[str]:
 
 def imported(path: Path) -> Iterator[str]:
     """Modules of the tests that a file imports; a name that is imported from one may be a module as well."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("tests."))
         elif isinstance(node, ast.ImportFrom):

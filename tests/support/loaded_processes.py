@@ -9,4 +9,14 @@ from __future__ import annotations
 import multiprocessing
 
 LOADED = multiprocessing.get_context("forkserver")
-LOADED.set_forkserver_preload(["kvferry._client", "kvferry._session", "kvferry.engine", "tests.support.engines"])
+LOADED.set_forkserver_preload(
+    [
+        "kvferry._client",
+        "kvferry._session",
+        "kvferry.engine",
+        "kvferry_server.node.server",
+        "tests.support.engines",
+        "tests.transport.sources",
+        "tests.engine.port_engines",
+    ]
+)

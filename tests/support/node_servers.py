@@ -14,7 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +30,8 @@ from kvferry._wire.status import from_rpc_error
 from kvferry.errors import EngineUnknown
 from kvferry.v1.introspection_pb2 import GetEngineRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from tests.support.loaded_processes import LOADED
+from tests.support.waiting import stop
 
 READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-f]+)(?:, admin http://([^/\s]+)/)?")
 SIZE = ("LINES", "COLUMNS")
@@ -75,6 +80,51 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "KVFERRYD_ADMIN": "", **more}
 
 
+MODULE = ("-m", "kvferry_server.node.main")
+"""Arguments of Python that run kvferryd."""
+
+
+def kvferryd(
+    flags: Sequence[str],
+    outputs: Mapping[int, Path | Connection],
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = (),
+) -> BaseProcess:
+    """Start kvferryd in a process that has imported it already, which is quicker than a new one.
+
+    Args:
+        flags: of kvferryd.
+        outputs: where its stdout (1) and its stderr (2) go; as this process's, if they are not named.
+        env: more of the environment.
+        program: arguments of a new Python that runs it instead.
+    """
+    job = (tuple(flags), dict(outputs), environment(**(env or {})), Path.cwd(), tuple(program))
+    process = LOADED.Process(target=_run, args=job, daemon=True)
+    process.start()
+    return process
+
+
+def _run(
+    flags: Sequence[str],
+    outputs: Mapping[int, Path | Connection],
+    env: Mapping[str, str],
+    folder: Path,
+    program: Sequence[str],
+) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    for number, output in outputs.items():
+        with output.open("ab") if isinstance(output, Path) else output as file:
+            os.dup2(file.fileno(), number)
+    if program:
+        os.execv(sys.executable, [sys.executable, *program, *flags])
+    # Imported here, so that the clients of a server need nothing of the extra `server`.
+    from kvferry_server.node.main import run
+
+    sys.exit(run(flags))
+
+
 class NodeServerProcess:
     """kvferryd on a socket or a free port of its own, until the end of the block.
 
@@ -90,28 +140,22 @@ class NodeServerProcess:
         self.address = f"127.0.0.1:{free_port()}" if tcp else f"unix:{folder / 'node.sock'}"
         self._listen = ["--listen", self.address, "--unix", ""] if tcp else ["--listen", "", "--unix", self.address[5:]]
         self._flags = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        if self._process is None:
+        if self._process is None or self._process.pid is None:
             raise RuntimeError("the server is not running")
         return self._process.pid
 
     def start(self) -> NodeServerProcess:
         """Start it, and wait until its health service says SERVING."""
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry_server.node.main", *self._listen, *self._flags],
-                stdout=log,
-                stderr=log,
-                env=environment(),
-            )
-        process = self._process
-        if wait_serving(self.address, lambda: process.poll() is None):
+        log = self.folder / "log"
+        process = self._process = kvferryd((*self._listen, *self._flags), {1: log, 2: log})
+        if wait_serving(self.address, process.is_alive):
             return self
-        raise RuntimeError(f"kvferryd did not start:\n{(self.folder / 'log').read_text()}")
+        raise RuntimeError(f"kvferryd did not start:\n{log.read_text()}")
 
     def settled(self) -> None:
         """Wait until it does not wait for the engines of a predecessor any more; until then it takes every incarnation
@@ -128,18 +172,21 @@ class NodeServerProcess:
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it; its exit code."""
-        if self._process is None:
-            raise RuntimeError("the server is not running")
-        self._process.send_signal(how)
-        code = self._process.wait(30)
-        self._process = None
-        return code
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, how)
+        return self._ended(STOP_TIMEOUT)
 
     def ended(self) -> int:
         """Wait until it ends by itself; its exit code."""
+        return self._ended(START_TIMEOUT)
+
+    def _ended(self, within: float) -> int:
         if self._process is None:
             raise RuntimeError("the server is not running")
-        code = self._process.wait(START_TIMEOUT)
+        self._process.join(within)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutError(f"kvferryd has not ended within {within} s")
         self._process = None
         return code
 
@@ -155,14 +202,19 @@ class NodeServerProcess:
 
 def command(*arguments: str) -> list[str]:
     """The command line of a server."""
-    return [sys.executable, "-m", "kvferry_server.node.main", *arguments]
+    return [sys.executable, *MODULE, *arguments]
 
 
 def refused(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a server that must end by itself."""
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, env=environment(), timeout=START_TIMEOUT, check=False
-    )
+    with TemporaryDirectory() as folder:
+        said, complained = Path(folder, "stdout"), Path(folder, "stderr")
+        process = kvferryd(arguments, {1: said, 2: complained})
+        process.join(START_TIMEOUT)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"kvferryd has not ended:\n{complained.read_text()}")
+        return subprocess.CompletedProcess(arguments, process.exitcode, said.read_text(), complained.read_text())
 
 
 class Kvferryd:
@@ -171,24 +223,16 @@ class Kvferryd:
     Args:
         arguments: flags of kvferryd.
         env: more of the environment.
-        program: arguments of Python that run kvferryd.
+        program: arguments of a new Python that runs kvferryd; none: a process that has imported it already.
     """
 
-    def __init__(
-        self,
-        *arguments: str,
-        env: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "kvferry_server.node.main"),
-    ) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(**(env or {})),
-        )
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, program: Sequence[str] = ()) -> None:
+        said, theirs = LOADED.Pipe(duplex=False)
+        self._process = kvferryd(arguments, {2: theirs}, env, program)
+        theirs.close()
         self._lines: list[str] = []
         self._ready = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(said,), daemon=True)
         self._reader.start()
         self._ready.wait(START_TIMEOUT)
         started = READY.search(self.log)
@@ -206,6 +250,7 @@ class Kvferryd:
 
     @property
     def pid(self) -> int:
+        assert self._process.pid is not None
         return self._process.pid
 
     @property
@@ -214,22 +259,31 @@ class Kvferryd:
 
     @property
     def running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def resident(self) -> int:
         """Bytes of memory that it has."""
-        fields = Path(f"/proc/{self._process.pid}/statm").read_text().split()
+        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * resource.getpagesize()
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send it a signal. After SIGSTOP, wait until it has stopped: until then it answers."""
-        self._process.send_signal(number)
         if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+            stop(self.pid)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Its exit code."""
-        code = self._process.wait(STOP_TIMEOUT)
+        """Its exit code.
+
+        Raises:
+            TimeoutError: it does not end.
+        """
+        self._process.join(STOP_TIMEOUT)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutError(f"kvferryd has not ended within {STOP_TIMEOUT} s:\n{self.log}")
         self._reader.join(STOP_TIMEOUT)
         return code
 
@@ -243,12 +297,9 @@ class Kvferryd:
             self.signal()
         try:
             self.wait()
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             self.kill()
             raise
-        finally:
-            if self._process.stderr is not None:
-                self._process.stderr.close()
 
     def __enter__(self) -> Kvferryd:
         return self
@@ -258,13 +309,12 @@ class Kvferryd:
     ) -> None:
         self.end()
 
-    def _read(self) -> None:
-        if self._process.stderr is None:
-            return
-        for line in self._process.stderr:
-            self._lines.append(line)
-            if READY.search(line):
-                self._ready.set()
+    def _read(self, said: Connection) -> None:
+        with os.fdopen(os.dup(said.fileno()), encoding="utf-8", errors="replace") as lines, said:
+            for line in lines:
+                self._lines.append(line)
+                if READY.search(line):
+                    self._ready.set()
         self._ready.set()
 
 

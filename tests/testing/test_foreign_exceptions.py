@@ -26,6 +26,7 @@ from kvferry._threads import guarded, start_loop
 from kvferry._work_queue import WorkQueue
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.testing import Fabric
+from tests.support.repository import syntax
 from tests.support.waiting import until
 from tests.testing.fabric_engines import SOON
 
@@ -75,7 +76,7 @@ def calls_of(*names: str) -> set[str]:
     """The files of the client that call one of these."""
     found = set[str]()
     for file in CLIENT.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(syntax(file)):
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 if called in names:

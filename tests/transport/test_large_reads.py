@@ -80,6 +80,7 @@ def source() -> Iterator[tuple[AgentInfo, int]]:
     process.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [Path.DIRECT, Path.STAGED])
 def test_blocks_beyond_4_gib_arrive_where_they_belong(path: Path, source: tuple[AgentInfo, int]) -> None:
     info, theirs = source

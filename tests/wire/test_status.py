@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -164,3 +165,10 @@ def test_a_connection_that_is_closed_at_once_speaks_of_tls_only_if_none_was_answ
     # A certificate that changed since is named all the same.
     changed = tls_failure(UNTRUSTED, "10.0.0.1:7611", TlsConfig(), answered=True)
     assert "does not trust the node server's certificate" in changed
+
+
+@pytest.mark.parametrize("text", ["Socket closed", "Delayed close due to in-progress write (Wrap failed)"])
+def test_a_certificate_that_is_too_large_is_named_however_the_connection_was_closed(tmp_path: Path, text: str) -> None:
+    cert = tmp_path / "large.pem"
+    cert.write_text(f"-----BEGIN CERTIFICATE-----\n{'A' * 12_000}\n-----END CERTIFICATE-----\n")
+    assert "has 9000 bytes of certificates" in tls_failure(text, "10.0.0.1:7611", TlsConfig(cert=cert))

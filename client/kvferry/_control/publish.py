@@ -70,7 +70,7 @@ class Publish(_Step):
         expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
         checksums: every rank will call `Cache.checksum` for these blocks, so that readers in integrity mode wait for
             the sums.
-        traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
+        traceparent: the W3C traceparent that came with the request; empty: none did. See docs/monitoring.md.
         reference: the reference that a router made for this request, and sent to the reader as well; empty: none did.
             See docs/routers.md.
     """

@@ -13,7 +13,8 @@ from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, TlsConfig, chain_bytes
 
 # Also of a server that accepts the connection and closes it before it has sent anything.
 _NEVER_CONNECTED = "failed to connect"
-_CLOSED = re.compile(r"Socket closed|Connection reset|Broken pipe")
+# "Wrap failed": a connection that was closed while gRPC still wrote to it.
+_CLOSED = re.compile(r"Socket closed|Connection reset|Broken pipe|Wrap failed")
 _UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ?([^:]*)")
 
 

@@ -157,6 +157,7 @@ def concrete(expression: str) -> str:
     return expression.replace("$__rate_interval", "30s").replace("$instance", ".*")
 
 
+@pytest.mark.slow
 def test_every_expression_of_the_board_has_data(prometheus: Prometheus) -> None:
     without = [
         f"{title}: {target['expr']}"
@@ -167,6 +168,7 @@ def test_every_expression_of_the_board_has_data(prometheus: Prometheus) -> None:
     assert without == []
 
 
+@pytest.mark.slow
 def test_every_series_that_an_alert_reads_is_there(prometheus: Prometheus) -> None:
     """Whatever its threshold: an alert on a name that nobody has never fires."""
     missing = []
@@ -181,6 +183,7 @@ def test_every_series_that_an_alert_reads_is_there(prometheus: Prometheus) -> No
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_alerts_fire(prometheus: Prometheus) -> None:
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == set(ALERTS)
@@ -201,6 +204,7 @@ def promtool(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_each_alert_fires_on_its_trouble_and_not_before() -> None:
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", str(RULES))
     trials = ROOT / "tests" / "server" / "admin" / "alert_trials.yml"
@@ -242,6 +246,7 @@ def test_the_runbook_has_each_alert_and_names_panels_that_are_there() -> None:
     assert {"Restarts", "Loop lag", "Budgets"} <= named
 
 
+@pytest.mark.slow
 def test_a_node_server_has_every_metric_of_the_table_and_no_other(prometheus: Prometheus) -> None:
     there = {name for name in prometheus.ask("label/__name__/values") if name.startswith("kvferry_")}
     there = {re.sub(r"_(bucket|sum|count)$", "", name) for name in there}

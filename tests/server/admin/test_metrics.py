@@ -47,6 +47,7 @@ def scraped(
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
     flags = ["--unix", str(tmp_path / "node.sock"), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
     with (

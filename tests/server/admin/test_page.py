@@ -67,6 +67,7 @@ def browse(folder: Path, url: str) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
+@pytest.mark.slow
 def test_the_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tmp_path: Path) -> None:
     page, complaints = browse(tmp_path, f"http://{named.admin}/")
     assert complaints == ""
@@ -88,6 +89,7 @@ def test_the_page_shows_engines_reads_and_requests_and_stays_live(named: Watched
     assert re.search(r'<span id="updated">[^<]+</span>', page)
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
     target = "/plan?" + urlencode({"source": named.party.name, "destination": named.party.name})
     page, complaints = browse(tmp_path, f"http://{named.admin}{target}")

@@ -183,6 +183,7 @@ async def test_a_node_server_says_when_its_certificate_and_its_authorities_expir
     assert NodeServer(configure(**settings)).certificate_expiry() is None
 
 
+@pytest.mark.slow
 def test_a_server_follows_its_files_without_being_told_and_at_once_when_it_is(
     fleet: Authority, files: TlsConfig, tmp_path: Path
 ) -> None:

@@ -25,6 +25,8 @@ from tests.support.parties import SECRETS, D, P
 from tests.support.repository import ROOT
 from tests.support.stubs import KVTransferStub
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 60.0
 AT_ONCE = 4
 SIZE = 3_700_000

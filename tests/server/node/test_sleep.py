@@ -27,6 +27,8 @@ from tests.support.node_servers import Kvferryd
 from tests.support.parties import SECRETS, D, P, read_id
 from tests.support.stubs import KVTransferStub
 
+pytestmark = pytest.mark.slow
+
 FINAL = 2.0
 
 

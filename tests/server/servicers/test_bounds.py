@@ -200,6 +200,7 @@ async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_f
         assert released.outcome == pb.RELEASE_OUTCOME_READ
 
 
+@pytest.mark.slow
 async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path: Path) -> None:
     async with running(tmp_path, Limits(memory=1 << 31)) as node:
         await ready(node)
@@ -517,6 +518,7 @@ async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(
         assert len(seen) == len(sums) + 1
 
 
+@pytest.mark.slow
 async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         watch = Watch(node)

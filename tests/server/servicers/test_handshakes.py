@@ -234,6 +234,7 @@ ATTEMPTS = 3
 """Other work on this machine is not the server's fault three times in a row."""
 
 
+@pytest.mark.slow
 def test_renewals_stay_fast_while_128_ranks_handshake_with_128(tmp_path: Path) -> None:
     ranks = 128
     # The lease lasts for longer than the readers take to start.
