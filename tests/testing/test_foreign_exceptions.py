@@ -64,8 +64,8 @@ OWN = {
     "_transport/reading_thread.py": "catches everything itself: its agent must not end while it reads",
     "_control/retrying.py": "a timer for one warning",
     "_control/acknowledger.py": "a timer for one call",
-    "_cli/fleet.py": "a program's own pool",
-    "_cli/top_looks.py": "a program's own pool",
+    "_cli/engines.py": "a program's own pool",
+    "_cli/top.py": "a program's own pool",
     "integrations/sglang/bootstrap.py": "a pool whose futures keep errors, and a timer",
     "testing/_fabric.py": "a pool whose futures keep errors",
 }

@@ -171,4 +171,4 @@ def test_a_connection_that_is_closed_at_once_speaks_of_tls_only_if_none_was_answ
 def test_a_certificate_that_is_too_large_is_named_however_the_connection_was_closed(tmp_path: Path, text: str) -> None:
     cert = tmp_path / "large.pem"
     cert.write_text(f"-----BEGIN CERTIFICATE-----\n{'A' * 12_000}\n-----END CERTIFICATE-----\n")
-    assert "has 9000 bytes of certificates" in tls_failure(text, "10.0.0.1:7611", TlsConfig(cert=cert))
+    assert "has 9000 bytes of certificates" in tls_failure(text, "10.0.0.1:7611", TlsConfig(cert=cert, key=cert))
