@@ -101,12 +101,14 @@ def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
     killed_reader = scenario.target is Target.READER and scenario.fault is Fault.KILLED
     if scenario.moment is Moment.DURING:
         engine = [party for party in parties(world, scenario.target) if isinstance(party, EngineProcess)]
-        itself = scenario.fault is Fault.STOPPED and bool(engine)
+        # A reader is stopped before it is killed, and not its source: UCX may end a source that was stopped meanwhile
+        # (docs/nixl.md, "Endpoint timeout").
+        itself = bool(engine) and (scenario.fault is Fault.STOPPED or killed_reader)
         request, reading = moving(world, engine if itself else [world.standing], timeout)
-        if not itself:
+        if not itself or killed_reader:
             _inject(world, scenario)
-            if not scenario.still:
-                world.standing.resume()
+        if not itself and not scenario.still:
+            world.standing.resume()
         return request, None if killed_reader else reading
     request = world.source.publish()
     if scenario.moment is Moment.AFTER:
