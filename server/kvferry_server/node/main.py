@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     from kvferry_server.node.loading import BadConfig, add_flags, config_file, load
     from kvferry_server.node.named_files import file_problems, memory_problems, warnings
     from kvferry_server.node.native_log import NativeLog
-    from kvferry_server.node.variables import unknown_variables
+    from kvferry_server.node.variables import renamed_variables, unknown_variables
 
     parser = argparse.ArgumentParser(
         "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
@@ -93,6 +93,10 @@ def run(arguments: Sequence[str]) -> int:
     add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
+    if renamed := renamed_variables(os.environ):
+        for line in renamed:
+            print(f"kvferryd: {line}", file=sys.stderr)
+        return 2
     try:
         loaded = load(flags, config_file(file))
     except BadConfig as error:

@@ -11,7 +11,7 @@ from kvferry_server.node.config import ENV_PREFIX, NodeConfig
 from kvferry_server.node.loading import CONFIG_FILE
 
 CLIENT_PREFIX = "KVFERRY_"
-"""Begins the names of what the command line and engines read."""
+"""Begins the names of what the command line and engines read. Settings of kvferryd had it, too."""
 
 OF_CLIENTS = (
     "KVFERRY_SERVER",
@@ -33,6 +33,16 @@ OF_KUBERNETES = re.compile(r"KVFERRY\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\
 """What Kubernetes sets in every container beside a Service whose name begins with kvferry: names and values."""
 
 
+def renamed_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that sets a setting of kvferryd by its former name, in order. To ignore them
+    would be to serve without a policy that was set."""
+    return [
+        f"{name} is not read any more: its name is {ENV_PREFIX}{setting} now"
+        for name in sorted(environment)
+        if (setting := _setting(name)) and name.upper() not in OF_CLIENTS
+    ]
+
+
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable of the environment that begins as kvferry's do and that kvferryd does not
     read though it may be meant for it, in order; it names the one that was probably meant. Values are not shown."""
@@ -44,9 +54,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     for name, value in sorted(environment.items()):
         upper = name.upper()
         if upper in OF_CLIENTS:
-            meant = upper.replace(CLIENT_PREFIX, ENV_PREFIX, 1)
-            if meant in settings and meant not in given:
-                sentences.append(f"{name} is read by clients only; kvferryd reads {meant}")
+            if (setting := _setting(name)) and ENV_PREFIX + setting not in given:
+                sentences.append(f"{name} is read by clients only; kvferryd reads {ENV_PREFIX}{setting}")
             continue
         if not upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) or upper in known:
             continue
@@ -58,3 +67,10 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
         meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
         sentences.append(f"nothing reads the variable {name}{meant}")
     return sentences
+
+
+def _setting(name: str) -> str:
+    """Return the setting of kvferryd, in upper case, that a variable with the prefix of clients names; empty: none."""
+    setting = name.upper().removeprefix(CLIENT_PREFIX)
+    found = setting != name.upper() and (setting.lower() in NodeConfig.model_fields or setting == "CONFIG")
+    return setting if found else ""

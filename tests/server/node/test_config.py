@@ -198,16 +198,19 @@ def checked(**variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_clients_certificate_in_the_environment_is_not_the_servers() -> None:
-    """Nor is it ignored without a word, since it may have been meant."""
+    """Nor is it ignored without a word, since it may have been meant: kvferryd had the same names."""
     done = checked(KVFERRY_TLS_CERT="/c.pem", KVFERRY_TLS_KEY="/c.key")
     assert done.returncode == 0
     assert "KVFERRY_TLS_CERT is read by clients only; kvferryd reads KVFERRYD_TLS_CERT" in done.stderr
     assert "/c.pem" not in done.stdout
 
 
-def test_a_setting_with_the_prefix_of_clients_is_warned_of() -> None:
-    done = checked(KVFERRY_POLICY="/policy.toml")
-    assert "nothing reads the variable KVFERRY_POLICY; did you mean KVFERRYD_POLICY?" in done.stderr
+def test_a_setting_by_its_former_name_is_refused() -> None:
+    """Otherwise a policy that was set would not be in force."""
+    done = checked(KVFERRY_POLICY="/policy.toml", KVFERRY_CONFIG="/a.toml")
+    assert done.returncode == 2
+    assert "KVFERRY_POLICY is not read any more: its name is KVFERRYD_POLICY now" in done.stderr
+    assert "KVFERRYD_CONFIG" in done.stderr
 
 
 @pytest.mark.parametrize(
