@@ -3,6 +3,7 @@ scheduler tells it over a pipe."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Sequence
@@ -56,31 +57,37 @@ def run_rank(
     """
     # Ctrl-C reaches the whole foreground group; the scheduler decides what becomes of its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        memory = HostMemory(rank_bytes(planned))
-        geometry = rebase(planned, memory.region.base)
-        with Client(address, options=NixlOptions(ucx_tls=ucx_tls)) as client:
-            cache = client.register_cache(
-                spec,
-                geometry.rank,
-                planes=geometry.planes,
-                regions=[memory.region],
-                # The geometry says for each rank what it holds.
-                replicated=True,
-                keep=memory,
-                labels=geometry.labels,
-                token=token,
-                serve=serve,
-            )
-            rank = _Rank(cache, memory, geometry)
-            pipe.send(None)
-            while True:
-                command, requests = pipe.recv()
-                pipe.send(getattr(rank, command)(requests))
-    except KvferryError as error:
-        pipe.send(error)
-    except (EOFError, ConnectionError):
-        pass
+    # The scheduler may be gone at any moment, as when another rank cannot start.
+    with contextlib.suppress(EOFError, ConnectionError):
+        try:
+            _serve(address, spec, planned, token, serve, ucx_tls, pipe)
+        except KvferryError as error:
+            pipe.send(error)
+
+
+def _serve(
+    address: str, spec: EngineSpec, planned: RankGeometry, token: str, serve: bool, ucx_tls: str, pipe: Connection
+) -> None:
+    memory = HostMemory(rank_bytes(planned))
+    geometry = rebase(planned, memory.region.base)
+    with Client(address, options=NixlOptions(ucx_tls=ucx_tls)) as client:
+        cache = client.register_cache(
+            spec,
+            geometry.rank,
+            planes=geometry.planes,
+            regions=[memory.region],
+            # The geometry says for each rank what it holds.
+            replicated=True,
+            keep=memory,
+            labels=geometry.labels,
+            token=token,
+            serve=serve,
+        )
+        rank = _Rank(cache, memory, geometry)
+        pipe.send(None)
+        while True:
+            command, requests = pipe.recv()
+            pipe.send(getattr(rank, command)(requests))
 
 
 class _Rank:
