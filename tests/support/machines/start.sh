@@ -6,8 +6,10 @@ for word in $(cat /proc/cmdline); do case $word in kvferry.*) eval "${word#kvfer
 mkdir -p /dev/shm /dev/pts
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t devpts devpts /dev/pts
-mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t tmpfs tmpfs /run
+# Not above this host's /tmp, where the checkout may be.
+mkdir -m 1777 /run/tmp
+export TMPDIR=/run/tmp
 hostname "machine$number"
 ulimit -l unlimited
 ulimit -n 65536
