@@ -14,7 +14,9 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from fractions import Fraction
+from types import NoneType, UnionType
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from kvferry.errors import InvalidField
 
@@ -95,12 +97,33 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
     return found
 
 
-def coerce_integers(frozen: object, names: Iterable[str]) -> None:
-    """Convert these fields of a frozen dataclass to Python integers; raises `InvalidField`."""
-    for name in names:
+def check_fields(frozen: object) -> None:
+    """Check the fields of a frozen dataclass that are declared as a class, or as one or None. Integers and flags become
+    Python's. Raises `InvalidField`."""
+    dataclass: Any = type(frozen)
+    for name, kind, optional, check in _checks(dataclass):
         value = getattr(frozen, name)
-        if type(value) is not int:
-            object.__setattr__(frozen, name, integer(name, value))
+        # Any value of the very class will do, but for strings that UTF-8 may not be able to encode.
+        if (type(value) is kind and (kind is not str or value.isascii())) or (value is None and optional):
+            continue
+        found = check(name, value)
+        if found is not value:
+            object.__setattr__(frozen, name, found)
+
+
+@functools.cache
+def _checks(dataclass: type) -> tuple[tuple[str, Any, bool, Callable[[str, object], object]], ...]:
+    """The name and the class of each such field, whether None is allowed, and the check. Fractions have their own."""
+    own: dict[type, Callable[[str, object], object]] = {str: text, int: integer, bool: flag}
+    found = []
+    for name, hint in get_type_hints(dataclass).items():
+        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+        if len(kinds) > 1 or get_origin(hint) not in (None, UnionType) or kinds[0] is Fraction:
+            continue
+        expected = f"{'an' if kinds[0].__name__[0] in 'AEIOU' else 'a'} {kinds[0].__name__}"
+        check = own.get(kinds[0]) or functools.partial(instance, kind=kinds[0], expected=expected)
+        found.append((name, kinds[0], kinds[0] is not hint, check))
+    return tuple(found)
 
 
 def flag(name: str, value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry._arguments import coerce_integers, flag, label, several, string_map
+from kvferry._arguments import check_fields, label, several, string_map
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group
 
@@ -37,8 +37,7 @@ class EngineSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", several("groups", self.groups, Group, "several Groups, (group,)"))
         object.__setattr__(self, "identity", string_map("identity", self.identity))
-        coerce_integers(self, ("num_ranks",))
-        flag("partial", self.partial)
+        check_fields(self)
         label("engine_id", self.engine_id)
         if self.num_ranks < 1:
             raise InvalidField("num_ranks", self.num_ranks, "at least 1")

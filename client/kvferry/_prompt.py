@@ -48,10 +48,9 @@ class PromptInput:
     identifier: str = ""
 
     def __post_init__(self) -> None:
-        arguments.coerce_integers(self, ("offset", "length"))
+        arguments.check_fields(self)
         for name, value in (("offset", self.offset), ("length", self.length)):
             arguments.integer(name, value, 0, 2**63 - 1)
-        arguments.text("identifier", self.identifier)
 
 
 class Prompt:
@@ -209,8 +208,9 @@ def _words(token_ids: object) -> bytes:
         elif isinstance(token_ids, Sequence) and not isinstance(token_ids, (str, bytes, bytearray, memoryview)):
             # An array converts a list in a third of the time that numpy takes.
             return np.frombuffer(array("I", token_ids), np.uint32).astype("<u4").tobytes()
-    except Exception:
-        # Whatever an object raises that is no row of integers. Its text may have tokens in it.
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # What numpy, torch and `array` raise for what is no row of integers. It is not chained: its text may have
+        # tokens in it.
         pass
     raise InvalidField("token_ids", type(token_ids), f"one row of integers from 0 to {_WORD - 1}")
 

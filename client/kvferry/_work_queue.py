@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from kvferry._clock import now
 from kvferry._threads import guarded, start_loop
 
+SHORTEST_SLEEP = 0.001
+"""Seconds that a wait lasts at least: in CPython 3.11, `SimpleQueue.get` may wait for ever if its time-out of
+microseconds passes inside it."""
+
 LONGEST_SLEEP = 1.0
 """Seconds after which the thread checks delayed work again: a sleeping thread does not notice that its host was
 suspended."""
@@ -77,7 +81,7 @@ class WorkQueue:
 
     def _turn(self) -> bool:
         delayed = self._delayed
-        pause = max(0.0, min(LONGEST_SLEEP, delayed[0].at - now())) if delayed else None
+        pause = max(SHORTEST_SLEEP, min(LONGEST_SLEEP, delayed[0].at - now())) if delayed else None
         try:
             work = self._queue.get(timeout=pause)
         except queue.Empty:

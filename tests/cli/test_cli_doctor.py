@@ -54,7 +54,7 @@ def test_json_has_each_finding_and_how_many_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_a_peer_or_a_variable_says_cannot_control_the_terminal() -> None:
+def test_doctor_escapes_what_a_peer_or_a_variable_says() -> None:
     assert "\x1b[31m" not in run_kvferry("doctor", UCX_NET_DEVICES="\x1b[31mmlx").stdout
 
 

@@ -51,7 +51,7 @@ def test_text_names_every_read_and_the_totals(files: dict[str, str]) -> None:
     assert "total        4 reads, 2,048 B/token" in lines
 
 
-def test_one_rank(files: dict[str, str]) -> None:
+def test_plan_of_one_rank(files: dict[str, str]) -> None:
     result = run("--source", files["p"], "--destination", files["d"], "--rank", "1,0", "--json")
     (rank,) = json.loads(result.stdout)["ranks"]
     assert (rank["tp_rank"], rank["pp_rank"]) == (1, 0)

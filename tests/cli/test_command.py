@@ -99,7 +99,7 @@ def test_ranges_of_ranks() -> None:
     assert ranges([]) == ""
 
 
-def test_what_a_peer_calls_itself_cannot_steer_a_terminal() -> None:
+def test_names_of_peers_cannot_steer_a_terminal() -> None:
     assert safe("ok ä 世 [bold]") == "ok ä 世 [bold]"
     assert safe("\x1b]0;title\x07\n\u202e") == "\\x1b]0;title\\x07\\n\\u202e"
 

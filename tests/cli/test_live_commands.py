@@ -50,7 +50,7 @@ def test_engines_as_json(kvferry: Run, stage: Stage) -> None:
     }
 
 
-def test_one_engine(kvferry: Run, stage: Stage) -> None:
+def test_engine_command_shows_one_engine(kvferry: Run, stage: Stage) -> None:
     text = kvferry("engine", SOURCE).stdout
     assert stage.incarnation.hex() in text
     for part in ("tiny", "full", "tokens", "tp_rank 1", "key [4, 8) of 8, value [4, 8) of 8", "hnd bfloat16"):

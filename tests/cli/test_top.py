@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from kvferry._cli.render import console
+from kvferry._cli.top import Screen, busiest, newest
 from kvferry._cli.top_looks import ListedRead, Look, Peers
-from kvferry._cli.top_view import Screen, busiest, newest
 from kvferry._clock import now
 from tests.cli.conftest import READER, SOURCE, Run, Stage
 from tests.support.command_line import run_kvferry
@@ -100,7 +100,7 @@ def watching(stage: Stage) -> Iterator[Terminal]:
     made.close()
 
 
-def test_one_look_as_json(kvferry: Run, stage: Stage) -> None:
+def test_top_prints_one_look_as_json(kvferry: Run, stage: Stage) -> None:
     done = kvferry("top", "--once", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -132,7 +132,7 @@ def test_one_look_as_json(kvferry: Run, stage: Stage) -> None:
     assert read["remaining"] > 0
 
 
-def test_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
+def test_top_prints_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
     first, second = kvferry("top", "--once").stdout.splitlines()
     assert first.endswith(f"{stage.server.address}: 2 engines, 1 publications, 1 leases, -")
     assert second.endswith(f"{SOURCE} -> {READER}: 1 reading, 0 ended, 150.0 kB, -")
@@ -217,7 +217,7 @@ def test_a_node_server_may_restart_meanwhile(tmp_path: Path) -> None:
         assert process.wait(30) == 130
 
 
-def test_who_has_read_enough_of_it_may_leave(empty: Kvferryd) -> None:
+def test_readers_of_the_output_may_leave_early(empty: Kvferryd) -> None:
     with subprocess.Popen(
         [*COMMAND, "--server", empty.address],
         stdout=subprocess.PIPE,
@@ -274,7 +274,7 @@ def test_of_thousands_of_reads_the_largest_and_newest_are_shown_with_the_number_
 
 
 @pytest.mark.parametrize("height", [1, 2, 5, 9, 12, 20, 50])
-def test_it_fits_any_terminal(height: int) -> None:
+def test_top_fits_any_terminal(height: int) -> None:
     looks = [
         Look(
             f"server {number} {'with a long name ' * 30}",

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry import Directory, Listed, Listing
 from kvferry._directory import etcd as etcd_module
-from kvferry._directory import etcd_calls, etcd_entries
+from kvferry._directory import etcd_calls
 from kvferry._directory.etcd import EtcdDirectory
 from kvferry.errors import DirectoryUnavailable
 from tests.directory.conftest import problem
@@ -45,7 +45,7 @@ def renewed(*homes: Directory) -> bool:
     return True
 
 
-def test_what_is_published_is_resolved_and_withdrawn(etcd: Etcd, opened: Open) -> None:
+def test_published_engines_are_resolved_and_withdrawn(etcd: Etcd, opened: Open) -> None:
     home, reader = opened(etcd.url), opened(etcd.url)
     assert reader.wait(30)
     told: list[Listed] = []
@@ -66,7 +66,7 @@ def test_what_is_published_is_resolved_and_withdrawn(etcd: Etcd, opened: Open) -
     assert etcd.keys() == []
 
 
-def test_what_is_not_renewed_ends_with_its_ttl(etcd: Etcd, opened: Open) -> None:
+def test_listings_that_are_not_renewed_end_with_their_ttl(etcd: Etcd, opened: Open) -> None:
     renewing, silent, reader = opened(etcd.url), opened(etcd.url), opened(etcd.url)
     renewing.publish(HERE, [Listing("stays", HERE)], 1.0)
     silent.publish(THERE, [Listing("ends", THERE)], 1.0)
@@ -207,14 +207,14 @@ def test_entries_that_are_no_listings_spoil_no_others(
     assert len(named) == 8
 
 
-def test_whoever_writes_very_much_does_not_fill_a_readers_memory(
+def test_very_large_entries_do_not_fill_a_readers_memory(
     etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = opened(etcd.url)
     home.publish(HERE, [Listing(f"engine-{number}", HERE) for number in range(3)], 30.0)
     for limit, value, said in (("MAX_KEYS", 3, "more than 3 listings"), ("MAX_BYTES", 200, "more than 200 bytes")):
         with monkeypatch.context() as patch:
-            patch.setattr(etcd_entries, limit, value)
+            patch.setattr(etcd_module, limit, value)
             crowded = opened(etcd.url)
             until(lambda: said in problem(crowded))  # noqa: B023
             assert not crowded.wait(0)

@@ -40,7 +40,7 @@ def test_a_listing_survives_its_encoding_and_a_later_version() -> None:
         b'{"engine_id": "a", "home": "10.0.0.1\\u001b[2J:1"}',
     ],
 )
-def test_what_is_no_listing_is_refused_with_a_typed_error(entry: bytes) -> None:
+def test_listings_that_are_malformed_are_refused_with_a_typed_error(entry: bytes) -> None:
     with pytest.raises(InvalidField):
         Listing.from_json(entry)
 
@@ -93,7 +93,7 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     assert "password_file" in caught.value.message
 
 
-def test_nobody_publishes_in_a_file() -> None:
+def test_file_directories_refuse_to_publish() -> None:
     directory = open_directory("file:/nowhere.toml")
     with pytest.raises(WrongState, match="written by others"):
         directory.publish(HERE, [], 5.0)

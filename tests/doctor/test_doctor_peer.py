@@ -77,13 +77,13 @@ def test_an_authority_that_the_caller_does_not_trust(stage: Stage) -> None:
     assert "does not trust" in found[0].found
 
 
-def test_a_name_that_nobody_knows() -> None:
+def test_peers_of_an_unknown_name_are_found() -> None:
     # Reserved for this by RFC 2606.
     assert names(look("no-such-host.invalid:7423", timeout=20.0)) == {"peer-name-unknown"}
 
 
 @pytest.mark.parametrize("place", ["port", "socket"])
-def test_nobody_listens(tmp_path: Path, place: str) -> None:
+def test_peers_that_do_not_listen_are_found(tmp_path: Path, place: str) -> None:
     address = f"127.0.0.1:{free_port()}" if place == "port" else f"unix:{tmp_path / 'none.sock'}"
     assert names(look(address)) == {"peer-refused"}
 
@@ -150,12 +150,12 @@ def _unary(check: Callable[[bytes, grpc.ServicerContext], bytes]) -> grpc.RpcMet
         (grpc.StatusCode.UNIMPLEMENTED, "peer-no-answer"),
     ],
 )
-def test_what_its_health_service_answers(answer: bytes | grpc.StatusCode, finding: str) -> None:
+def test_peers_that_do_not_serve_are_found(answer: bytes | grpc.StatusCode, finding: str) -> None:
     with server_with_health(answer) as address:
         assert names(look(address)) == {finding}
 
 
-def test_what_a_peer_says_is_cut() -> None:
+def test_long_answers_of_a_peer_are_cut() -> None:
     with server_with_health(b"x" * 3_000_000) as address:
         (found,) = look(address)
     assert len(found.found) < 1000

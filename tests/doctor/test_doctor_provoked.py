@@ -159,7 +159,7 @@ def test_the_cores_of_a_larger_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cpus-enough" in names(run("cpus", Host()))
 
 
-def test_one_core() -> None:
+def test_a_single_core_is_found() -> None:
     core = min(os.sched_getaffinity(0))
     found = look_in(["taskset", "-c", str(core)], "cpus")
     assert set(found) == {"cpus-few"}
@@ -277,7 +277,7 @@ sys.meta_path.insert(0, Missing())
         ("rc_mlx5/mlx5_0:1", 0.9, "reads-by-another-way"),
     ],
 )
-def test_what_a_read_says(monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str) -> None:
+def test_reads_by_each_way_are_found(monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str) -> None:
     """Ways and speeds that this machine does not have."""
     monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10, 0))
     monkeypatch.setattr(moves, "_way", lambda text: way)

@@ -95,12 +95,12 @@ def test_no_module_is_taken_from_the_folder_that_it_is_called_in(
 def test_a_check_ends_with_the_command_that_is_killed(tmp_path: Path) -> None:
     started = tmp_path / "started"
     (tmp_path / "sitecustomize.py").write_text(f"""
-import os, sys, time
+import os, signal, sys
 if "cma" in sys.argv:
     from kvferry._doctor import same_host
     def hang(host):
         open({str(started)!r}, "w").write(str(os.getpid()))
-        time.sleep(1000)
+        signal.pause()
     same_host.check = hang
 """)
     run_it = "from kvferry._doctor import host, isolation; isolation.run('cma', host.Host(), 1000)"

@@ -39,6 +39,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (changed("model.attention", "mqa"), "model.attention"),
     (changed("model.attention", "mla"), "model.kv_heads"),
     (changed("model.latent_dim", 512), "model.latent_dim"),
+    (
+        document(
+            model={"layers": 1, "attention": "mla", "latent_dim": 8, "dtype": "uint8"}, components=[{"name": "rope"}]
+        ),
+        "model.rope_dim",
+    ),
     (changed("model.heads", 8), "model.heads"),
     (changed("tp_size", 0), "tp_size"),
     (changed("tp_size", "4"), "tp_size"),

@@ -98,7 +98,7 @@ def test_every_layout_fills_its_memory_exactly_once(layout: dict[str, Any], pagi
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_padding_is_held_by_nobody(layout: dict[str, Any]) -> None:
+def test_padding_belongs_to_no_plane(layout: dict[str, Any]) -> None:
     padded = small(**layout, block_size=8, page_size=4, page_padding=6, block_padding=10)
     for rank in geometry_file.parse(padded).ranks:
         count = covered(rank)

@@ -31,6 +31,12 @@ def test_misspelt_fields_get_the_right_one_suggested() -> None:
         geometry_file.parse(changed("num_block", 10))
 
 
+def test_intervals_are_shown_as_the_file_has_them() -> None:
+    latent = small(shards=[[0, 2], [2, 4]], model={"layers": 1, "attention": "mla", "latent_dim": 8, "dtype": "uint8"})
+    with pytest.raises(InvalidField, match=r"shards is '\[\[0, 2\], \[2, 4\]\]', expected no such field"):
+        geometry_file.parse(latent)
+
+
 @pytest.mark.parametrize("value", [None, 3, "x", [], [1], True, math.nan])
 def test_documents_that_are_no_objects_are_refused(value: object) -> None:
     with pytest.raises(InvalidField, match="an object"):

@@ -26,7 +26,7 @@ DOCUMENTS = [json.loads(path.read_text()) for path in FILES]
 BEYOND_THE_SCHEMA = {
     *("shards", "shards[2]", "shards[3]", "stages", "stages[0]", "pp_size", "page_size", "token_shard.count"),
     *("null_block", "layers[0]", "layers[1]", "engine_id", "block_size", "num_blocks", "window"),
-    *("model.kv_heads", "model.head_dim", "model.dtype", "model.latent_dim"),
+    *("model.kv_heads", "model.head_dim", "model.dtype", "model.latent_dim", "model.rope_dim"),
     *("components[0].name", "components[0].layers", "components[0].rows", "groups[0].name", "groups[0].shards"),
     *("groups[1].num_blocks", "groups[1].kv", "groups[1].components", "groups[1].components[0].units"),
     "groups[1].components[1].tokens_per_state",
@@ -85,7 +85,7 @@ values = st.sampled_from((*WORDS, *NUMBERS, *LISTS, "layers.{}.x", "rows_first",
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_what_the_loader_takes_fits_the_schema(data: st.DataObject) -> None:
+def test_schema_takes_every_document_that_the_loader_takes(data: st.DataObject) -> None:
     document = copy.deepcopy(data.draw(st.sampled_from([LLAMA, *DOCUMENTS])))
     document["num_blocks"] = 2
     for _ in range(data.draw(st.integers(1, 3))):

@@ -261,7 +261,7 @@ GROUP = Group("full", block_tokens=16, num_blocks=4)
         ([[1, 2], [3, 4]], ("block", "content"), GROUP, ("key",)),
     ],
 )
-def test_what_does_not_fit_is_refused(tensor: object, axes: tuple[str, ...], group: Group, components: object) -> None:
+def test_unfit_tensors_are_refused(tensor: object, axes: tuple[str, ...], group: Group, components: object) -> None:
     with pytest.raises(BadGeometry):
         planes_of_tensor(tensor, axes, group, "l", components)  # type: ignore[arg-type]
 

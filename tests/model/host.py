@@ -124,6 +124,12 @@ class Host:
         """Publications that an operator has aborted. Their source hears only of the release; so this start knows of it,
         and after a restart the source may offer them again: nothing was released, and its blocks have not changed."""
 
+    @property
+    def published(self) -> list[pb.Publish]:
+        """What sources have published lately, or told again."""
+        said = (request.notifications for request in self.heard if isinstance(request, pb.NotifyRequest))
+        return [found.publish for each in said for found in each if found.WhichOneof("kind") == "publish"]
+
     def tick(self) -> None:
         """The timer fires."""
         with self.home.turn():

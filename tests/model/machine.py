@@ -294,6 +294,17 @@ class Machine(RuleBasedStateMachine):
         self, reader: int, ranks: int, by_layers: bool, between: Between, after: int, seconds: float, copy: bool
     ) -> None:
         """Between two of the steps something happens."""
+        self._move_step_by_step(reader, ranks, by_layers, between, after, seconds, copy)
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(reader=st.integers(0, 1), after=st.integers(1, 2), copy=st.booleans())
+    def a_step_overtakes_the_snapshot(self, reader: int, after: int, copy: bool) -> None:
+        """Of which the home has heard half."""
+        self._move_step_by_step(reader, 1, True, "told again", after, 0.0, copy)
+
+    def _move_step_by_step(
+        self, reader: int, ranks: int, by_layers: bool, between: Between, after: int, seconds: float, copy: bool
+    ) -> None:
         world, source = self.world, self.world.source
         world.publish(1, last=False, expected_reads=1, by_layers=by_layers)
         offered = world.offered[-1]
@@ -332,7 +343,10 @@ class Machine(RuleBasedStateMachine):
             world.flow(rounds=1)
             # The source has seen that, and opens its Watch again.
             world.pass_time(0.1)
-            world.flow(rounds=4)
+            for _ in range(12):
+                if world.host and any(step.publication == offered.number for step in world.host.published):
+                    break
+                world.flow(rounds=1)
             return
         if between == "aborted":
             world.source.abort(offered)

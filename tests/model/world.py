@@ -331,6 +331,9 @@ class World:
         # What parties said themselves, and the network kept, is no lie.
         self.flow()
         self.pass_time(CALL_TIMEOUT + LIFE)
+        # A source whose Watch the network had lost sees that now, and opens it again.
+        self.pass_time(0.1)
+        self.flow()
         until = self.time.now + 2 * BOUNDED
         reader, served = self.readers[0], 0
         while self.time.now < until and served < 2:

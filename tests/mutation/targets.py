@@ -140,6 +140,7 @@ PLANNER = (PLAN, REFUSALS, ORACLE)
 LESSOR = (HOME, MODEL)
 LEASE = ("tests/control/test_reader_leases.py", "tests/control/test_lease_decisions.py")
 
+MANY_LANES = "each lane has pieces as well, so that the limit is reached with about as many lanes"
 MILLIONS = "one more or less of a limit of millions"
 ONE_SHARD = "with one shard every state is held, whatever its interleave"
 STRICT_ORDER = "any factor above the largest count keeps the cuts apart"
@@ -167,7 +168,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/planner/expansion.py": Target(PLANNER),
     "client/kvferry/planner/rows.py": Target((ROWS, *PLANNER)),
     "client/kvferry/planner/request_blocks.py": Target((NEEDED, *PLANNER)),
-    "client/kvferry/planner/segments.py": Target((SEGMENTS, *PLANNER)),
+    "client/kvferry/planner/lane.py": Target((SEGMENTS, *PLANNER, PARTS)),
     "server/kvferry_server/domain/lessor.py": Target(LESSOR),
     "server/kvferry_server/domain/sources.py": Target(LESSOR),
     "server/kvferry_server/domain/records.py": Target(LESSOR),
@@ -235,7 +236,7 @@ TARGETS: dict[str, Target] = {
             "_Entries.of: rows[:, 4] == rows[0, 4] -> rows[:, 4] != rows[0, 4]": BOTH_WAYS,
             "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) > BY_ID_LIMIT": BOTH_WAYS,
             "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) < BY_ID_LIMIT": BOTH_WAYS,
-            "_Places._by_id: 2 -> 3": "one more id that is nobody's",
+            "_Places._by_id: 2 -> 3": "one more id that the request does not have",
         },
     ),
     "client/kvferry/planner/slabs.py": Target(
@@ -300,8 +301,8 @@ TARGETS: dict[str, Target] = {
         },
     ),
     "client/kvferry/engine/step_order.py": Target((STEP_ORDERS, PROGRESSIVE)),
-    "client/kvferry/planner/request_parts.py": Target((PARTS, PLAN)),
-    "client/kvferry/planner/completeness.py": Target((COMPLETE, DECLARED)),
+    "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
+    "client/kvferry/planner/compatibility.py": Target((COMPLETE, DECLARED, REFUSALS)),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
     "client/kvferry/_reads/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
     "client/kvferry/_reads/looks.py": Target((LATE,)),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind
 from kvferry.planner import Path, PathRule, plan_read, prepared_tables
+from kvferry.planner import expansion as expansions
 from kvferry.planner.descriptors import PreparedDescriptors, RawDescriptors
 from kvferry.planner.expansion import Expansion
+from kvferry.planner.lane import ROWS_KEPT
+from kvferry.planner.rows import Cut
 from tests.support.geometries import (
     BLOCKS_FIRST,
     CROSS_LAYER,
@@ -171,12 +176,21 @@ def test_rows_that_fit_no_table_are_read_raw(monkeypatch: pytest.MonkeyPatch) ->
     assert expansion.descriptors == 96 * LAYERS * 2
 
 
-def test_ever_new_token_ranges_do_not_fill_our_memory() -> None:
-    from kvferry.planner import lane as lanes
-
-    geometry = engine("x", [Tensor("layers.0", "key", axis=2)], block_tokens=64, num_blocks=4).geometry()
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_ever_new_token_ranges_do_not_fill_our_memory(monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
+    monkeypatch.setattr(expansions, "PREPARED_MIN_COUNT", 1)
+    layers = [Tensor(f"layers.{layer}", "key", axis=2) for layer in range(2)]
+    geometry = engine("x", layers, block_tokens=64, num_blocks=4).geometry()
     plan = plan_read(geometry, geometry, 0)
+    if part:
+        plan = plan.of_layers({"layers.0"})
+    before = live_cuts()
     for begin in range(64):
-        for end in range(begin + 1, 64, 2):
+        for end in range(begin + 1, 65):
             plan.expand({"full": Blocks([1])}, {"full": Blocks([2])}, (begin, end))
-    assert len(plan.lanes[0]._rows) <= lanes.ROWS_KEPT
+    # Rows by cut, and where they stand in tables: of a part, and of the plan that it is a part of.
+    assert live_cuts() - before <= ROWS_KEPT + 1
+
+
+def live_cuts() -> int:
+    return len({kept for kept in gc.get_objects() if type(kept) is Cut})

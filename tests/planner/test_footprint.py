@@ -42,7 +42,7 @@ RUNNING_ON = {
 @pytest.mark.parametrize("read_into", RUNNING_ON)
 @pytest.mark.parametrize("read_from", RUNNING_ON)
 @pytest.mark.parametrize("blocks", [range(12), range(1), range(11, 12), range(2, 12)])
-def test_what_runs_on_from_plane_to_plane_is_read(read_from: str, read_into: str, blocks: range) -> None:
+def test_descriptors_that_run_on_from_plane_to_plane_are_read(read_from: str, read_into: str, blocks: range) -> None:
     source = engine("p", MODEL, layout=RUNNING_ON[read_from])
     destination = engine("d", MODEL, layout=RUNNING_ON[read_into])
     plan = plan_read(source.geometry(), destination.geometry(), 0)
@@ -212,7 +212,7 @@ def adjacent(engine_id: str, block_tokens: int, num_blocks: int) -> EngineGeomet
     ],
     ids=str,
 )
-def test_what_runs_on_into_the_next_plane_is_checked_piece_by_piece(
+def test_descriptors_that_run_on_into_the_next_plane_are_checked_piece_by_piece(
     theirs: tuple[int, int, list[int]], mine: tuple[int, int, list[int]], blocks: int, fine: bool
 ) -> None:
     source, destination = adjacent("p", *theirs[:2]), adjacent("d", *mine[:2])

@@ -7,7 +7,7 @@ import pytest
 from kvferry.errors import InvalidField
 from kvferry.geometry import Blocks, Group, Interval
 from kvferry.planner import plan_read
-from kvferry.planner.request_parts import RequestParts
+from kvferry.planner.plan import RequestParts
 from tests.support.geometries import Engine, Held, Rank, tensors
 
 

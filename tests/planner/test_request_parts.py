@@ -20,8 +20,8 @@ from kvferry.geometry.blocks import Unfinished, joined, runs_of
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import plan as plans
 from kvferry.planner.expansion import PREPARED_MIN_COUNT
+from kvferry.planner.plan import RequestParts
 from kvferry.planner.request_blocks import GroupRequest, needed
-from kvferry.planner.request_parts import RequestParts
 from tests.support.drawn_worlds import World, worlds
 from tests.support.geometries import Engine, Tensor, engine, tensors, tp_ranks
 from tests.support.simulated_memories import POISON, Memory, check, execute, global_state, source_memories
@@ -243,7 +243,7 @@ def test_a_source_that_never_names_the_same_layers_twice_fills_no_memory(monkeyp
     assert 0 < sum(reads for reads, part in parts if part() is not None) <= 20
 
 
-def test_what_is_asked_may_end_before_what_is_published() -> None:
+def test_tokens_asked_may_end_before_those_published() -> None:
     token = planned().expand({"full": Blocks([1])}, {"full": Blocks([1])}, (0, 1)).total_bytes
     steps = [([1, 2], 0, 8), ([3], 8, 12)]
     assert bytes_of(RequestParts(planned(), {"full": Blocks([5, 6])}, (0, 7)), steps) == [7 * token, 0]

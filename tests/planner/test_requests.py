@@ -24,7 +24,7 @@ def ask(plan: ReadPlan, source: object, destination: object, tokens: object = No
     return plan.expand({"full": source}, {"full": destination}, tokens)  # type: ignore[dict-item, arg-type]
 
 
-def test_what_is_right_is_expanded(plan: ReadPlan) -> None:
+def test_right_requests_are_expanded(plan: ReadPlan) -> None:
     assert plan.expand({"full": Blocks([3, 4])}, {"full": Blocks([1, 2, 5, 9])}).total_bytes == 32 * 2 * 2 * 4
 
 
@@ -235,7 +235,7 @@ def test_a_token_shard_is_cut_only_where_it_holds_a_whole_granule() -> None:
             ask(plan, Blocks([1, 2]), Blocks([3, 4], torn))
 
 
-def test_what_fails_leaves_a_plan_as_it_was(plan: ReadPlan) -> None:
+def test_plans_are_unchanged_by_requests_that_fail(plan: ReadPlan) -> None:
     before = plan.expand({"full": Blocks([3, 4])}, {"full": Blocks([1, 2, 5, 9])})
     for bad in (Blocks([99]), Blocks([-1]), Blocks([0])):
         with pytest.raises(KvferryError):

@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InvalidField
-from kvferry.geometry import Group, GroupKind, MemoryKind, TokenShard
-from kvferry.planner.descriptors import MemoryPair
-from kvferry.planner.lane import Lane
+from kvferry.geometry import (
+    Blocks,
+    EngineGeometry,
+    Group,
+    GroupKind,
+    Interval,
+    MemoryKind,
+    Plane,
+    RankGeometry,
+    TokenShard,
+)
+from kvferry.planner import Path, PathRule, plan_read
+from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.lane import Lane, segments, span
 from kvferry.planner.line_rule import Stripe
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
-from kvferry.planner.segments import segments, span
 from kvferry.planner.token_line import StateLayout
 
 DRAM = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
@@ -201,7 +211,7 @@ def test_the_one_block_of_a_state_falls_to_one_stripe(stripe: Stripe) -> None:
     assert (segment.cut, segment.source.tolist(), segment.destination.tolist()) == (lane.whole_block, [5], [9])
 
 
-def test_what_cannot_be_cut_says_what_can() -> None:
+def test_refused_cuts_name_those_that_are_possible() -> None:
     for shard, granule, per_state, floor, multiple in (
         (TokenShard(), 4, Fraction(1), 6, 4),
         (TokenShard(), 1, Fraction(4), 6, 4),
@@ -215,3 +225,41 @@ def test_what_cannot_be_cut_says_what_can() -> None:
             segments(lane, GroupRequest(floor, 24, floor, floor, *ids))
         assert f"a multiple of {multiple} tokens: group 'full' cannot be cut finer" in str(caught.value)
         assert str(floor) in str(caught.value)
+        assert caught.value.values["field"] == "first token"
+
+
+def test_tokens_of_the_only_block_that_lie_apart_are_read_one_by_one() -> None:
+    # With one block its stride means nothing, and may be that of tokens without holes.
+    (apart, close) = (
+        Plane(
+            "l",
+            "key",
+            "full",
+            "plain",
+            "",
+            MemoryKind.DRAM,
+            0,
+            base=4096,
+            num_blocks=1,
+            block_stride=32,
+            page_tokens=4,
+            page_stride=0,
+            block_states=4,
+            unit_stride=0,
+            token_stride=stride,
+            state_bytes=8,
+            axis_size=1,
+            units=Interval(0, 1),
+        )
+        for stride in (16, 8)
+    )
+    group = Group("full", block_tokens=4, num_blocks=1)
+    engines = {plane: EngineGeometry("e", (group,), (RankGeometry(0, (plane,)),)) for plane in (apart, close)}
+    for theirs, mine in ((apart, close), (close, apart), (apart, apart)):
+        blocks = {"full": Blocks([0])}
+        expansion = plan_read(engines[theirs], engines[mine], 0, rule=PathRule(Path.DIRECT)).expand(blocks, blocks)
+        (descriptors,) = expansion.sources[0].descriptors
+        assert isinstance(descriptors, RawDescriptors)
+        assert (descriptors.source - 4096).tolist() == [theirs.token_stride * token for token in range(4)]
+        assert (descriptors.destination - 4096).tolist() == [mine.token_stride * token for token in range(4)]
+        assert descriptors.length.tolist() == [8] * 4

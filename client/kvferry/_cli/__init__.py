@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import typer
 
-from kvferry._cli.admin import abort, drain, end_lease, evict
+from kvferry._cli.admin import abort, decline, drain, end_lease, evict, reference
 from kvferry._cli.demo import demo
 from kvferry._cli.doctor import doctor
 from kvferry._cli.engines import engine, engines
-from kvferry._cli.listings import requests, transfers
-from kvferry._cli.node import health, info, version
+from kvferry._cli.node import health, info, requests, transfers, version
 from kvferry._cli.plan import plan
-from kvferry._cli.references import decline, reference
+from kvferry._cli.render import safe
 from kvferry._cli.top import top
-
-if TYPE_CHECKING:
-    from kvferry.errors import KvferryError
+from kvferry.errors import EngineUnknown, KvferryError, Unreachable
 
 app = typer.Typer(
     name="kvferry",
@@ -48,7 +44,6 @@ def main() -> None:
     # Read when gRPC is first used. Its library writes of a handshake that failed, in a form of its own, what the
     # command then says by itself.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from kvferry.errors import KvferryError
 
     try:
         app()
@@ -61,9 +56,6 @@ def main() -> None:
 
 def explain(error: KvferryError) -> str:
     """Return an error as one line: its message, what to do where that is known, and its name in docs/errors.md."""
-    from kvferry._cli.render import safe
-    from kvferry.errors import EngineUnknown, Unreachable
-
     text = safe(" ".join(error.message.split()))
     if isinstance(error, Unreachable):
         text += f"{'' if text.endswith('?') else '.'} Another node server is named with --server or KVFERRY_SERVER"

@@ -1,4 +1,5 @@
-"""What operators do: `kvferry drain`, `end-lease`, `abort` and `evict`. Each asks first, unless told ``--yes``."""
+"""What operators do: `kvferry drain`, `end-lease`, `abort` and `evict`; each asks first, unless told ``--yes``. And
+what routers do, by hand: `kvferry reference` and `kvferry decline`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
-from kvferry._cli.render import duration, enum_name, print_json, safe
+from kvferry._cli.render import enum_name, lasting, print_json, safe
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
@@ -42,7 +43,7 @@ def drain(
     with connection.node(server) as node:
         about = node.info()
         _confirm(
-            yes, f"Drain {server}, which has been up for {_seconds(about.uptime)}? Only a restart makes it serve again."
+            yes, f"Drain {server}, which has been up for {lasting(about.uptime)}? Only a restart makes it serve again."
         )
         request = admin_pb2.DrainRequest(home_epoch=about.home_epoch)
         until = time.monotonic() + wait
@@ -74,13 +75,12 @@ def end_lease(
     It is not renewed any more, and its reader is told to stop. It ends within its ttl and never at once: the reader may
     be reading the blocks at this moment.
     """
-    from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
+    from kvferry.v1 import admin_pb2, kv_transfer_pb2
 
     with connection.node(server) as node:
         source = node.summary(engine_id).engine
         # The number and the home's epoch are of one listing.
-        asked = introspection_pb2.ListTransfersRequest(engine_id=engine_id)
-        listing = node.listing(node.introspection.ListTransfers, asked, "transfers")
+        listing, _ = node.listing("transfers", engine_id=engine_id)
         for listed in listing.transfers:
             if listed.read.lease_number == lease_number:
                 source, reader = listed.source, listed.read.reader.engine_id
@@ -89,7 +89,7 @@ def end_lease(
         request = admin_pb2.EndLeaseRequest(home_epoch=listing.home_epoch, source=source, lease_number=lease_number)
         answer = node.call(node.admin.EndLease, request)
     state = enum_name(kv_transfer_pb2.ReadState, answer.state, "READ_STATE_")
-    ends = f"ends in {_seconds(answer.remaining)}" if answer.remaining.ToNanoseconds() else f"has ended as {state}"
+    ends = f"ends in {lasting(answer.remaining)}" if answer.remaining.ToNanoseconds() else f"has ended as {state}"
     _answer(answer, as_json, f"Lease {lease_number} {ends}.")
 
 
@@ -165,10 +165,60 @@ def _leases(count: int, remaining: Duration) -> str:
     if not count:
         return "No lease is live."
     live = "1 lease is" if count == 1 else f"{count} leases are"
-    return f"{live} live; the last ends in {_seconds(remaining)} at the latest."
+    return f"{live} live; the last ends in {lasting(remaining)} at the latest."
 
 
-def _seconds(value: Duration) -> str:
-    from kvferry._clock import from_duration
+def reference(
+    engine_id: Annotated[str, typer.Argument(metavar="ENGINE", help="engine_id of the source, or its deployment.")],
+    home: Annotated[
+        str, typer.Argument(metavar="HOME", help="host:port of the source's home; empty: readers have a directory.")
+    ] = "",
+    router_key: Annotated[
+        str, typer.Option("--router-key", metavar="KEY", help="Name of the request; without it a random one.")
+    ] = "",
+    data_parallel_rank: Annotated[
+        int, typer.Option("--data-parallel-rank", metavar="N", min=0, help="Which engine of the deployment.")
+    ] = 0,
+) -> None:
+    """Make a reference as a router does.
 
-    return duration(from_duration(value))
+    For routers that ask source and destination at once: the source publishes under it, and the destination reads with
+    it; `kvferry transfers` lists who waits. It is a secret, made anew at each call.
+    """
+    from kvferry._wire.reference import router_reference
+
+    print(router_reference(home, engine_id, router_key=router_key, data_parallel_rank=data_parallel_rank))
+
+
+@with_connection
+def decline(
+    given: Annotated[
+        str, typer.Argument(metavar="REFERENCE", help="The reference; -: it is read from standard input.")
+    ] = "-",
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """Say that nobody will read a publication: it is released.
+
+    Any node server takes it, and passes it on to the home. With a reference that a router made it may come before the
+    publication: reads that wait for it end.
+    """
+    from kvferry._control.connection import checked_results
+    from kvferry._wire.version import check_server, introduce
+    from kvferry.v1 import kv_transfer_pb2 as pb
+    from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+
+    # As an argument it would be seen by everybody who can list processes.
+    text = sys.stdin.readline().strip() if given == "-" else given
+    request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=text))])
+    introduce(request)
+    with connection.node(server) as node:
+        answer = node.call(KVTransferStub(node.channel).Notify, request)
+        check_server(answer.version, server)
+        checked_results(request, list(answer.results), server)
+    if as_json:
+        print_json(answer)
+    else:
+        print("Declined: nobody reads it.")

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from kvferry.errors import InvalidInput
+
 # Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
 if TYPE_CHECKING:
     import grpc
 
-    from kvferry._directory.listing import Listed
+    from kvferry._directory.directory import Directory as _Directory
     from kvferry._wire.channel import TlsConfig
     from kvferry.v1 import introspection_pb2
     from kvferry.v1.admin_pb2_grpc import AdminStub
@@ -81,7 +83,6 @@ class Connection:
             typer.BadParameter: an address or file that cannot be used.
         """
         from kvferry._wire.channel import TlsConfig, connect
-        from kvferry.errors import InvalidInput
 
         files = self.tls_ca, self.tls_cert, self.tls_key
         try:
@@ -113,15 +114,14 @@ def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def look_up(url: str, timeout: float) -> Listed:
-    """Return what a directory says.
+def look_up(url: str, timeout: float, ask: Callable[[_Directory], Response]) -> Response:
+    """Ask a directory, once it has answered.
 
     Raises:
         typer.BadParameter: the URL cannot be used.
         DirectoryUnavailable: the directory does not answer within `timeout` seconds.
     """
     from kvferry._directory.opening import open_directory
-    from kvferry.errors import InvalidInput
 
     try:
         directory = open_directory(url)
@@ -129,7 +129,7 @@ def look_up(url: str, timeout: float) -> Listed:
         raise typer.BadParameter(str(error)) from None
     try:
         directory.wait(timeout)
-        return directory.listed()
+        return ask(directory)
     finally:
         directory.close()
 
@@ -194,22 +194,19 @@ class Node:
         request = introspection_pb2.GetEngineRequest(engine_id=engine_id, page_size=1)
         return self.call(self.introspection.GetEngine, request).summary
 
-    def listing(self, method: Callable[..., Response], request: Any, field: str) -> Response:
-        """Ask for all pages of a list, and return them as one response."""
-        return self.pages(method, request, field)[0]
+    def listing(self, kind: str, most: float = math.inf, **asked: str) -> tuple[Any, bool]:
+        """Ask for at most so many pages of a list: of engines, requests or transfers. Returns them as one response, and
+        whether they were all."""
+        from kvferry.v1 import introspection_pb2
 
-    def pages(
-        self, method: Callable[..., Response], request: Any, field: str, most: float = math.inf
-    ) -> tuple[Response, bool]:
-        """Ask for at most so many pages of a list. Returns them as one response, and whether they were all."""
-        request.page_size = PAGE_SIZE
-        whole: Any = self.call(method, request)
+        method = getattr(self.introspection, f"List{kind.title()}")
+        request = getattr(introspection_pb2, f"List{kind.title()}Request")(page_size=PAGE_SIZE, **asked)
+        whole = self.call(method, request)
         taken, following = 1, whole.next_page_token
         while following and taken < most:
             request.page_token = following
-            page: Any = self.call(method, request)
-            getattr(whole, field).extend(getattr(page, field))
+            page = self.call(method, request)
+            getattr(whole, kind).extend(getattr(page, kind))
             taken, following = taken + 1, page.next_page_token
         whole.next_page_token = ""
-        answer: Response = whole
-        return answer, not following
+        return whole, not following

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry._cli.render import safe, sentences
+from kvferry.errors import KvferryError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +43,6 @@ def demo(
     from rich.console import Console
 
     from kvferry._demo.run import run_demo
-    from kvferry.errors import KvferryError
     from kvferry.planner import plan_read, to_text
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
@@ -89,8 +89,10 @@ def _geometry(file: Path | None, document: dict[str, Any], requests: int, tokens
     # For the first small request too, with two to spare for each, and a null block. All groups may share one pool.
     most = ((requests + 1) * (-(-tokens // smallest) + 2) + 1) * max(1, len(groups))
     for part in (document, *groups):
-        if "num_blocks" in part:
-            part["num_blocks"] = min(part["num_blocks"], most)
+        # A null block is moved with the end, where it was the last one.
+        for name, limit in (("num_blocks", most), ("null_block", most - 1)):
+            if name in part:
+                part[name] = min(part[name], limit)
     return geometry_file.parse(document)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry._cli.connection import Connection, with_connection
+from kvferry._cli.render import safe
 
 if TYPE_CHECKING:
     from kvferry._doctor.finding import Finding
@@ -69,15 +70,17 @@ def doctor(
     if as_json:
         print(json.dumps({"findings": found, "counts": counts}, indent=2))
     else:
-        print(_summary(counts))
+        words = {"problem": "problems", "warning": "warnings"}
+        said = [
+            f"{count} {level if count == 1 else words.get(level, level)}" for level, count in counts.items() if count
+        ]
+        print(f"\n{', '.join(said)}. docs/doctor.md lists all findings.")
     if counts["problem"]:
         sys.exit(1)
 
 
 def _show(check: str, finding: Finding) -> None:
     """Print a finding: what was found, what it means and what to do."""
-    from kvferry._cli.render import safe
-
     word = f"{finding.level:<9}"
     head = typer.style(word, fg=STYLES[finding.level], bold=True) if sys.stdout.isatty() else word
     lines = _wrapped(f"{check}: {safe(finding.found)}")
@@ -92,9 +95,3 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent=_MARGIN, subsequent_indent=_MARGIN, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _summary(counts: dict[str, int]) -> str:
-    words = {"problem": "problems", "warning": "warnings", "unknown": "unknown", "ok": "ok"}
-    said = [f"{count} {level if count == 1 else words[level]}" for level, count in counts.items() if count]
-    return "\n" + ", ".join(said) + ". docs/doctor.md lists all findings."

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Directory, Server, look_up, with_connection
 from kvferry._cli.render import as_dict, console, enum_name, facts, print_json, ranges, safe, sentences, size, table
+from kvferry.errors import KvferryError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvferry.errors import KvferryError
     from kvferry.v1 import geometry_pb2, introspection_pb2
 
     Answers: TypeAlias = list[tuple[str, introspection_pb2.ListEnginesResponse]]
@@ -45,23 +46,17 @@ def engines(
     if every and not directory:
         raise typer.BadParameter("--all needs a directory: name it with --directory or KVFERRY_DIRECTORY")
     if every:
-        servers = sorted(look_up(directory, connection.timeout).homes)
-    elif len(servers) == 1:
-        response = _ask(servers[0], connection)
-        if as_json:
-            print_json(response)
-        elif not response.engines:
-            console().print(f"No engine has its home at {safe(servers[0])}.", markup=False)
-        else:
-            console().print(_table([(servers[0], response)], with_home=False))
-        return
-    answered, failed = _ask_all(list(dict.fromkeys(servers)), connection)
+        servers = sorted(look_up(directory, connection.timeout, lambda listed: listed.listed()).homes)
+    # Of a single node server, its own answer or error.
+    single = not every and len(servers) == 1
+    answered, failed = ([(servers[0], _ask(servers[0], connection))], []) if single else _ask_all(servers, connection)
     if as_json:
-        _print_fleet(answered, failed)
+        print_json(answered[0][1]) if single else _print_fleet(answered, failed)
     elif any(response.engines for _, response in answered):
-        console().print(_table(answered, with_home=True))
+        console().print(_table(answered, with_home=not single))
     else:
-        console().print(f"No engine has its home at the {len(answered)} node servers that answered.", markup=False)
+        where = safe(servers[0]) if single else f"the {len(answered)} node servers that answered"
+        console().print(f"No engine has its home at {where}.", markup=False)
     for server, error in failed:
         message = " ".join(sentences(error).split())
         where = "" if safe(server) in message else f"{safe(server)}: "
@@ -72,17 +67,13 @@ def engines(
 
 def _ask(server: str, connection: Connection) -> introspection_pb2.ListEnginesResponse:
     """Ask one node server for its engines. Raises as `Node.call`."""
-    from kvferry.v1 import introspection_pb2
-
     with connection.node(server) as node:
-        return node.listing(node.introspection.ListEngines, introspection_pb2.ListEnginesRequest(), "engines")
+        answer: introspection_pb2.ListEnginesResponse = node.listing("engines")[0]
+        return answer
 
 
 def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failures]:
     """Ask several node servers at once. Returns what they answer, and why others do not, each in the given order."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from kvferry.errors import KvferryError
 
     def outcome(server: str) -> introspection_pb2.ListEnginesResponse | KvferryError:
         try:
@@ -90,6 +81,7 @@ def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failu
         except KvferryError as error:
             return error
 
+    servers = list(dict.fromkeys(servers))
     with ThreadPoolExecutor(MAX_AT_ONCE, "kvferry-fleet") as pool:
         found = list(zip(servers, pool.map(outcome, servers), strict=True))
     answered = [(server, answer) for server, answer in found if not isinstance(answer, KvferryError)]
@@ -131,7 +123,7 @@ def engine(
 ) -> None:
     """Show one engine: identity, groups, and what each rank holds. With a directory, at the home that it lists."""
     if directory and server == DEFAULT_SERVER:
-        server = _home_of(engine_id, directory, connection.timeout)
+        server = look_up(directory, connection.timeout, lambda listed: listed.resolve(engine_id)).home
     with connection.node(server) as node:
         response = node.engine(engine_id)
     if as_json:
@@ -154,17 +146,6 @@ def engine(
         table(">Rank", "Labels", ">Layers", "Holds", "Format", rows=map(_rank, geometry.ranks), title="Ranks"),
         sep="\n",
     )
-
-
-def _home_of(engine_id: str, directory: str, timeout: float) -> str:
-    """Return the address at which a directory lists an engine. Raises `EngineNotListed`, and as `look_up`."""
-    from kvferry.errors import EngineNotListed
-
-    found = look_up(directory, timeout).find(engine_id)
-    if found is None:
-        message = f"engine {engine_id!r} is not listed in {directory}"
-        raise EngineNotListed(message, engine_id=engine_id, directory=directory)
-    return found.home
 
 
 def _group(group: geometry_pb2.Group) -> tuple[object, ...]:

@@ -1,18 +1,25 @@
-"""What is asked of one node server, and of this installation: `kvferry info`, `health` and `version`."""
+"""What is asked of one node server: `kvferry info`, `health`, `requests` and `transfers`; and of this installation:
+`kvferry version`."""
 
 from __future__ import annotations
 
 import json
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from kvferry import __version__
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
-from kvferry._cli.render import console, duration, facts, print_json, table
+from kvferry._cli.render import console, enum_name, facts, lasting, print_json, read_state, safe, size, table
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from kvferry.v1 import introspection_pb2
 
 CHECK = "/grpc.health.v1.Health/Check"
 STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
@@ -20,11 +27,15 @@ STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 PACKAGES = ("grpcio", "protobuf", "nixl", "torch")
 """Packages whose versions a bug report needs."""
 
+OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
+OfRequest = Annotated[str, typer.Option("--request", metavar="ID", help="Only of requests of this name.")]
+OfReader = Annotated[str, typer.Option("--reader", metavar="ID", help="Only what this engine reads or has read.")]
+Listed = TypeVar("Listed")
+
 
 @with_connection
 def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection: Connection) -> None:
     """Show a node server: its version, times and limits."""
-    from kvferry._clock import from_duration
     from kvferry._wire.version import OURS, Version
 
     with connection.node(server) as node:
@@ -34,7 +45,7 @@ def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection
         return
     theirs = Version(answer.contract_revision, answer.oldest_revision, answer.version)
     how = "works with it" if OURS.works_with(theirs) else "does not work with it: one refuses the other"
-    times = {field.name: duration(from_duration(value)) for field, value in answer.times.ListFields()}
+    times = {field.name: lasting(value) for field, value in answer.times.ListFields()}
     shown = {
         "version": answer.version,
         "contract": f"kvferry.v1, revision {answer.contract_revision}",
@@ -42,7 +53,7 @@ def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection
         "state": "draining" if answer.draining else "serving",
         "advertises": answer.advertise,
         "epoch": answer.home_epoch.hex(),
-        "uptime": duration(from_duration(answer.uptime)),
+        "uptime": lasting(answer.uptime),
         "capabilities": ", ".join(answer.capabilities),
     }
     limits = table("Limit", ">At most", rows=sorted(answer.limits.items()), title="Limits")
@@ -92,3 +103,84 @@ def version(
         return
     for name, number in found.items():
         print(f"{name:<10} {number or 'not installed'}")
+
+
+@with_connection
+def requests(
+    engine_id: OfEngine = "",
+    request_id: OfRequest = "",
+    reader: OfReader = "",
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """List the published requests that are not released yet."""
+    columns = "Engine", ">Publication", "Request", "State", ">Blocks", ">Reads", ">Leases", ">Age"
+    which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
+    with connection.node(server) as node:
+        found, _ = node.listing("requests", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
+    _show(found, found.requests, as_json, f"{which} is published at {server}.", columns, _request)
+
+
+def _request(request: introspection_pb2.RequestSummary) -> tuple[object, ...]:
+    from kvferry._wire.status import reason_name
+    from kvferry.v1 import introspection_pb2 as ipb
+
+    state = enum_name(ipb.RequestState, request.state, "REQUEST_STATE_")
+    failure = reason_name(request.last_failure)
+    return (
+        *(request.engine.engine_id, request.publication, request.request_id),
+        f"{state}, a read failed: {failure}" if failure else state,
+        *(request.blocks, f"{request.reads_valid}/{request.expected_reads}", request.leases),
+        lasting(request.age),
+    )
+
+
+@with_connection
+def transfers(
+    engine_id: OfEngine = "",
+    request_id: OfRequest = "",
+    reader: OfReader = "",
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """List reads from a node server's engines, and their leases."""
+    columns = "Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining"
+    with connection.node(server) as node:
+        found, _ = node.listing("transfers", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
+    _show(found, found.transfers, as_json, f"Nothing is read from the engines of {server}.", columns, _transfer)
+
+
+def _show(
+    response: Message,
+    listed: Sequence[Listed],
+    as_json: bool,
+    none: str,
+    columns: Sequence[str],
+    row: Callable[[Listed], Sequence[object]],
+) -> None:
+    if as_json:
+        print_json(response)
+    elif not listed:
+        console().print(safe(none), markup=False)
+    else:
+        console().print(table(*columns, rows=map(row, listed)))
+
+
+def _transfer(transfer: introspection_pb2.TransferSummary) -> tuple[object, ...]:
+    read = transfer.read
+    waits = transfer.HasField("waited")
+    return (
+        transfer.source.engine_id,
+        "none yet" if waits else transfer.publication,
+        f"router key {transfer.router_key}" if waits else transfer.request_id,
+        read.reader.engine_id,
+        "" if waits else read.lease_number,
+        read_state(transfer),
+        f"{read.reported}/{read.parties}",
+        size(read.bytes),
+        f"waits for {lasting(transfer.waited)}" if waits else lasting(transfer.lease_remaining, none="ended"),
+    )

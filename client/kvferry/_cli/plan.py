@@ -11,9 +11,9 @@ import typer
 
 from kvferry._cli.connection import Connection, with_connection
 from kvferry._cli.render import safe, sentences
+from kvferry.errors import EngineIncomplete, Incompatible, InvalidInput, KvferryError
 
 if TYPE_CHECKING:
-    from kvferry.errors import KvferryError
     from kvferry.geometry.model import EngineGeometry
     from kvferry.planner.plan import ReadPlan
 
@@ -53,7 +53,6 @@ def plan(
     ID@ADDRESS of its home. The plan has the bytes and descriptors of each read, and its path: direct, into the blocks;
     or staged, by way of staging memory. Exits with 2 if the destination cannot read the source's cache.
     """
-    from kvferry.errors import Incompatible, InvalidInput
 
     try:
         theirs = _engine("source", source, source_engine, connection)
@@ -70,20 +69,18 @@ def plan(
         except OSError as error:
             raise typer.BadParameter(f"cannot write {svg}: {error.strerror}", param_hint="--svg") from None
     if as_json:
-        from kvferry.planner.explain_json import to_json
+        from kvferry.planner.explain import to_json
 
         print(json.dumps(to_json(plans), indent=2))
     else:
-        from kvferry.planner.explain_text import to_text
+        from kvferry.planner.explain import to_text
 
         print("\n".join(safe(line) for line in to_text(plans).splitlines()))
 
 
 def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, striping: bool) -> list[ReadPlan]:
     """Plan for the wanted ranks; raises `Incompatible` with all mismatches of all ranks if there are any."""
-    from kvferry.errors import Incompatible
-    from kvferry.planner.compatibility import diff
-    from kvferry.planner.completeness import check_complete
+    from kvferry.planner.compatibility import check_complete, diff
     from kvferry.planner.coverage import Indexed
     from kvferry.planner.plan import plan_read
 
@@ -142,7 +139,6 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
 
         return load(file)
     from kvferry._wire.geometry_codec import engine_from_proto
-    from kvferry.errors import EngineIncomplete
 
     engine_id, at, address = live.rpartition("@")
     if not at or not engine_id or not address:
@@ -163,7 +159,6 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
 
 def _refuse(error: KvferryError, as_json: bool) -> None:
     """Print why a pair cannot be planned."""
-    from kvferry.errors import Incompatible
 
     if as_json:
         found: dict[str, Any] = {"reason": error.reason, "message": error.message}

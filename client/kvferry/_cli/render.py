@@ -14,12 +14,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvferry.errors import Incompatible, KvferryError
+
 if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
     from google.protobuf.message import Message
     from rich.console import Console
     from rich.table import Table
 
-    from kvferry.errors import KvferryError
     from kvferry.v1 import introspection_pb2
 
 
@@ -93,8 +95,6 @@ def safe(text: str) -> str:
 
 def sentences(error: KvferryError) -> str:
     """Return an error as text for a terminal, with a line for each reason if two engines do not fit."""
-    from kvferry.errors import Incompatible
-
     if not isinstance(error, Incompatible):
         return safe(error.message)
     return "\n  ".join(["the destination cannot read the source's cache:", *map(safe, error.lines)])
@@ -133,6 +133,13 @@ def duration(seconds: float, none: str = "") -> str:
             more = rest % size // smaller
             return f"{rest // size} {unit} {more} {below}" if more else f"{rest // size} {unit}"
     return f"{rest} s"
+
+
+def lasting(value: Duration, none: str = "") -> str:
+    """Return a duration of a response, see `duration`."""
+    from kvferry._clock import from_duration
+
+    return duration(from_duration(value), none)
 
 
 def size(count: int) -> str:

@@ -111,9 +111,8 @@ class Looker:
         """Ask it. A node server that does not answer is a `Look` with an error."""
         node = self._node
         try:
-            stub = node.introspection
-            listed, every = node.pages(stub.ListEngines, ipb.ListEnginesRequest(), "engines", PAGES)
-            read, all_read = node.pages(stub.ListTransfers, ipb.ListTransfersRequest(), "transfers", PAGES)
+            listed, every = node.listing("engines", PAGES)
+            read, all_read = node.listing("transfers", PAGES)
         except KvferryError as error:
             return Look(node.server, error=error.message)
         restarted = bool(self._epoch) and self._epoch != read.home_epoch

@@ -1,6 +1,6 @@
 """The demonstration behind `kvferry demo`: an example of two engines whose ranks are processes, over kvferry's public
 modules only, in which every byte is checked.
 
-`run` is what an engine's scheduler does, `rank` what each of its workers does, and `pattern` stands for the KV cache
-that a model computes.
+`run` is what an engine's scheduler and its workers do, and `pattern` stands for the KV cache that a
+model computes.
 """

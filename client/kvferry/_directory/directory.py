@@ -12,7 +12,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
-from types import TracebackType
 from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
@@ -56,8 +55,8 @@ class Directory(OneProcess, ABC):
         self._problem = ""
         self._pause = FOLLOW_FIRST
         self._watches: dict[object, Callable[[Listed], object]] = {}
-        self._telling = threading.RLock()
-        """Held while watches are told, so that they hear of changes one at a time and in order."""
+        self._notifying = threading.RLock()
+        """Held while watches are called, so that they hear of changes one at a time and in order."""
 
     # For readers.
 
@@ -124,7 +123,7 @@ class Directory(OneProcess, ABC):
             A function that ends the watch.
         """
         key = object()
-        with self._telling:
+        with self._notifying:
             with self._lock:
                 self._watches[key] = changed
                 listed = self._listed
@@ -187,9 +186,7 @@ class Directory(OneProcess, ABC):
     def __enter__(self) -> Directory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # For the kinds of directories.
@@ -202,8 +199,8 @@ class Directory(OneProcess, ABC):
         """Interrupt `_follow`, which `_stop` alone would not end soon."""
 
     def _learn(self, listed: Listed) -> None:
-        """Take what the directory says now, and tell the watches if it is new."""
-        with self._telling:
+        """Take what the directory says now, and call the watches if it is new."""
+        with self._notifying:
             with self._answered:
                 changed = listed != self._listed
                 self._listed, self._pause = listed, FOLLOW_FIRST
@@ -212,8 +209,8 @@ class Directory(OneProcess, ABC):
                 self._answered.notify_all()
             if again:
                 logger.info("the directory %s answers again", self.name)
-            for told in watches:
-                guarded(partial(told, listed), f"a watch of the directory {self.name}")
+            for watch in watches:
+                guarded(partial(watch, listed), f"a watch of the directory {self.name}")
 
     def _turn(self) -> bool:
         if self._stop.is_set():
@@ -240,7 +237,7 @@ class Directory(OneProcess, ABC):
             message = "the directory %s cannot be read: %s; what it said before stays in use"
             logger.warning(message, self.name, problem)
         elif first:
-            # Whoever asks is told by an error, and needs no second message.
+            # Callers get an error, and need no second message.
             logger.info("the directory %s cannot be read: %s; it has said nothing yet", self.name, problem)
 
     def _written_by_others(self) -> WrongState:

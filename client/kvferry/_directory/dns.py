@@ -7,14 +7,13 @@ at one port, and no engine is listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import dns.exception
 import dns.rdtypes.IN.SRV
 import dns.resolver
 
 from kvferry._directory.directory import Directory, unavailable
 from kvferry._directory.listing import Listed, Listing
+from kvferry._wire.channel import Address
 
 SERVICE = "_kvferry._tcp"
 """The service and protocol of the SRV records: the name of the port in a Kubernetes Service is ``kvferry``."""
@@ -72,18 +71,18 @@ class DnsDirectory(Directory):
             if not addresses:
                 # Kubernetes says the same of a name that is misspelt and of a service without pods.
                 raise unavailable(self.name, "no SRV, A or AAAA record") from None
-            return Listed(frozenset(_home(address, self._port) for address in addresses)), ttl
+            return Listed(frozenset(str(Address(host=address, port=self._port)) for address in addresses)), ttl
         records = [record for record in answer if isinstance(record, dns.rdtypes.IN.SRV.SRV)]
         ttl = float(answer.rrset.ttl if answer.rrset is not None else 0.0)
         homes: dict[str, Listing] = {}
         aliases: set[str] = set()
         for record in records:
             host = record.target.to_text(omit_final_dot=True)
-            home = _home(host, record.port)
+            home = str(Address(host=host, port=record.port))
             homes[home] = Listing(host.partition(".")[0], home)
             # References say what --advertise says, which may be the address that the name stands for.
             found, lasts = self._addresses(resolver, host)
-            aliases.update(_home(address, record.port) for address in found)
+            aliases.update(str(Address(host=address, port=record.port)) for address in found)
             ttl = min(ttl, lasts)
         return Listed(frozenset(homes), tuple(homes[home] for home in sorted(homes)), frozenset(aliases)), ttl
 
@@ -95,14 +94,6 @@ class DnsDirectory(Directory):
                 answer = resolver.resolve(host, kind)
             except NO_SUCH_RECORD:
                 continue
-            found.update(_texts(answer))
+            found.update(map(str, answer))
             ttls.append(float(answer.rrset.ttl if answer.rrset is not None else 0.0))
         return found, min(ttls, default=0.0)
-
-
-def _texts(answer: Iterable[object]) -> set[str]:
-    return {str(record) for record in answer}
-
-
-def _home(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

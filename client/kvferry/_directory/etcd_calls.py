@@ -32,27 +32,22 @@ class AnswerStream(Protocol[Answer_co]):
     def cancel(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Answer]):
     """One method of etcd's API: its path, and how its answers are decoded."""
 
-    path: str
-    decode: Callable[[bytes], Answer]
+    def __init__(self, path: str, _: type[Request], answer: type[Answer]) -> None:
+        # The messages' package has another name here, but the paths are etcd's (third_party/etcd).
+        self.path, self.decode = f"/etcdserverpb.{path}", answer.FromString
 
 
-def _method(path: str, _: type[Request], answer: type[Answer]) -> Method[Request, Answer]:
-    # The messages' package has another name here, but the paths are etcd's (third_party/etcd).
-    return Method(f"/etcdserverpb.{path}", answer.FromString)
-
-
-RANGE = _method("KV/Range", etcd.RangeRequest, etcd.RangeResponse)
-PUT = _method("KV/Put", etcd.PutRequest, etcd.PutResponse)
-DELETE = _method("KV/DeleteRange", etcd.DeleteRangeRequest, etcd.DeleteRangeResponse)
-GRANT = _method("Lease/LeaseGrant", etcd.LeaseGrantRequest, etcd.LeaseGrantResponse)
-REVOKE = _method("Lease/LeaseRevoke", etcd.LeaseRevokeRequest, etcd.LeaseRevokeResponse)
-KEEP_ALIVE = _method("Lease/LeaseKeepAlive", etcd.LeaseKeepAliveRequest, etcd.LeaseKeepAliveResponse)
-WATCH = _method("Watch/Watch", etcd.WatchRequest, etcd.WatchResponse)
-AUTHENTICATE = _method("Auth/Authenticate", etcd.AuthenticateRequest, etcd.AuthenticateResponse)
+RANGE = Method("KV/Range", etcd.RangeRequest, etcd.RangeResponse)
+PUT = Method("KV/Put", etcd.PutRequest, etcd.Done)
+DELETE = Method("KV/DeleteRange", etcd.DeleteRangeRequest, etcd.Done)
+GRANT = Method("Lease/LeaseGrant", etcd.LeaseGrantRequest, etcd.LeaseGrantResponse)
+REVOKE = Method("Lease/LeaseRevoke", etcd.LeaseRevokeRequest, etcd.Done)
+KEEP_ALIVE = Method("Lease/LeaseKeepAlive", etcd.LeaseKeepAliveRequest, etcd.LeaseKeepAliveResponse)
+WATCH = Method("Watch/Watch", etcd.WatchRequest, etcd.WatchResponse)
+AUTHENTICATE = Method("Auth/Authenticate", etcd.AuthenticateRequest, etcd.AuthenticateResponse)
 
 WITH_LEADER = ("hasleader", "true")
 """Has etcd end a watch on a member that a partition has cut off from the others."""

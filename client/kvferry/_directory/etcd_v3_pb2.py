@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12\x65tcd/etcd_v3.proto\x12\x0fkvferry.etcd.v3\"u\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\"\xac\x01\n\x05\x45vent\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .kvferry.etcd.v3.Event.EventType\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.kvferry.etcd.v3.KeyValue\x12*\n\x07prev_kv\x18\x03 \x01(\x0b\x32\x19.kvferry.etcd.v3.KeyValue\" \n\tEventType\x12\x07\n\x03PUT\x10\x00\x12\n\n\x06\x44\x45LETE\x10\x01\"\\\n\x0eResponseHeader\x12\x12\n\ncluster_id\x18\x01 \x01(\x04\x12\x11\n\tmember_id\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x03\x12\x11\n\traft_term\x18\x04 \x01(\x04\"\xea\x03\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12;\n\nsort_order\x18\x05 \x01(\x0e\x32\'.kvferry.etcd.v3.RangeRequest.SortOrder\x12=\n\x0bsort_target\x18\x06 \x01(\x0e\x32(.kvferry.etcd.v3.RangeRequest.SortTarget\x12\x14\n\x0cserializable\x18\x07 \x01(\x08\x12\x11\n\tkeys_only\x18\x08 \x01(\x08\x12\x12\n\ncount_only\x18\t \x01(\x08\x12\x18\n\x10min_mod_revision\x18\n \x01(\x03\x12\x18\n\x10max_mod_revision\x18\x0b \x01(\x03\x12\x1b\n\x13min_create_revision\x18\x0c \x01(\x03\x12\x1b\n\x13max_create_revision\x18\r \x01(\x03\".\n\tSortOrder\x12\x08\n\x04NONE\x10\x00\x12\n\n\x06\x41SCEND\x10\x01\x12\x0b\n\x07\x44\x45SCEND\x10\x02\"B\n\nSortTarget\x12\x07\n\x03KEY\x10\x00\x12\x0b\n\x07VERSION\x10\x01\x12\n\n\x06\x43REATE\x10\x02\x12\x07\n\x03MOD\x10\x03\x12\t\n\x05VALUE\x10\x04\"\x85\x01\n\rRangeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12&\n\x03kvs\x18\x02 \x03(\x0b\x32\x19.kvferry.etcd.v3.KeyValue\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12\r\n\x05\x63ount\x18\x04 \x01(\x03\"t\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\x12\x0f\n\x07prev_kv\x18\x04 \x01(\x08\x12\x14\n\x0cignore_value\x18\x05 \x01(\x08\x12\x14\n\x0cignore_lease\x18\x06 \x01(\x08\"j\n\x0bPutResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12*\n\x07prev_kv\x18\x02 \x01(\x0b\x32\x19.kvferry.etcd.v3.KeyValue\"E\n\x12\x44\x65leteRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x0f\n\x07prev_kv\x18\x03 \x01(\x08\"\x84\x01\n\x13\x44\x65leteRangeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12\x0f\n\x07\x64\x65leted\x18\x02 \x01(\x03\x12+\n\x08prev_kvs\x18\x03 \x03(\x0b\x32\x19.kvferry.etcd.v3.KeyValue\"\xe0\x01\n\x0cWatchRequest\x12=\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32#.kvferry.etcd.v3.WatchCreateRequestH\x00\x12=\n\x0e\x63\x61ncel_request\x18\x02 \x01(\x0b\x32#.kvferry.etcd.v3.WatchCancelRequestH\x00\x12\x41\n\x10progress_request\x18\x03 \x01(\x0b\x32%.kvferry.etcd.v3.WatchProgressRequestH\x00\x42\x0f\n\rrequest_union\"\x82\x02\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\x12\x17\n\x0fprogress_notify\x18\x04 \x01(\x08\x12?\n\x07\x66ilters\x18\x05 \x03(\x0e\x32..kvferry.etcd.v3.WatchCreateRequest.FilterType\x12\x0f\n\x07prev_kv\x18\x06 \x01(\x08\x12\x10\n\x08watch_id\x18\x07 \x01(\x03\x12\x10\n\x08\x66ragment\x18\x08 \x01(\x08\"%\n\nFilterType\x12\t\n\x05NOPUT\x10\x00\x12\x0c\n\x08NODELETE\x10\x01\"&\n\x12WatchCancelRequest\x12\x10\n\x08watch_id\x18\x01 \x01(\x03\"\x16\n\x14WatchProgressRequest\"\xe0\x01\n\rWatchResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12\x10\n\x08watch_id\x18\x02 \x01(\x03\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x18\n\x10\x63ompact_revision\x18\x05 \x01(\x03\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12\x10\n\x08\x66ragment\x18\x07 \x01(\x08\x12&\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x16.kvferry.etcd.v3.Event\",\n\x11LeaseGrantRequest\x12\x0b\n\x03TTL\x18\x01 \x01(\x03\x12\n\n\x02ID\x18\x02 \x01(\x03\"m\n\x12LeaseGrantResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\x12\r\n\x05\x65rror\x18\x04 \x01(\t\" \n\x12LeaseRevokeRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"F\n\x13LeaseRevokeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"b\n\x16LeaseKeepAliveResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"V\n\x14\x41uthenticateResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12\x65tcd/etcd_v3.proto\x12\x0fkvferry.etcd.v3\"?\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\"\x80\x01\n\x05\x45vent\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .kvferry.etcd.v3.Event.EventType\x12%\n\x02kv\x18\x02 \x01(\x0b\x32\x19.kvferry.etcd.v3.KeyValue\" \n\tEventType\x12\x07\n\x03PUT\x10\x00\x12\n\n\x06\x44\x45LETE\x10\x01\"\"\n\x0eResponseHeader\x12\x10\n\x08revision\x18\x03 \x01(\x03\"\x06\n\x04\x44one\"b\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12\x11\n\tkeys_only\x18\x08 \x01(\x08\"v\n\rRangeResponse\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.kvferry.etcd.v3.ResponseHeader\x12&\n\x03kvs\x18\x02 \x03(\x0b\x32\x19.kvferry.etcd.v3.KeyValue\x12\x0c\n\x04more\x18\x03 \x01(\x08\"7\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\"!\n\x12\x44\x65leteRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"^\n\x0cWatchRequest\x12=\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32#.kvferry.etcd.v3.WatchCreateRequestH\x00\x42\x0f\n\rrequest_union\"^\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\x12\x10\n\x08\x66ragment\x18\x08 \x01(\x08\"\x8c\x01\n\rWatchResponse\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x18\n\x10\x63ompact_revision\x18\x05 \x01(\x03\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12\x10\n\x08\x66ragment\x18\x07 \x01(\x08\x12&\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x16.kvferry.etcd.v3.Event\" \n\x11LeaseGrantRequest\x12\x0b\n\x03TTL\x18\x01 \x01(\x03\" \n\x12LeaseGrantResponse\x12\n\n\x02ID\x18\x02 \x01(\x03\" \n\x12LeaseRevokeRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"%\n\x16LeaseKeepAliveResponse\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"%\n\x14\x41uthenticateResponse\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -22,55 +22,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'etcd.etcd_v3_pb2', _globals
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_KEYVALUE']._serialized_start=39
-  _globals['_KEYVALUE']._serialized_end=156
-  _globals['_EVENT']._serialized_start=159
-  _globals['_EVENT']._serialized_end=331
-  _globals['_EVENT_EVENTTYPE']._serialized_start=299
-  _globals['_EVENT_EVENTTYPE']._serialized_end=331
-  _globals['_RESPONSEHEADER']._serialized_start=333
-  _globals['_RESPONSEHEADER']._serialized_end=425
-  _globals['_RANGEREQUEST']._serialized_start=428
-  _globals['_RANGEREQUEST']._serialized_end=918
-  _globals['_RANGEREQUEST_SORTORDER']._serialized_start=804
-  _globals['_RANGEREQUEST_SORTORDER']._serialized_end=850
-  _globals['_RANGEREQUEST_SORTTARGET']._serialized_start=852
-  _globals['_RANGEREQUEST_SORTTARGET']._serialized_end=918
-  _globals['_RANGERESPONSE']._serialized_start=921
-  _globals['_RANGERESPONSE']._serialized_end=1054
-  _globals['_PUTREQUEST']._serialized_start=1056
-  _globals['_PUTREQUEST']._serialized_end=1172
-  _globals['_PUTRESPONSE']._serialized_start=1174
-  _globals['_PUTRESPONSE']._serialized_end=1280
-  _globals['_DELETERANGEREQUEST']._serialized_start=1282
-  _globals['_DELETERANGEREQUEST']._serialized_end=1351
-  _globals['_DELETERANGERESPONSE']._serialized_start=1354
-  _globals['_DELETERANGERESPONSE']._serialized_end=1486
-  _globals['_WATCHREQUEST']._serialized_start=1489
-  _globals['_WATCHREQUEST']._serialized_end=1713
-  _globals['_WATCHCREATEREQUEST']._serialized_start=1716
-  _globals['_WATCHCREATEREQUEST']._serialized_end=1974
-  _globals['_WATCHCREATEREQUEST_FILTERTYPE']._serialized_start=1937
-  _globals['_WATCHCREATEREQUEST_FILTERTYPE']._serialized_end=1974
-  _globals['_WATCHCANCELREQUEST']._serialized_start=1976
-  _globals['_WATCHCANCELREQUEST']._serialized_end=2014
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=2016
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=2038
-  _globals['_WATCHRESPONSE']._serialized_start=2041
-  _globals['_WATCHRESPONSE']._serialized_end=2265
-  _globals['_LEASEGRANTREQUEST']._serialized_start=2267
-  _globals['_LEASEGRANTREQUEST']._serialized_end=2311
-  _globals['_LEASEGRANTRESPONSE']._serialized_start=2313
-  _globals['_LEASEGRANTRESPONSE']._serialized_end=2422
-  _globals['_LEASEREVOKEREQUEST']._serialized_start=2424
-  _globals['_LEASEREVOKEREQUEST']._serialized_end=2456
-  _globals['_LEASEREVOKERESPONSE']._serialized_start=2458
-  _globals['_LEASEREVOKERESPONSE']._serialized_end=2528
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=2530
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=2565
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=2567
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=2665
-  _globals['_AUTHENTICATEREQUEST']._serialized_start=2667
-  _globals['_AUTHENTICATEREQUEST']._serialized_end=2720
-  _globals['_AUTHENTICATERESPONSE']._serialized_start=2722
-  _globals['_AUTHENTICATERESPONSE']._serialized_end=2808
+  _globals['_KEYVALUE']._serialized_end=102
+  _globals['_EVENT']._serialized_start=105
+  _globals['_EVENT']._serialized_end=233
+  _globals['_EVENT_EVENTTYPE']._serialized_start=201
+  _globals['_EVENT_EVENTTYPE']._serialized_end=233
+  _globals['_RESPONSEHEADER']._serialized_start=235
+  _globals['_RESPONSEHEADER']._serialized_end=269
+  _globals['_DONE']._serialized_start=271
+  _globals['_DONE']._serialized_end=277
+  _globals['_RANGEREQUEST']._serialized_start=279
+  _globals['_RANGEREQUEST']._serialized_end=377
+  _globals['_RANGERESPONSE']._serialized_start=379
+  _globals['_RANGERESPONSE']._serialized_end=497
+  _globals['_PUTREQUEST']._serialized_start=499
+  _globals['_PUTREQUEST']._serialized_end=554
+  _globals['_DELETERANGEREQUEST']._serialized_start=556
+  _globals['_DELETERANGEREQUEST']._serialized_end=589
+  _globals['_WATCHREQUEST']._serialized_start=591
+  _globals['_WATCHREQUEST']._serialized_end=685
+  _globals['_WATCHCREATEREQUEST']._serialized_start=687
+  _globals['_WATCHCREATEREQUEST']._serialized_end=781
+  _globals['_WATCHRESPONSE']._serialized_start=784
+  _globals['_WATCHRESPONSE']._serialized_end=924
+  _globals['_LEASEGRANTREQUEST']._serialized_start=926
+  _globals['_LEASEGRANTREQUEST']._serialized_end=958
+  _globals['_LEASEGRANTRESPONSE']._serialized_start=960
+  _globals['_LEASEGRANTRESPONSE']._serialized_end=992
+  _globals['_LEASEREVOKEREQUEST']._serialized_start=994
+  _globals['_LEASEREVOKEREQUEST']._serialized_end=1026
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=1028
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=1063
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=1065
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=1102
+  _globals['_AUTHENTICATEREQUEST']._serialized_start=1104
+  _globals['_AUTHENTICATEREQUEST']._serialized_end=1157
+  _globals['_AUTHENTICATERESPONSE']._serialized_start=1159
+  _globals['_AUTHENTICATERESPONSE']._serialized_end=1196
 # @@protoc_insertion_point(module_scope)

@@ -5,9 +5,10 @@ The messages of etcd's v3 API that kvferry uses: api/etcdserverpb/rpc.proto and 
 (https://github.com/etcd-io/etcd). Copyright of the etcd authors, licensed under the Apache License, Version 2.0:
 http://www.apache.org/licenses/LICENSE-2.0
 
-Changed: services, options and the other messages are left out, and the package has another name. Packages are not
-sent, only the fields' numbers are; under etcd's own names these messages would collide, in one process, with those of
-any other client of etcd, and protobuf would refuse to import the second.
+Changed: services, options, and the messages and fields that kvferry neither sets nor reads are left out, comments are
+short, and the package has another name. Packages are not sent, only the fields' numbers are; under etcd's own names
+these messages would collide, in one process, with those of any other client of etcd, and protobuf would refuse to
+import the second.
 """
 
 import builtins
@@ -32,39 +33,19 @@ class KeyValue(google.protobuf.message.Message):
 
     KEY_FIELD_NUMBER: builtins.int
     CREATE_REVISION_FIELD_NUMBER: builtins.int
-    MOD_REVISION_FIELD_NUMBER: builtins.int
-    VERSION_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
-    LEASE_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    """key is the key in bytes. An empty key is not allowed."""
     create_revision: builtins.int
-    """create_revision is the revision of last creation on this key."""
-    mod_revision: builtins.int
-    """mod_revision is the revision of last modification on this key."""
-    version: builtins.int
-    """version is the version of the key. A deletion resets
-    the version to zero and any modification of the key
-    increases its version.
-    """
+    """The revision at which the key was made."""
     value: builtins.bytes
-    """value is the value held by the key, in bytes."""
-    lease: builtins.int
-    """lease is the ID of the lease that attached to key.
-    When the attached lease expires, the key will be deleted.
-    If lease is 0, then no lease is attached to the key.
-    """
     def __init__(
         self,
         *,
         key: builtins.bytes = ...,
         create_revision: builtins.int = ...,
-        mod_revision: builtins.int = ...,
-        version: builtins.int = ...,
         value: builtins.bytes = ...,
-        lease: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["create_revision", b"create_revision", "key", b"key", "lease", b"lease", "mod_revision", b"mod_revision", "value", b"value", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_revision", b"create_revision", "key", b"key", "value", b"value"]) -> None: ...
 
 global___KeyValue = KeyValue
 
@@ -87,34 +68,19 @@ class Event(google.protobuf.message.Message):
 
     TYPE_FIELD_NUMBER: builtins.int
     KV_FIELD_NUMBER: builtins.int
-    PREV_KV_FIELD_NUMBER: builtins.int
     type: global___Event.EventType.ValueType
-    """type is the kind of event. If type is a PUT, it indicates
-    new data has been stored to the key. If type is a DELETE,
-    it indicates the key was deleted.
-    """
     @property
     def kv(self) -> global___KeyValue:
-        """kv holds the KeyValue for the event.
-        A PUT event contains current kv pair.
-        A PUT event with kv.Version=1 indicates the creation of a key.
-        A DELETE/EXPIRE event contains the deleted key with
-        its modification revision set to the revision of deletion.
-        """
-
-    @property
-    def prev_kv(self) -> global___KeyValue:
-        """prev_kv holds the key-value pair before the event happens."""
+        """Of a deletion, the key alone."""
 
     def __init__(
         self,
         *,
         type: global___Event.EventType.ValueType = ...,
         kv: global___KeyValue | None = ...,
-        prev_kv: global___KeyValue | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kv", b"kv", "prev_kv", b"prev_kv"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kv", b"kv", "prev_kv", b"prev_kv", "type", b"type"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kv", b"kv"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["kv", b"kv", "type", b"type"]) -> None: ...
 
 global___Event = Event
 
@@ -122,142 +88,46 @@ global___Event = Event
 class ResponseHeader(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CLUSTER_ID_FIELD_NUMBER: builtins.int
-    MEMBER_ID_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
-    RAFT_TERM_FIELD_NUMBER: builtins.int
-    cluster_id: builtins.int
-    """cluster_id is the ID of the cluster which sent the response."""
-    member_id: builtins.int
-    """member_id is the ID of the member which sent the response."""
     revision: builtins.int
-    """revision is the key-value store revision when the request was applied, and it's
-    unset (so 0) in case of calls not interacting with key-value store.
-    For watch progress responses, the header.revision indicates progress. All future events
-    received in this stream are guaranteed to have a higher revision number than the
-    header.revision number.
-    """
-    raft_term: builtins.int
-    """raft_term is the raft term when the request was applied."""
+    """The revision of the store at which the request was answered."""
     def __init__(
         self,
         *,
-        cluster_id: builtins.int = ...,
-        member_id: builtins.int = ...,
         revision: builtins.int = ...,
-        raft_term: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "member_id", b"member_id", "raft_term", b"raft_term", "revision", b"revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["revision", b"revision"]) -> None: ...
 
 global___ResponseHeader = ResponseHeader
+
+@typing.final
+class Done(google.protobuf.message.Message):
+    """The answer to PutRequest, DeleteRangeRequest and LeaseRevokeRequest, of which no field is read."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Done = Done
 
 @typing.final
 class RangeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    class _SortOrder:
-        ValueType = typing.NewType("ValueType", builtins.int)
-        V: typing_extensions.TypeAlias = ValueType
-
-    class _SortOrderEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[RangeRequest._SortOrder.ValueType], builtins.type):
-        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        NONE: RangeRequest._SortOrder.ValueType  # 0
-        """default, no sorting"""
-        ASCEND: RangeRequest._SortOrder.ValueType  # 1
-        """lowest target value first"""
-        DESCEND: RangeRequest._SortOrder.ValueType  # 2
-        """highest target value first"""
-
-    class SortOrder(_SortOrder, metaclass=_SortOrderEnumTypeWrapper): ...
-    NONE: RangeRequest.SortOrder.ValueType  # 0
-    """default, no sorting"""
-    ASCEND: RangeRequest.SortOrder.ValueType  # 1
-    """lowest target value first"""
-    DESCEND: RangeRequest.SortOrder.ValueType  # 2
-    """highest target value first"""
-
-    class _SortTarget:
-        ValueType = typing.NewType("ValueType", builtins.int)
-        V: typing_extensions.TypeAlias = ValueType
-
-    class _SortTargetEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[RangeRequest._SortTarget.ValueType], builtins.type):
-        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        KEY: RangeRequest._SortTarget.ValueType  # 0
-        VERSION: RangeRequest._SortTarget.ValueType  # 1
-        CREATE: RangeRequest._SortTarget.ValueType  # 2
-        MOD: RangeRequest._SortTarget.ValueType  # 3
-        VALUE: RangeRequest._SortTarget.ValueType  # 4
-
-    class SortTarget(_SortTarget, metaclass=_SortTargetEnumTypeWrapper): ...
-    KEY: RangeRequest.SortTarget.ValueType  # 0
-    VERSION: RangeRequest.SortTarget.ValueType  # 1
-    CREATE: RangeRequest.SortTarget.ValueType  # 2
-    MOD: RangeRequest.SortTarget.ValueType  # 3
-    VALUE: RangeRequest.SortTarget.ValueType  # 4
-
     KEY_FIELD_NUMBER: builtins.int
     RANGE_END_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
-    SORT_ORDER_FIELD_NUMBER: builtins.int
-    SORT_TARGET_FIELD_NUMBER: builtins.int
-    SERIALIZABLE_FIELD_NUMBER: builtins.int
     KEYS_ONLY_FIELD_NUMBER: builtins.int
-    COUNT_ONLY_FIELD_NUMBER: builtins.int
-    MIN_MOD_REVISION_FIELD_NUMBER: builtins.int
-    MAX_MOD_REVISION_FIELD_NUMBER: builtins.int
-    MIN_CREATE_REVISION_FIELD_NUMBER: builtins.int
-    MAX_CREATE_REVISION_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    """key is the first key for the range. If range_end is not given, the request only looks up key."""
     range_end: builtins.bytes
-    """range_end is the upper bound on the requested range [key, range_end).
-    If range_end is '\\0', the range is all keys >= key.
-    If range_end is key plus one (e.g., "aa"+1 == "ab", "a\\xff"+1 == "b"),
-    then the range request gets all keys prefixed with key.
-    If both key and range_end are '\\0', then the range request returns all keys.
-    """
+    """The first key after those that are asked for."""
     limit: builtins.int
-    """limit is a limit on the number of keys returned for the request. When limit is set to 0,
-    it is treated as no limit.
-    """
     revision: builtins.int
-    """revision is the point-in-time of the key-value store to use for the range.
-    If revision is less or equal to zero, the range is over the newest key-value store.
-    If the revision has been compacted, ErrCompacted is returned as a response.
-    """
-    sort_order: global___RangeRequest.SortOrder.ValueType
-    """sort_order is the order for returned sorted results."""
-    sort_target: global___RangeRequest.SortTarget.ValueType
-    """sort_target is the key-value field to use for sorting."""
-    serializable: builtins.bool
-    """serializable sets the range request to use serializable member-local reads.
-    Range requests are linearizable by default; linearizable requests have higher
-    latency and lower throughput than serializable requests but reflect the current
-    consensus of the cluster. For better performance, in exchange for possible stale reads,
-    a serializable range request is served locally without needing to reach consensus
-    with other nodes in the cluster.
-    """
+    """0: the newest."""
     keys_only: builtins.bool
-    """keys_only when set returns only the keys and not the values."""
-    count_only: builtins.bool
-    """count_only when set returns only the count of the keys in the range."""
-    min_mod_revision: builtins.int
-    """min_mod_revision is the lower bound for returned key mod revisions; all keys with
-    lesser mod revisions will be filtered away.
-    """
-    max_mod_revision: builtins.int
-    """max_mod_revision is the upper bound for returned key mod revisions; all keys with
-    greater mod revisions will be filtered away.
-    """
-    min_create_revision: builtins.int
-    """min_create_revision is the lower bound for returned key create revisions; all keys with
-    lesser create revisions will be filtered away.
-    """
-    max_create_revision: builtins.int
-    """max_create_revision is the upper bound for returned key create revisions; all keys with
-    greater create revisions will be filtered away.
-    """
     def __init__(
         self,
         *,
@@ -265,17 +135,9 @@ class RangeRequest(google.protobuf.message.Message):
         range_end: builtins.bytes = ...,
         limit: builtins.int = ...,
         revision: builtins.int = ...,
-        sort_order: global___RangeRequest.SortOrder.ValueType = ...,
-        sort_target: global___RangeRequest.SortTarget.ValueType = ...,
-        serializable: builtins.bool = ...,
         keys_only: builtins.bool = ...,
-        count_only: builtins.bool = ...,
-        min_mod_revision: builtins.int = ...,
-        max_mod_revision: builtins.int = ...,
-        min_create_revision: builtins.int = ...,
-        max_create_revision: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count_only", b"count_only", "key", b"key", "keys_only", b"keys_only", "limit", b"limit", "max_create_revision", b"max_create_revision", "max_mod_revision", b"max_mod_revision", "min_create_revision", b"min_create_revision", "min_mod_revision", b"min_mod_revision", "range_end", b"range_end", "revision", b"revision", "serializable", b"serializable", "sort_order", b"sort_order", "sort_target", b"sort_target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "keys_only", b"keys_only", "limit", b"limit", "range_end", b"range_end", "revision", b"revision"]) -> None: ...
 
 global___RangeRequest = RangeRequest
 
@@ -286,32 +148,21 @@ class RangeResponse(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     KVS_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
-    COUNT_FIELD_NUMBER: builtins.int
     more: builtins.bool
-    """more indicates if there are more keys to return in the requested range."""
-    count: builtins.int
-    """count is set to the actual number of keys within the range when requested.
-    Unlike Kvs, it is unaffected by limits and filters (e.g., Min/Max, Create/Modify, Revisions)
-    and reflects the full count within the specified range.
-    """
+    """There are more keys than the limit let through."""
     @property
     def header(self) -> global___ResponseHeader: ...
     @property
-    def kvs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeyValue]:
-        """kvs is the list of key-value pairs matched by the range request.
-        kvs is empty when count is requested.
-        """
-
+    def kvs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeyValue]: ...
     def __init__(
         self,
         *,
         header: global___ResponseHeader | None = ...,
         kvs: collections.abc.Iterable[global___KeyValue] | None = ...,
         more: builtins.bool = ...,
-        count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "header", b"header", "kvs", b"kvs", "more", b"more"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "kvs", b"kvs", "more", b"more"]) -> None: ...
 
 global___RangeResponse = RangeResponse
 
@@ -322,147 +173,50 @@ class PutRequest(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
-    PREV_KV_FIELD_NUMBER: builtins.int
-    IGNORE_VALUE_FIELD_NUMBER: builtins.int
-    IGNORE_LEASE_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    """key is the key, in bytes, to put into the key-value store."""
     value: builtins.bytes
-    """value is the value, in bytes, to associate with the key in the key-value store."""
     lease: builtins.int
-    """lease is the lease ID to associate with the key in the key-value store. A lease
-    value of 0 indicates no lease.
-    """
-    prev_kv: builtins.bool
-    """If prev_kv is set, etcd gets the previous key-value pair before changing it.
-    The previous key-value pair will be returned in the put response.
-    """
-    ignore_value: builtins.bool
-    """If ignore_value is set, etcd updates the key using its current value.
-    Returns an error if the key does not exist.
-    """
-    ignore_lease: builtins.bool
-    """If ignore_lease is set, etcd updates the key using its current lease.
-    Returns an error if the key does not exist.
-    """
     def __init__(
         self,
         *,
         key: builtins.bytes = ...,
         value: builtins.bytes = ...,
         lease: builtins.int = ...,
-        prev_kv: builtins.bool = ...,
-        ignore_value: builtins.bool = ...,
-        ignore_lease: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ignore_lease", b"ignore_lease", "ignore_value", b"ignore_value", "key", b"key", "lease", b"lease", "prev_kv", b"prev_kv", "value", b"value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "lease", b"lease", "value", b"value"]) -> None: ...
 
 global___PutRequest = PutRequest
-
-@typing.final
-class PutResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: builtins.int
-    PREV_KV_FIELD_NUMBER: builtins.int
-    @property
-    def header(self) -> global___ResponseHeader: ...
-    @property
-    def prev_kv(self) -> global___KeyValue:
-        """if prev_kv is set in the request, the previous key-value pair will be returned."""
-
-    def __init__(
-        self,
-        *,
-        header: global___ResponseHeader | None = ...,
-        prev_kv: global___KeyValue | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header", "prev_kv", b"prev_kv"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "prev_kv", b"prev_kv"]) -> None: ...
-
-global___PutResponse = PutResponse
 
 @typing.final
 class DeleteRangeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KEY_FIELD_NUMBER: builtins.int
-    RANGE_END_FIELD_NUMBER: builtins.int
-    PREV_KV_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    """key is the first key to delete in the range."""
-    range_end: builtins.bytes
-    """range_end is the key following the last key to delete for the range [key, range_end).
-    If range_end is not given, the range is defined to contain only the key argument.
-    If range_end is one bit larger than the given key, then the range is all the keys
-    with the prefix (the given key).
-    If range_end is '\\0', the range is all keys greater than or equal to the key argument.
-    """
-    prev_kv: builtins.bool
-    """If prev_kv is set, etcd gets the previous key-value pairs before deleting it.
-    The previous key-value pairs will be returned in the delete response.
-    """
     def __init__(
         self,
         *,
         key: builtins.bytes = ...,
-        range_end: builtins.bytes = ...,
-        prev_kv: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "prev_kv", b"prev_kv", "range_end", b"range_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key"]) -> None: ...
 
 global___DeleteRangeRequest = DeleteRangeRequest
-
-@typing.final
-class DeleteRangeResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: builtins.int
-    DELETED_FIELD_NUMBER: builtins.int
-    PREV_KVS_FIELD_NUMBER: builtins.int
-    deleted: builtins.int
-    """deleted is the number of keys deleted by the delete range request."""
-    @property
-    def header(self) -> global___ResponseHeader: ...
-    @property
-    def prev_kvs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeyValue]:
-        """if prev_kv is set in the request, the previous key-value pairs will be returned."""
-
-    def __init__(
-        self,
-        *,
-        header: global___ResponseHeader | None = ...,
-        deleted: builtins.int = ...,
-        prev_kvs: collections.abc.Iterable[global___KeyValue] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deleted", b"deleted", "header", b"header", "prev_kvs", b"prev_kvs"]) -> None: ...
-
-global___DeleteRangeResponse = DeleteRangeResponse
 
 @typing.final
 class WatchRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CREATE_REQUEST_FIELD_NUMBER: builtins.int
-    CANCEL_REQUEST_FIELD_NUMBER: builtins.int
-    PROGRESS_REQUEST_FIELD_NUMBER: builtins.int
     @property
     def create_request(self) -> global___WatchCreateRequest: ...
-    @property
-    def cancel_request(self) -> global___WatchCancelRequest: ...
-    @property
-    def progress_request(self) -> global___WatchProgressRequest: ...
     def __init__(
         self,
         *,
         create_request: global___WatchCreateRequest | None = ...,
-        cancel_request: global___WatchCancelRequest | None = ...,
-        progress_request: global___WatchProgressRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel_request", b"cancel_request", "create_request", b"create_request", "progress_request", b"progress_request", "request_union", b"request_union"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel_request", b"cancel_request", "create_request", b"create_request", "progress_request", b"progress_request", "request_union", b"request_union"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request_union", b"request_union"]) -> typing.Literal["create_request", "cancel_request", "progress_request"] | None: ...
+    def HasField(self, field_name: typing.Literal["create_request", b"create_request", "request_union", b"request_union"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_request", b"create_request", "request_union", b"request_union"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request_union", b"request_union"]) -> typing.Literal["create_request"] | None: ...
 
 global___WatchRequest = WatchRequest
 
@@ -470,168 +224,54 @@ global___WatchRequest = WatchRequest
 class WatchCreateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    class _FilterType:
-        ValueType = typing.NewType("ValueType", builtins.int)
-        V: typing_extensions.TypeAlias = ValueType
-
-    class _FilterTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[WatchCreateRequest._FilterType.ValueType], builtins.type):
-        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        NOPUT: WatchCreateRequest._FilterType.ValueType  # 0
-        """filter out put event."""
-        NODELETE: WatchCreateRequest._FilterType.ValueType  # 1
-        """filter out delete event."""
-
-    class FilterType(_FilterType, metaclass=_FilterTypeEnumTypeWrapper): ...
-    NOPUT: WatchCreateRequest.FilterType.ValueType  # 0
-    """filter out put event."""
-    NODELETE: WatchCreateRequest.FilterType.ValueType  # 1
-    """filter out delete event."""
-
     KEY_FIELD_NUMBER: builtins.int
     RANGE_END_FIELD_NUMBER: builtins.int
     START_REVISION_FIELD_NUMBER: builtins.int
-    PROGRESS_NOTIFY_FIELD_NUMBER: builtins.int
-    FILTERS_FIELD_NUMBER: builtins.int
-    PREV_KV_FIELD_NUMBER: builtins.int
-    WATCH_ID_FIELD_NUMBER: builtins.int
     FRAGMENT_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    """key is the key to register for watching."""
     range_end: builtins.bytes
-    """range_end is the end of the range [key, range_end) to watch. If range_end is not given,
-    only the key argument is watched. If range_end is equal to '\\0', all keys greater than
-    or equal to the key argument are watched.
-    If the range_end is one bit larger than the given key,
-    then all keys with the prefix (the given key) will be watched.
-    """
     start_revision: builtins.int
-    """start_revision is an optional revision to watch from (inclusive). No start_revision is "now"."""
-    progress_notify: builtins.bool
-    """progress_notify is set so that the etcd server will periodically send a WatchResponse with
-    no events to the new watcher if there are no recent events. It is useful when clients
-    wish to recover a disconnected watcher starting from a recent known revision.
-    The etcd server may decide how often it will send notifications based on current load.
-    """
-    prev_kv: builtins.bool
-    """If prev_kv is set, created watcher gets the previous KV before the event happens.
-    If the previous KV is already compacted, nothing will be returned.
-    """
-    watch_id: builtins.int
-    """If watch_id is provided and non-zero, it will be assigned to this watcher.
-    Since creating a watcher in etcd is not a synchronous operation,
-    this can be used ensure that ordering is correct when creating multiple
-    watchers on the same stream. Creating a watcher with an ID already in
-    use on the stream will cause an error to be returned.
-    """
     fragment: builtins.bool
-    """fragment enables splitting large revisions into multiple watch responses."""
-    @property
-    def filters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___WatchCreateRequest.FilterType.ValueType]:
-        """filters filter the events at server side before it sends back to the watcher."""
-
+    """Large answers may come in several."""
     def __init__(
         self,
         *,
         key: builtins.bytes = ...,
         range_end: builtins.bytes = ...,
         start_revision: builtins.int = ...,
-        progress_notify: builtins.bool = ...,
-        filters: collections.abc.Iterable[global___WatchCreateRequest.FilterType.ValueType] | None = ...,
-        prev_kv: builtins.bool = ...,
-        watch_id: builtins.int = ...,
         fragment: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["filters", b"filters", "fragment", b"fragment", "key", b"key", "prev_kv", b"prev_kv", "progress_notify", b"progress_notify", "range_end", b"range_end", "start_revision", b"start_revision", "watch_id", b"watch_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fragment", b"fragment", "key", b"key", "range_end", b"range_end", "start_revision", b"start_revision"]) -> None: ...
 
 global___WatchCreateRequest = WatchCreateRequest
-
-@typing.final
-class WatchCancelRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    WATCH_ID_FIELD_NUMBER: builtins.int
-    watch_id: builtins.int
-    """watch_id is the watcher id to cancel so that no more events are transmitted."""
-    def __init__(
-        self,
-        *,
-        watch_id: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["watch_id", b"watch_id"]) -> None: ...
-
-global___WatchCancelRequest = WatchCancelRequest
-
-@typing.final
-class WatchProgressRequest(google.protobuf.message.Message):
-    """Requests the a watch stream progress status be sent in the watch response stream as soon as
-    possible.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-global___WatchProgressRequest = WatchProgressRequest
 
 @typing.final
 class WatchResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: builtins.int
-    WATCH_ID_FIELD_NUMBER: builtins.int
-    CREATED_FIELD_NUMBER: builtins.int
     CANCELED_FIELD_NUMBER: builtins.int
     COMPACT_REVISION_FIELD_NUMBER: builtins.int
     CANCEL_REASON_FIELD_NUMBER: builtins.int
     FRAGMENT_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
-    watch_id: builtins.int
-    """watch_id is the ID of the watcher that corresponds to the response."""
-    created: builtins.bool
-    """created is set to true if the response is for a create watch request.
-    The client should record the watch_id and expect to receive events for
-    the created watcher from the same stream.
-    All events sent to the created watcher will attach with the same watch_id.
-    """
     canceled: builtins.bool
-    """canceled is set to true if the response is for a cancel watch request
-    or if the start_revision has already been compacted.
-    No further events will be sent to the canceled watcher.
-    """
     compact_revision: builtins.int
-    """compact_revision is set to the minimum index if a watcher tries to watch
-    at a compacted index.
-
-    This happens when creating a watcher at a compacted revision or the watcher cannot
-    catch up with the progress of the key-value store.
-
-    The client should treat the watcher as canceled and should not try to create any
-    watcher with the same start_revision again.
-    """
+    """Not 0: what was asked for is forgotten, from this revision backwards."""
     cancel_reason: builtins.str
-    """cancel_reason indicates the reason for canceling the watcher."""
     fragment: builtins.bool
-    """framgment is true if large watch response was split over multiple responses."""
-    @property
-    def header(self) -> global___ResponseHeader: ...
+    """More fragments follow."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Event]: ...
     def __init__(
         self,
         *,
-        header: global___ResponseHeader | None = ...,
-        watch_id: builtins.int = ...,
-        created: builtins.bool = ...,
         canceled: builtins.bool = ...,
         compact_revision: builtins.int = ...,
         cancel_reason: builtins.str = ...,
         fragment: builtins.bool = ...,
         events: collections.abc.Iterable[global___Event] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel_reason", b"cancel_reason", "canceled", b"canceled", "compact_revision", b"compact_revision", "created", b"created", "events", b"events", "fragment", b"fragment", "header", b"header", "watch_id", b"watch_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancel_reason", b"cancel_reason", "canceled", b"canceled", "compact_revision", b"compact_revision", "events", b"events", "fragment", b"fragment"]) -> None: ...
 
 global___WatchResponse = WatchResponse
 
@@ -640,18 +280,14 @@ class LeaseGrantRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TTL_FIELD_NUMBER: builtins.int
-    ID_FIELD_NUMBER: builtins.int
     TTL: builtins.int
-    """TTL is the advisory time-to-live in seconds. Expired lease will return -1."""
-    ID: builtins.int
-    """ID is the requested ID for the lease. If ID is set to 0, the lessor chooses an ID."""
+    """Seconds."""
     def __init__(
         self,
         *,
         TTL: builtins.int = ...,
-        ID: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ID", b"ID", "TTL", b"TTL"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["TTL", b"TTL"]) -> None: ...
 
 global___LeaseGrantRequest = LeaseGrantRequest
 
@@ -659,27 +295,14 @@ global___LeaseGrantRequest = LeaseGrantRequest
 class LeaseGrantResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: builtins.int
     ID_FIELD_NUMBER: builtins.int
-    TTL_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
     ID: builtins.int
-    """ID is the lease ID for the granted lease."""
-    TTL: builtins.int
-    """TTL is the server chosen lease time-to-live in seconds."""
-    error: builtins.str
-    @property
-    def header(self) -> global___ResponseHeader: ...
     def __init__(
         self,
         *,
-        header: global___ResponseHeader | None = ...,
         ID: builtins.int = ...,
-        TTL: builtins.int = ...,
-        error: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ID", b"ID", "TTL", b"TTL", "error", b"error", "header", b"header"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ID", b"ID"]) -> None: ...
 
 global___LeaseGrantResponse = LeaseGrantResponse
 
@@ -689,7 +312,6 @@ class LeaseRevokeRequest(google.protobuf.message.Message):
 
     ID_FIELD_NUMBER: builtins.int
     ID: builtins.int
-    """ID is the lease ID to revoke. When the ID is revoked, all associated keys will be deleted."""
     def __init__(
         self,
         *,
@@ -700,29 +322,11 @@ class LeaseRevokeRequest(google.protobuf.message.Message):
 global___LeaseRevokeRequest = LeaseRevokeRequest
 
 @typing.final
-class LeaseRevokeResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: builtins.int
-    @property
-    def header(self) -> global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: global___ResponseHeader | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header"]) -> None: ...
-
-global___LeaseRevokeResponse = LeaseRevokeResponse
-
-@typing.final
 class LeaseKeepAliveRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ID_FIELD_NUMBER: builtins.int
     ID: builtins.int
-    """ID is the lease ID for the lease to keep alive."""
     def __init__(
         self,
         *,
@@ -736,24 +340,15 @@ global___LeaseKeepAliveRequest = LeaseKeepAliveRequest
 class LeaseKeepAliveResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: builtins.int
-    ID_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
-    ID: builtins.int
-    """ID is the lease ID from the keep alive request."""
     TTL: builtins.int
-    """TTL is the new time-to-live for the lease."""
-    @property
-    def header(self) -> global___ResponseHeader: ...
+    """0: the lease has ended."""
     def __init__(
         self,
         *,
-        header: global___ResponseHeader | None = ...,
-        ID: builtins.int = ...,
         TTL: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ID", b"ID", "TTL", b"TTL", "header", b"header"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["TTL", b"TTL"]) -> None: ...
 
 global___LeaseKeepAliveResponse = LeaseKeepAliveResponse
 
@@ -779,19 +374,13 @@ global___AuthenticateRequest = AuthenticateRequest
 class AuthenticateResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     token: builtins.str
-    """token is an authorized token that can be used in succeeding RPCs"""
-    @property
-    def header(self) -> global___ResponseHeader: ...
     def __init__(
         self,
         *,
-        header: global___ResponseHeader | None = ...,
         token: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["token", b"token"]) -> None: ...
 
 global___AuthenticateResponse = AuthenticateResponse

@@ -47,7 +47,7 @@ class FileDirectory(Directory):
                 seen = (found.st_mtime_ns, found.st_size, found.st_ino)
                 if seen != self._seen:
                     self._learn(listed_in(self._path))
-                    # Only now: a file that was wrong is looked at again even if nobody touches it.
+                    # Only now: a file that was wrong is looked at again even if it does not change.
                     self._seen = seen
             except (OSError, InvalidField) as error:
                 self._seen = None

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from kvferry._doctor.finding import Finding, finding
 from kvferry._doctor.host import Host
@@ -85,7 +85,7 @@ def complaints(text: str) -> str:
 
 
 def _way(text: str) -> str:
-    """Return the transport of large reads from UCX's log (UCX_PROTO_INFO), as ``cma/memory``; empty if not told."""
+    """Return the transport of large reads from UCX's log (UCX_PROTO_INFO), as ``cma/memory``; empty if unknown."""
     last = text.rpartition("remote memory read by ucp_get")[2].splitlines()[1:9] if "by ucp_get" in text else []
     rows = [row.split("|")[1:4] for row in last if row.count("|") == 4]
     return next((config.strip() for limits, _, config in rows if "inf" in limits), "")
@@ -104,12 +104,11 @@ def _measure() -> tuple[float, float, int]:
 
     command = python("from kvferry._doctor.moves import serve; serve()")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as source:
-        assert source.stdout is not None
         try:
             memory, other = HostMemory(SIZE), HostMemory(SIZE)
             agent = ReadingAgent(f"doctor-reader-{os.getpid()}", [memory.region], NixlOptions())
             try:
-                info: AgentInfo = pickle.load(source.stdout)
+                info: AgentInfo = pickle.load(cast("IO[bytes]", source.stdout))
             except EOFError:
                 message = "the process that should have been read from ended"
                 raise NixlError(message, call="", peer="", problem="") from None

@@ -115,8 +115,8 @@ def _version(channel: Any, host: Host) -> Finding:
     from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
     try:
-        told: Any = IntrospectionStub(channel).GetServerInfo(GetServerInfoRequest(), timeout=host.timeout)
-        theirs = Version(told.contract_revision, told.oldest_revision, told.version[:_SAID])
+        answer: Any = IntrospectionStub(channel).GetServerInfo(GetServerInfoRequest(), timeout=host.timeout)
+        theirs = Version(answer.contract_revision, answer.oldest_revision, answer.version[:_SAID])
         check_together(theirs, f"kvferryd at {host.peer}", OURS, "this kvferry")
     except ContractDiffers as error:
         return finding("peer-version-differs", error.message)
@@ -128,6 +128,6 @@ def _version(channel: Any, host: Host) -> Finding:
     return finding(
         "peer-version",
         f"kvferryd {theirs.release} (this is {OURS.release}) works with this kvferry, up for "
-        f"{told.uptime.seconds / 3600:,.1f} h, advertises {told.advertise[:_SAID]}"
-        f"{'; it is draining' if told.draining else ''}",
+        f"{answer.uptime.seconds / 3600:,.1f} h, advertises {answer.advertise[:_SAID]}"
+        f"{'; it is draining' if answer.draining else ''}",
     )

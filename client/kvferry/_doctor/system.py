@@ -136,8 +136,8 @@ def _size(count: int) -> str:
 
 
 def clock(host: Host) -> list[Finding]:
-    """Look at the source of the clock by which leases are judged, and at how long this host was suspended. Clocks of
-    two hosts are never compared (PROTOCOL)."""
+    """Look at the source of the clock that leases end by, and at how long this host was suspended. Clocks of two
+    hosts are never compared (PROTOCOL)."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)
     if boottime is None:
         return [finding("clock-without-suspends", "no CLOCK_BOOTTIME")]
@@ -149,7 +149,7 @@ def clock(host: Host) -> list[Finding]:
         findings.append(finding("clock-suspended", said))
     if source in SLOW_CLOCKS:
         findings.append(finding("clock-slow-source", f"the kernel's clock source is {source}"))
-    said = f"CLOCK_BOOTTIME, from {source or 'a source that is not told'}; never suspended"
+    said = f"CLOCK_BOOTTIME, from {source or 'an unknown source'}; never suspended"
     return findings or [finding("clock-good", said)]
 
 
@@ -184,8 +184,8 @@ def network(host: Host) -> list[Finding]:
         if name != "lo" and host.text(f"{folder}/operstate") in ("up", "unknown"):
             speed = host.text(f"{folder}/speed")
             known = int(speed) if speed.isdigit() else 0
-            told = f"{known / 1000:g} Gbit/s" if known else "speed not told"
-            cards[f"{name} ({told}, MTU {host.text(f'{folder}/mtu')})"] = known
+            rate = f"{known / 1000:g} Gbit/s" if known else "speed unknown"
+            cards[f"{name} ({rate}, MTU {host.text(f'{folder}/mtu')})"] = known
     if not cards:
         return [finding("network-loopback-only", "no card but loopback is up")]
     slow = all(0 < known < SLOW_MBITS for known in cards.values()) and not host.rdma_devices()

@@ -19,7 +19,7 @@ from kvferry._transport.transport import Transfer, TransferProgress, TransferSta
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.planner.expansion import Expansion
-from kvferry.planner.request_parts import RequestParts
+from kvferry.planner.plan import RequestParts
 from kvferry.planner.summed_blocks import Verification
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvferry._arguments import coerce_integers
+from kvferry._arguments import check_fields
 from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
@@ -57,7 +57,7 @@ class StagingOptions:
     slots: int = 8
 
     def __post_init__(self) -> None:
-        coerce_integers(self, ("slot_bytes", "slots"))
+        check_fields(self)
         if self.path not in ("auto", "direct", "staged"):
             raise InvalidField("path", self.path, "auto, direct or staged")
         if self.slot_bytes < 4096 or self.slots < 1:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from kvferry._arguments import described, instance, integer, mapping, text
 from kvferry.errors import BadBlock, BlocksShort, InvalidField
 from kvferry.geometry.model import Group
-from kvferry.geometry.runs import split_runs
 
 BlockIds: TypeAlias = npt.NDArray[np.int32]
 AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
@@ -49,7 +48,7 @@ class Blocks:
     that holds `first_token`, which may lie inside the block.
 
     Attributes:
-        ids: block ids, ``int32[n]``, read-only; any sequence of integers is taken, and copied: whoever gave it may
+        ids: block ids, ``int32[n]``, read-only; any sequence of integers is taken, and copied: the caller may
             change it afterwards.
         first_token: first token that the blocks hold (source) or want (destination).
         end_token: one past the last token; None: up to the end of the last block.
@@ -113,7 +112,7 @@ def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
     if array.size and array.dtype != np.int32 and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
         bad = int(array.max()) if int(array.max()) >= 2**31 else int(array.min())
         raise InvalidField("ids", bad, "block ids below 2**31")
-    # Made of bytes, so that nobody can make it writeable again.
+    # Made of bytes, so that it cannot be made writeable again.
     return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)
 
 
@@ -304,3 +303,22 @@ def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice):
         raise BadBlock(pool, "destination", int(twice[0]), int(ordered[-1]) + 1, "it is given twice")
+
+
+def split_runs(*columns: npt.NDArray[np.signedinteger[Any]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Split positions into runs in which every column rises by one.
+
+    Args:
+        columns: ``int[n]`` each.
+
+    Returns:
+        First positions and lengths of the runs, ``int64[r]`` each; empty for ``n = 0``.
+    """
+    count = len(columns[0])
+    if count == 0:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    ends = np.zeros(count - 1, np.bool_)
+    for column in columns:
+        ends |= column[1:] - column[:-1] != 1
+    starts = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(ends) + 1))
+    return starts, np.concatenate((starts[1:], [count])) - starts

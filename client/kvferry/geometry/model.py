@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvferry._arguments import coerce_integers, flag, instance, integer_map, several, showable, string_map, text
+from kvferry._arguments import check_fields, integer_map, several, showable, string_map
 from kvferry.errors import BadGeometry
 from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind, Plane
 
@@ -51,12 +51,7 @@ class Group:
     pool: str = ""
 
     def __post_init__(self) -> None:
-        text("name", self.name)
-        instance("kind", self.kind, GroupKind, "a GroupKind")
-        coerce_integers(self, ("block_tokens", "num_blocks", "window_tokens"))
-        if self.null_block is not None:
-            coerce_integers(self, ("null_block",))
-        text("pool", self.pool)
+        check_fields(self)
         where = f"group {self.name!r}"
         if not 1 <= len(self.name.encode()) <= 128:
             raise BadGeometry(where, "the name has 1 to 128 bytes")
@@ -87,7 +82,7 @@ class RankGeometry:
     labels: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        coerce_integers(self, ("rank",))
+        check_fields(self)
         object.__setattr__(self, "planes", several("planes", self.planes, Plane, "several Planes"))
         object.__setattr__(self, "labels", integer_map("labels", self.labels))
         if self.rank < 0:
@@ -127,12 +122,10 @@ class EngineGeometry:
     partial: bool = False
 
     def __post_init__(self) -> None:
-        text("engine_id", self.engine_id)
+        check_fields(self)
         object.__setattr__(self, "groups", several("groups", self.groups, Group, "several Groups"))
         object.__setattr__(self, "ranks", several("ranks", self.ranks, RankGeometry, "several RankGeometry"))
         object.__setattr__(self, "identity", string_map("identity", self.identity))
-        instance("incarnation", self.incarnation, bytes, "bytes")
-        flag("partial", self.partial)
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise BadGeometry(f"engine {self.engine_id!r}", "two groups have the same name")
@@ -196,8 +189,7 @@ class MemoryRegion:
     length: int
 
     def __post_init__(self) -> None:
-        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
-        coerce_integers(self, ("device", "base", "length"))
+        check_fields(self)
         if self.base < 0 or self.length < 1 or self.base + self.length >= ADDRESS_LIMIT or self.device < 0:
             raise BadGeometry("memory region", f"{self.length} bytes at {self.base:#x}, device {self.device}")
 

@@ -140,16 +140,14 @@ def _asked(one: Plane, other: Plane, byte: int) -> str:
 
 
 def _box(plane: Plane, group: Group) -> _Box:
-    axes = (
-        # Blocks past the group's own are never written.
-        (plane.block_stride, min(plane.num_blocks, group.num_blocks)),
-        (plane.page_stride, plane.pages),
-        (plane.unit_stride, len(plane.units)),
-        (plane.token_stride, plane.page_tokens),
-    )
+    # Blocks past the group's own are never written.
+    axes = [
+        (stride, min(count, group.num_blocks) if name == "block_stride" else count)
+        for stride, count, name in plane.axes
+        if name != "block_stride" or group.num_blocks > 1
+    ]
     pool = ("pool", group.pool) if group.pool else ("group", group.name)
-    counted = sorted(((stride, count) for stride, count in axes if count > 1), reverse=True)
-    return _Box(plane, pool, plane.base, plane.state_bytes, tuple(counted))
+    return _Box(plane, pool, plane.base, plane.state_bytes, tuple(axes))
 
 
 def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from operator import attrgetter
 
-from kvferry._arguments import coerce_integers, flag, instance, integer, showable, text
+from kvferry._arguments import check_fields, integer, showable, text
 from kvferry.errors import BadGeometry
 
 ADDRESS_LIMIT = 1 << 63
@@ -38,7 +38,7 @@ class Interval:
     end: int
 
     def __post_init__(self) -> None:
-        coerce_integers(self, ("begin", "end"))
+        check_fields(self)
         if not 0 <= self.begin < self.end:
             raise BadGeometry("interval", f"[{self.begin}, {self.end}) is empty or negative")
 
@@ -63,7 +63,7 @@ class TokenShard:
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        coerce_integers(self, ("index", "count", "interleave"))
+        check_fields(self)
         if not (0 <= self.index < self.count and self.interleave >= 1):
             raise BadGeometry("token shard", f"index {self.index} of {self.count}, interleave {self.interleave}")
         if self.count == 1:
@@ -72,22 +72,6 @@ class TokenShard:
 
     def __str__(self) -> str:
         return "all tokens" if self.count == 1 else f"tokens {self.index} of {self.count} by {self.interleave}"
-
-
-_PLANE_INTEGERS = (
-    "device",
-    "base",
-    "num_blocks",
-    "block_stride",
-    "page_tokens",
-    "page_stride",
-    "block_states",
-    "unit_stride",
-    "token_stride",
-    "state_bytes",
-    "axis_size",
-    "token_granule",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +127,9 @@ class Plane:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        for attribute in ("layer", "component", "group", "format", "dtype"):
-            text(attribute, getattr(self, attribute))
-        coerce_integers(self, _PLANE_INTEGERS)
-        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
-        instance("units", self.units, Interval, "an Interval")
-        instance("token_shard", self.token_shard, TokenShard, "a TokenShard")
+        check_fields(self)
         if not isinstance(self.tokens_per_state, Fraction):
             object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
-        flag("units_divide", self.units_divide)
-        flag("optional_cover", self.optional_cover)
-        flag("shared", self.shared)
         problem = self._problem()
         if problem:
             raise BadGeometry(f"plane {self.name}", problem)
@@ -171,8 +147,7 @@ class Plane:
         for assign, value in zip(_ASSIGN, _values(self), strict=True):
             assign(found, value)
         object.__setattr__(found, "layer", text("layer", layer))
-        object.__setattr__(found, "base", base)
-        coerce_integers(found, ("base",))
+        object.__setattr__(found, "base", integer("base", base))
         problem = found._place_problem()
         if problem:
             raise BadGeometry(f"plane {found.name}", problem)
@@ -207,6 +182,17 @@ class Plane:
     def bytes_per_block(self) -> int:
         """Bytes a block holds, without holes."""
         return self.block_states * len(self.units) * self.state_bytes
+
+    @property
+    def axes(self) -> list[tuple[int, int, str]]:
+        """(Stride, count, name of the stride) of every axis of more than one element, the longest stride first."""
+        axes = (
+            (self.token_stride, self.page_tokens, "token_stride"),
+            (self.unit_stride, len(self.units), "unit_stride"),
+            (self.page_stride, self.pages, "page_stride"),
+            (self.block_stride, self.num_blocks, "block_stride"),
+        )
+        return sorted([axis for axis in axes if axis[1] > 1], reverse=True)
 
     def _problem(self) -> str:
         if not 1 <= len(self.component.encode()) <= 64:
@@ -258,18 +244,8 @@ class Plane:
         Sorted by stride, each axis must step over everything that the axes below it span. That is sufficient, and true
         of every layout that is a permuted, padded array.
         """
-        axes = sorted(
-            (stride, count, label)
-            for stride, count, label in (
-                (self.token_stride, self.page_tokens, "token_stride"),
-                (self.unit_stride, len(self.units), "unit_stride"),
-                (self.page_stride, self.pages, "page_stride"),
-                (self.block_stride, self.num_blocks, "block_stride"),
-            )
-            if count > 1
-        )
         span = self.state_bytes
-        for stride, count, label in axes:
+        for stride, count, label in reversed(self.axes):
             if stride < span:
                 return f"{label} {stride} is smaller than the {span} bytes it has to step over"
             span += stride * (count - 1)

@@ -7,9 +7,9 @@
 from kvferry.planner.compatibility import diff as diff
 from kvferry.planner.explain import ReadLine as ReadLine
 from kvferry.planner.explain import explain as explain
-from kvferry.planner.explain_json import to_json as to_json
+from kvferry.planner.explain import to_json as to_json
+from kvferry.planner.explain import to_text as to_text
 from kvferry.planner.explain_svg import to_svg as to_svg
-from kvferry.planner.explain_text import to_text as to_text
 from kvferry.planner.path_choice import Costs as Costs
 from kvferry.planner.path_choice import Path as Path
 from kvferry.planner.path_choice import PathRule as PathRule

@@ -2,7 +2,7 @@
 
 Integrity mode compares what a reader holds with what the source held when it published, unit by unit: the sum of
 (source plane, source block, unit) is that of a string of bytes that says nothing of where it lies: the states of the
-block that are published, in rising order, ``state_bytes`` each. Whoever holds all of them, in whatever layout, shard
+block that are published, in rising order, ``state_bytes`` each. A rank that holds all of them, in any layout, shard
 or block size, comes to the same sum; and since sums are looked up by place, right bytes in a wrong place are found.
 
 The string, padded with zeros to words of 64 bits (little-endian, two's complement), has the sum ::
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.runs import split_runs
+from kvferry.geometry.blocks import split_runs
 
 Words: TypeAlias = npt.NDArray[np.int64]
 Sums: TypeAlias = npt.NDArray[np.uint32]

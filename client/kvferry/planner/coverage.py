@@ -30,7 +30,7 @@ MAX_EFFORT = 1 << 21
 """Steps of dividing one rank's planes among source ranks; some of them take a microsecond. A thousand ranks that hold a
 unit each need half of it."""
 
-MAX_TOLD = 32
+MAX_LISTED = 32
 """Ranks, or intervals of units, that a message lists; of the others it gives the number."""
 
 COMPARED = ("group", "format", "dtype", "state_bytes", "axis_size", "tokens_per_state", "token_granule", "units_divide")
@@ -171,7 +171,9 @@ class Coverer:
                 if plane.optional_cover:
                     uncovered.append(plane.name)
                 else:
-                    mismatches.append(_absent(plane))
+                    problem = f"units {plane.units} are held by no rank of the source, which has no such plane"
+                    units = str(plane.units)
+                    mismatches.append(Mismatch("uncovered", plane.name, "units", "", units, f"{plane.name}: {problem}"))
                 continue
             differing = self._differing(offered, plane)
             if differing:
@@ -230,11 +232,6 @@ class Coverer:
                 offered.holdings, wanted, me, divide=plane.units_divide, striping=self._striping
             )
         return found
-
-
-def _absent(plane: Plane) -> Mismatch:
-    message = f"{plane.name}: units {plane.units} are held by no rank of the source, which has no such plane"
-    return Mismatch("uncovered", plane.name, "units", "", str(plane.units), message)
 
 
 def _too_many_cells(plane: Plane) -> list[Mismatch]:
@@ -303,20 +300,20 @@ def held_in_words(holdings: Iterable[RankHolding]) -> str:
     holders: dict[str, list[str]] = {}
     for holding in holdings:
         holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))
-    told = [
-        f"{what} by rank{'s' if len(ranks) > 1 else ''} {' '.join(ranks[:MAX_TOLD])}"
-        + (f" and {len(ranks) - MAX_TOLD} more" if len(ranks) > MAX_TOLD else "")
-        for what, ranks in islice(holders.items(), MAX_TOLD)
+    parts = [
+        f"{what} by rank{'s' if len(ranks) > 1 else ''} {' '.join(ranks[:MAX_LISTED])}"
+        + (f" and {len(ranks) - MAX_LISTED} more" if len(ranks) > MAX_LISTED else "")
+        for what, ranks in islice(holders.items(), MAX_LISTED)
     ]
-    if len(holders) > MAX_TOLD:
-        told.append(f"and {len(holders) - MAX_TOLD} parts more")
-    return ", ".join(told)
+    if len(holders) > MAX_LISTED:
+        parts.append(f"and {len(holders) - MAX_LISTED} parts more")
+    return ", ".join(parts)
 
 
 def some(intervals: Sequence[Interval]) -> str:
     """The first of them, for people."""
-    more = f" and {len(intervals) - MAX_TOLD} more" if len(intervals) > MAX_TOLD else ""
-    return ", ".join(str(interval) for interval in intervals[:MAX_TOLD]) + more
+    more = f" and {len(intervals) - MAX_LISTED} more" if len(intervals) > MAX_LISTED else ""
+    return ", ".join(str(interval) for interval in intervals[:MAX_LISTED]) + more
 
 
 def _uncovered(plane: Plane, missing: tuple[Interval, ...], held: str) -> Mismatch:

@@ -34,6 +34,11 @@ class MemoryPair:
     destination_kind: MemoryKind
     destination_device: int
 
+    @property
+    def spaces(self) -> tuple[tuple[MemoryKind, int], tuple[MemoryKind, int]]:
+        """Kind and device of the source and of the destination."""
+        return (self.source_kind, self.source_device), (self.destination_kind, self.destination_device)
+
 
 @dataclass(frozen=True, eq=False)
 class RawDescriptors:

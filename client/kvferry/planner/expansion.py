@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.runs import split_runs
+from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import Descriptors, Indices, MemoryPair, PreparedDescriptors, RawDescriptors
 from kvferry.planner.footprint import Footprint
-from kvferry.planner.lane import Lane
-from kvferry.planner.prepared_tables import AnyTables
+from kvferry.planner.lane import Lane, Segment, segments, span
+from kvferry.planner.prepared_tables import Tables
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
-from kvferry.planner.segments import Segment, segments, span
 from kvferry.planner.staged_read import StagedRead, staged_read
 
 RAW_MIN_RUN = 4
@@ -87,7 +86,7 @@ def together(parts: Sequence[Expansion]) -> Expansion:
 
 
 def expand(
-    lanes: tuple[Lane, ...], tables: AnyTables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
+    lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
 ) -> Expansion:
     """The descriptors of what is needed, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
     through staging memory."""
@@ -109,7 +108,7 @@ def expand(
 class _Collector:
     """Gathers what a request reads, by source rank and list."""
 
-    def __init__(self, tables: AnyTables) -> None:
+    def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._raw: dict[tuple[int, MemoryPair], list[tuple[Int64s, Int64s, Int64s]]] = {}
         self._prepared: dict[tuple[int, int], list[tuple[Indices, Indices]]] = {}

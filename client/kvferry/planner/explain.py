@@ -1,4 +1,4 @@
-"""A read plan in words: who reads what from whom, how much, and in how many descriptors.
+"""A read plan in words, as plain values or as text: who reads what from whom, how much, in how many descriptors.
 
 A `ReadLine` gathers the plane reads of one destination rank that differ only in layer and component. Bytes are averaged
 over all tokens of a request, so that they add up: a stripe of a quarter of the blocks counts a quarter.
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,9 @@ from kvferry.geometry.plane import Interval, TokenShard
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.line_rule import Stripe
-from kvferry.planner.path_choice import Path
+from kvferry.planner.path_choice import Path, work_of
 from kvferry.planner.plan import ReadPlan
-from kvferry.planner.prepared_tables import RECURRING_LIMIT, sample
+from kvferry.planner.prepared_tables import RECURRING_LIMIT
 
 PIECES = 1 << 16
 """How many pieces, in all lines of a plan together, an estimate looks at."""
@@ -122,8 +123,10 @@ def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> 
             share = Fraction(lane.stripe.end - lane.stripe.begin, lane.stripe.of)
             both = _common(lane.source.shard, lane.destination.shard)
             per_token += cells / lane.tokens_per_state * both * share
-        made, left = _per_block(lane, path, most)
-        piece_count, descriptor_count = piece_count + made, descriptor_count + left
+        work = work_of(lane, most)
+        left = work.descriptors if path is Path.DIRECT else work.source_blocks * len(lane.extents)
+        piece_count += -(-work.runs * work.step // work.states)
+        descriptor_count += -(-left * work.step // work.states)
         merges = merges and _merges(lane, path)
     return float(per_token), per_request, piece_count, descriptor_count, merges
 
@@ -141,23 +144,6 @@ def _common(a: TokenShard, b: TokenShard) -> Fraction:
 def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
     held = np.arange(shard.index * shard.interleave, (shard.index + 1) * shard.interleave, dtype=np.int64)
     return np.bincount(held % modulus, minlength=modulus)
-
-
-def _per_block(lane: Lane, path: Path, most: int) -> tuple[int, int]:
-    """Return the pieces and descriptors of one block of the destination: the mean over at most `most` pieces, rounded
-    up."""
-    if lane.group.kind is GroupKind.STATE:
-        rows = lane.rows(lane.whole_block)
-        return rows.unfused, len(rows) if path is Path.DIRECT else len(lane.extents)
-    end, step = sample(lane, most), lane.line.destination_step
-    pieces = lane.line.pieces(0, end)
-    found = [(lane.rows(alike.cut), len(alike.source_block)) for alike in pieces]
-    made = sum(rows.unfused * count for rows, count in found)
-    if path is Path.STAGED:
-        left = len(lane.extents) * len(np.unique(np.concatenate([alike.source_block for alike in pieces])))
-    else:
-        left = sum(len(rows) * count for rows, count in found)
-    return -(-made * step // end), -(-left * step // end)
 
 
 def _merges(lane: Lane, path: Path) -> bool:
@@ -196,7 +182,7 @@ def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
     steps = {after - before for before, after in pairwise(places)}
     if len(places) > 2 and len(steps) == 1 and steps != {1}:
         return f"{places[0]}-{places[-1]} by {steps.pop()}"
-    return ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges(places))
+    return ranges_text(places)
 
 
 def bytes_text(per_token: float, per_request: int) -> str:
@@ -231,3 +217,157 @@ def ranges(numbers: Iterable[int]) -> list[list[int]]:
         else:
             found.append([number, number + 1])
     return found
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Return numbers as ``0-3, 6``: ranges with both ends included."""
+    return ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges(numbers))
+
+
+def to_json(plans: Sequence[ReadPlan]) -> dict[str, Any]:
+    """Return the plans of one pair of engines as plain values, whose shape is kept stable.
+
+    ``layers`` of a read are half-open ranges of indices into the top-level ``layers``; a read without ``stripe`` reads
+    all blocks.
+    """
+    order = layer_order(plans)
+    explained = [explain(plan) for plan in plans]
+    return {
+        "source": plans[0].source.engine_id if plans else "",
+        "destination": plans[0].destination.engine_id if plans else "",
+        "layers": list(order),
+        "ranks": [
+            {
+                **_rank_json(lines.rank, lines.labels),
+                "reads": [_read_json(line, order) for line in lines.reads],
+                "uncovered": list(lines.uncovered),
+            }
+            for lines in explained
+        ],
+        "totals": totals(plans, explained),
+    }
+
+
+def _rank_json(rank: int, labels: Mapping[str, int]) -> dict[str, int]:
+    return {"rank": rank, **labels, "tp_rank": labels.get("tp_rank", rank), "pp_rank": labels.get("pp_rank", 0)}
+
+
+def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "source": _rank_json(line.source_rank, line.source_labels),
+        "group": line.group,
+        "layers": ranges(order[layer] for layer in line.layers),
+        "units": [line.units.begin, line.units.end],
+        "components": list(line.components),
+        "tokens": {"index": line.tokens.index, "count": line.tokens.count, "interleave": line.tokens.interleave},
+        "bytes_per_token": _number(line.bytes_per_token),
+        "bytes_per_request": line.bytes_per_request,
+        "pieces_per_block": line.pieces_per_block,
+        "descriptors_per_block": line.descriptors_per_block,
+        "runs_merge": line.runs_merge,
+        "path": line.path,
+        "path_reason": line.reason,
+    }
+    if not line.stripe.whole:
+        found["stripe"] = {"begin": line.stripe.begin, "end": line.stripe.end, "of": line.stripe.of}
+    return found
+
+
+def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[str, Any]:
+    """Return the sums over all reads of all ranks."""
+    reads = [line for lines in explained for line in lines.reads]
+    loads = source_loads(plans[0].source, explained) if plans else {}
+    return {
+        "reads": len(reads),
+        "bytes_per_token": _number(sum(line.bytes_per_token for line in reads)),
+        "bytes_per_request": sum(line.bytes_per_request for line in reads),
+        "pieces_per_block": sum(line.pieces_per_block for line in reads),
+        "descriptors_per_block": sum(line.descriptors_per_block for line in reads),
+        "source_ranks": [
+            {**_rank_json(rank.rank, rank.labels), "share": round(loads[rank.rank], 6)}
+            for rank in (plans[0].source.ranks if plans else ())
+        ],
+        "imbalance": round(max(loads.values(), default=0.0) * len(loads), 6),
+    }
+
+
+def _number(value: float) -> float | int:
+    """Round to six places; whole numbers become integers."""
+    return int(value) if value == int(value) else round(value, 6)
+
+
+def to_text(plans: Sequence[ReadPlan]) -> str:
+    """Return the plans of a pair of engines as text: a numbered line for each read, totals, and why each path."""
+    if not plans:
+        return "no rank to plan for"
+    order = layer_order(plans)
+    explained = [explain(plan) for plan in plans]
+    reads = [line for lines in explained for line in lines.reads]
+    numbers = {id(line): number for number, line in enumerate(reads, 1)}
+    rows: list[tuple[str, ...]] = [
+        (
+            *("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks"),
+            *("bytes", "descriptors/block", "path"),
+        )
+    ]
+    for lines in explained:
+        name = rank_name(lines.rank, lines.labels)
+        for line in lines.reads:
+            rows.append((str(numbers[id(line)]), name, *_cells(line, order)))
+            name = ""
+        if not lines.reads:
+            rows.append(("", name, "nothing", *[""] * 9))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    sums = totals(plans, explained)
+    text.append("")
+    text.append(f"total        {sums['reads']} reads, {bytes_text(sums['bytes_per_token'], sums['bytes_per_request'])}")
+    text.append(
+        f"descriptors  {sums['descriptors_per_block']} per block after fusing, {sums['pieces_per_block']} before; "
+        f"{_merging(explained)}"
+    )
+    text.append(f"imbalance    the busiest source rank serves {sums['imbalance']:.2f} times the mean")
+    text.extend(_paths(reads))
+    for lines in explained:
+        for plane in lines.uncovered:
+            name = rank_name(lines.rank, lines.labels)
+            text.append(f"uncovered    {name}: the source has no {plane}, which may stay uncovered")
+    return "\n".join(text)
+
+
+def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
+    descriptors = str(line.descriptors_per_block)
+    if line.pieces_per_block != line.descriptors_per_block:
+        descriptors += f" (of {line.pieces_per_block} pieces)"
+    return (
+        rank_name(line.source_rank, line.source_labels),
+        line.group,
+        layer_ranges(line, order),
+        " ".join(line.components),
+        str(line.units),
+        "all" if line.tokens.count == 1 else f"{line.tokens.index}/{line.tokens.count} by {line.tokens.interleave}",
+        "all" if line.stripe.whole else str(line.stripe),
+        bytes_text(line.bytes_per_token, line.bytes_per_request),
+        descriptors,
+        line.path,
+    )
+
+
+def _paths(reads: Iterable[ReadLine]) -> list[str]:
+    """Return why each path was chosen, with the numbers of the reads that take it."""
+    chosen: dict[tuple[str, str], list[int]] = {}
+    for number, line in enumerate(reads, 1):
+        for reason in line.reason.split("; "):
+            chosen.setdefault((line.path, reason), []).append(number)
+    text = []
+    for (path, reason), numbers in chosen.items():
+        subject = f"read {numbers[0]} is" if len(numbers) == 1 else f"reads {ranges_text(numbers)} are"
+        text.append(f"path         {subject} {path}: {reason}")
+    return text
+
+
+def _merging(explained: Iterable[RankLines]) -> str:
+    merging = {line.runs_merge for lines in explained for line in lines.reads}
+    if merging == {True}:
+        return "consecutive blocks merge"
+    return "consecutive blocks do not merge" if merging == {False} else "consecutive blocks merge in some reads"

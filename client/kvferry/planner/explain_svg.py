@@ -128,9 +128,9 @@ def _cell(x: int, y: int, reads: Sequence[ReadLine], share: float, order: dict[s
     # White text on the dark half.
     ink = "#ffffff" if _lightness(share) < 62 else "#10243e"
     tooltip = "\n".join([f"{100 * share:.0f} % of this rank's bytes", *(_full(line, order) for line in reads)])
-    lines = _one(reads[0], order) if len(reads) == 1 else _several(reads, order)
     body = "".join(
-        _text(x + 6, y + 16 + i * LINE_HEIGHT, _cut(text), fill=ink, size=10) for i, text in enumerate(lines)
+        _text(x + 6, y + 16 + i * LINE_HEIGHT, _cut(text), fill=ink, size=10)
+        for i, text in enumerate(_lines(reads, order))
     )
     return (
         f"<g><title>{escape(tooltip)}</title>"
@@ -138,26 +138,16 @@ def _cell(x: int, y: int, reads: Sequence[ReadLine], share: float, order: dict[s
     )
 
 
-def _one(line: ReadLine, order: dict[str, int]) -> list[str]:
-    """Return the lines of a cell with one read."""
-    part = _part(line)
-    return [
-        f"units {line.units}",
-        f"layers {layer_ranges(line, order)}",
-        *([part] if part else []),
-        f"{bytes_text(line.bytes_per_token, line.bytes_per_request)}, {line.path}",
-    ]
-
-
-def _several(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
-    """Return the lines of a cell with several reads: some of the reads, and the bytes of all."""
+def _lines(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
+    """Return the lines of a cell: its read, or some of several, and the bytes of all."""
+    first, per_token = reads[0], sum(line.bytes_per_token for line in reads)
+    per_request = sum(line.bytes_per_request for line in reads)
+    if len(reads) == 1:
+        texts = [f"units {first.units}", f"layers {layer_ranges(first, order)}", *filter(None, [_part(first)])]
+        return [*texts, f"{bytes_text(per_token, per_request)}, {first.path}"]
     texts = [" ".join([str(line.units), f"layers {layer_ranges(line, order)}", _part(line)]) for line in reads]
     if len(texts) > MAX_LINES - 1:
         texts = [*texts[: MAX_LINES - 2], f"and {len(texts) - MAX_LINES + 2} more reads"]
-    per_token, per_request = (
-        sum(line.bytes_per_token for line in reads),
-        sum(line.bytes_per_request for line in reads),
-    )
     sums = bytes_text(per_token, 0 if per_token else per_request) + (" + states" if per_token and per_request else "")
     return [*texts, f"{sums}, {' or '.join(sorted({line.path for line in reads}))}"]
 
@@ -165,15 +155,14 @@ def _several(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
 def _part(line: ReadLine) -> str:
     """Return which blocks or tokens are read, if not all of them."""
     if not line.stripe.whole:
-        return f"blocks [{line.stripe.begin}, {line.stripe.end}) of {line.stripe.of}"
+        return f"blocks {line.stripe}"
     return f"tokens {line.tokens.index}/{line.tokens.count}" if line.tokens.count > 1 else ""
 
 
 def _full(line: ReadLine, order: dict[str, int]) -> str:
-    blocks = f"blocks [{line.stripe.begin}, {line.stripe.end}) of {line.stripe.of}"
     return (
         f"{line.group}: {' '.join(line.components)}, units {line.units}, layers {layer_ranges(line, order)}, "
-        f"{line.tokens}, {'all blocks' if line.stripe.whole else blocks}, "
+        f"{line.tokens}, {'all blocks' if line.stripe.whole else f'blocks {line.stripe}'}, "
         f"{bytes_text(line.bytes_per_token, line.bytes_per_request)}, {line.path}: {line.reason}"
     )
 

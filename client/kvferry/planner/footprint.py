@@ -61,8 +61,9 @@ class BlockMap:
             for side, plane in ((source, read.source), (destination, read.destination)):
                 space = (plane.memory_kind, plane.device)
                 side.setdefault((read.destination.group, space), {})[plane.name] = plane
-        self.source = {key: layers_of(planes.values()) for key, planes in source.items()}
-        self.destination = {key: layers_of(planes.values()) for key, planes in destination.items()}
+        self.source, self.destination = (
+            {key: layers_of(planes.values()) for key, planes in side.items()} for side in (source, destination)
+        )
         self._groups = sorted({read.destination.group for read in reads})
         self.layers = sum(
             len(theirs) * len(mine)
@@ -76,16 +77,14 @@ class BlockMap:
         """Whose blocks the rows of a table are. Kept for as long as the plan, as its tables are."""
         known = self._tables.get(table)
         if known is None:
-            memory = table.memory
-            source_space = (memory.source_kind, memory.source_device)
-            destination_space = (memory.destination_kind, memory.destination_device)
+            theirs, mine = table.memory.spaces
             known = self._tables[table] = _TableMap(
                 _Entries.of(table.source, table.source_first),
                 _Entries.of(table.destination, table.destination_first),
                 {
                     group: (
-                        _rows_of(self.source.get((group, source_space), ()), table.source),
-                        _rows_of(self.destination.get((group, destination_space), ()), table.destination),
+                        _rows_of(self.source.get((group, theirs), ()), table.source),
+                        _rows_of(self.destination.get((group, mine), ()), table.destination),
                     )
                     for group in self._groups
                 },
@@ -206,34 +205,17 @@ class _Places:
         return np.less(here, there + other.block_tokens) & np.less(there, here + self.block_tokens)
 
 
-class RequestPlaces:
-    """The blocks of one request on both sides, by group. All its footprints use the same one.
-
-    Args:
-        source_groups, groups: of both engines, by name.
-        needed: the blocks that are moved, by group.
-    """
-
-    def __init__(
-        self, source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, GroupRequest]
-    ) -> None:
-        self.by_group = {
-            name: (_places(wanted.source, source_groups[name]), _places(wanted.destination, groups[name]))
-            for name, wanted in needed.items()
-        }
-
-
 class Footprint:
     """The blocks of one request that are read from one rank. Immutable, so thread-safe.
 
     Args:
         block_map: of the plan, for that rank.
-        places: the request's.
+        places: the request's, see `places_of`.
     """
 
-    def __init__(self, block_map: BlockMap, places: RequestPlaces) -> None:
+    def __init__(self, block_map: BlockMap, places: Mapping[str, tuple[_Places, _Places]]) -> None:
         self._map = block_map
-        self._places = places.by_group
+        self._places = places
 
     def effort(self, descriptors: Descriptors) -> int:
         """How much work `check` is: about the number of descriptors that it looks up (`AT_ONCE`)."""
@@ -252,22 +234,15 @@ class Footprint:
             self._check_raw(descriptors)
 
     def _check_raw(self, raw: RawDescriptors) -> None:
-        spaces = (
-            (raw.memory.source_kind, raw.memory.source_device),
-            (
-                raw.memory.destination_kind,
-                raw.memory.destination_device,
-            ),
-        )
-        left = raw
+        left, (theirs, mine) = raw, raw.memory.spaces
         while True:
-            left = _at(left, self._unknown(left, *spaces))
+            left = _at(left, self._unknown(left, theirs, mine))
             if not left.count:
                 return
             # A descriptor may span planes that are adjacent on both sides: it is checked piece by piece.
             room = np.minimum(
-                _room(self._map.source, self._places, spaces[0], left.source),
-                _room(self._map.destination, self._places, spaces[1], left.destination),
+                _room(self._map.source, self._places, theirs, left.source),
+                _room(self._map.destination, self._places, mine, left.destination),
             )
             left = self._divided(left, room)
 
@@ -372,7 +347,7 @@ class Footprint:
         """Raise `InvalidField` unless both ends of every descriptor lie in source blocks of the request: for reads into
         staging memory. Bytes between the ends may be other blocks', where units or planes are further apart than
         blocks; they are not copied on."""
-        space = (descriptors.memory.source_kind, descriptors.memory.source_device)
+        space, _ = descriptors.memory.spaces
         one = np.ones(descriptors.count, np.uint64)
         for ends in (descriptors.source, descriptors.source + descriptors.length - one):
             wrong = np.arange(descriptors.count, dtype=np.int64)
@@ -395,10 +370,7 @@ def _at(raw: RawDescriptors, chosen: Int64s) -> RawDescriptors:
 
 
 def _room(
-    layers: Mapping[tuple[str, _Space], tuple[Slabs, ...]],
-    groups: Iterable[str],
-    space: _Space,
-    address: Addresses,
+    layers: Mapping[tuple[str, _Space], tuple[Slabs, ...]], groups: Iterable[str], space: _Space, address: Addresses
 ) -> Addresses:
     """Bytes from each address to the end of its slab, of any group; 0 for addresses in no slab."""
     least = np.full(len(address), ADDRESS_LIMIT, np.uint64)
@@ -415,6 +387,16 @@ def _find(places: _Places, slabs: Slabs, address: Addresses, length: Addresses) 
     return inside & known, low, high
 
 
-def _places(blocks: NeededBlocks, group: Group) -> _Places:
-    # A request has one block of state.
-    return _Places(blocks, 1 if group.kind is GroupKind.STATE else group.block_tokens)
+def places_of(
+    source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, GroupRequest]
+) -> dict[str, tuple[_Places, _Places]]:
+    """The blocks of one request on both sides, by group; all its footprints use the same ones."""
+
+    def of(blocks: NeededBlocks, group: Group) -> _Places:
+        # A request has one block of state.
+        return _Places(blocks, 1 if group.kind is GroupKind.STATE else group.block_tokens)
+
+    return {
+        name: (of(wanted.source, source_groups[name]), of(wanted.destination, groups[name]))
+        for name, wanted in needed.items()
+    }

@@ -32,6 +32,9 @@ class Stripe:
         """Whether it is all blocks."""
         return self.begin == 0 and self.end == self.of
 
+    def __str__(self) -> str:
+        return f"[{self.begin}, {self.end}) of {self.of}"
+
     def blocks(self, count: int) -> tuple[int, int]:
         """The half-open range of blocks this stripe takes of `count`."""
         return self.begin * count // self.of, self.end * count // self.of

@@ -17,7 +17,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.model import GroupKind
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.lane import Lane
-from kvferry.planner.prepared_tables import sample
+from kvferry.planner.prepared_tables import RECURRING_LIMIT, sample
 from kvferry.planner.rows import Int64s
 from kvferry.planner.token_line import Pieces
 
@@ -90,15 +90,16 @@ class PathChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """The counts by which both paths cost, for the same blocks of a lane."""
+class Work:
+    """The counts by which both paths cost, for the same `states` of a lane, which has `step` in a block of the
+    destination."""
 
-    blocks: float
+    states: int
+    step: int
     bytes: int
     descriptors: int
     runs: int
-    staged_descriptors: int
-    staged_bytes: int
+    source_blocks: int
 
 
 def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
@@ -119,19 +120,21 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
         )
     if rule.path is Path.STAGED:
         return PathChoice(Path.STAGED, "as configured")
-    work = _work(lane)
-    costs = rule.costs
-    direct = work.descriptors * costs.descriptor + work.bytes * costs.byte
+    work = work_of(lane)
+    costs, descriptors = rule.costs, max(1, work.descriptors)
+    staged_descriptors = max(1, work.source_blocks * len(lane.extents))
+    staged_bytes = work.source_blocks * sum(extent.length for extent in lane.extents)
+    direct = descriptors * costs.descriptor + work.bytes * costs.byte
     staged = (
-        work.staged_descriptors * costs.descriptor
-        + work.staged_bytes * costs.staged_byte
+        staged_descriptors * costs.descriptor
+        + staged_bytes * costs.staged_byte
         + work.runs * costs.cell
         + work.bytes * costs.copied_byte
     )
-    pieces = f"{work.bytes // work.descriptors:,} B"
-    rows = f"{work.staged_bytes // work.staged_descriptors:,} B"
+    pieces = f"{work.bytes // descriptors:,} B"
+    rows = f"{staged_bytes // staged_descriptors:,} B"
     # A staged row costs as much as a direct one: unless there are fewer of them, staging is never cheaper.
-    measurable = work.staged_descriptors < work.descriptors
+    measurable = staged_descriptors < descriptors
     if staged < direct:
         share = f"{staged / direct:.2f}"
         reason = f"reading rows of {rows} and permuting them takes {share} of the time of reading pieces of {pieces}"
@@ -142,26 +145,26 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
         path = Path.DIRECT
     else:
         return PathChoice(Path.DIRECT, f"staging would not save descriptors (pieces of {pieces})")
-    return PathChoice(path, reason, direct / work.blocks, staged / work.blocks, measurable)
+    return PathChoice(path, reason, direct * work.step / work.states, staged * work.step / work.states, measurable)
 
 
-def _work(lane: Lane) -> _Work:
-    """The work of a part of a lane that stands for all of it."""
+def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
+    """The work of a part of a lane that stands for all of it, of about `most` pieces at most."""
     found: tuple[Pieces, ...]
     if lane.group.kind is GroupKind.STATE:
-        found, blocks = (Pieces(lane.whole_block, _NOUGHT, _NOUGHT),), 1.0
+        end = 1
+        found, step = (Pieces(lane.whole_block, _NOUGHT, _NOUGHT),), 1
     else:
-        end = sample(lane)
-        found, blocks = lane.line.pieces(0, end), end / lane.line.destination_step
+        end = sample(lane, most)
+        found, step = lane.line.pieces(0, end), lane.line.destination_step
     rows = [(lane.rows(alike.cut), len(alike.source_block)) for alike in found]
-    sources = len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0
-    return _Work(
-        blocks=blocks,
+    return Work(
+        states=end,
+        step=step,
         bytes=max(1, sum(row.total_bytes * count for row, count in rows)),
-        descriptors=max(1, sum(len(row) * count for row, count in rows)),
+        descriptors=sum(len(row) * count for row, count in rows),
         runs=sum(row.unfused * count for row, count in rows),
-        staged_descriptors=max(1, sources * len(lane.extents)),
-        staged_bytes=sources * sum(extent.length for extent in lane.extents),
+        source_blocks=len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0,
     )
 
 

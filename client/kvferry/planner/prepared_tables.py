@@ -6,15 +6,15 @@ into another table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import lru_cache
 
 import numpy as np
 
 from kvferry.geometry.model import GroupKind
 from kvferry.planner.descriptors import Addresses, DescriptorTable, Indices, MemoryPair
-from kvferry.planner.lane import Lane, LaneKey
+from kvferry.planner.lane import ROWS_KEPT, Lane, LaneKey
 from kvferry.planner.rows import Cut, Int64s
 
 TABLE_LIMIT = 1 << 31
@@ -48,57 +48,38 @@ class TableRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LaneTables:
+class Tables:
     """The tables of a plan, and where each lane's recurring cuts stand in them.
 
     Attributes:
         tables: the tables.
-        places: by lane (its index in the plan) and cut.
+        at: returns where the rows of a cut of a lane, by its index in the plan, stand; empty: in no table.
     """
 
     tables: tuple[DescriptorTable, ...]
-    places: Mapping[tuple[int, Cut], tuple[TableRows, ...]]
-
-    def at(self, lane: int, cut: Cut) -> tuple[TableRows, ...]:
-        """Where the rows of a lane's cut stand; empty: in no table."""
-        return self.places.get((lane, cut), ())
+    at: Callable[[int, Cut], tuple[TableRows, ...]]
 
 
-class PartOfTables:
+def part_of_tables(
+    whole_tables: Tables, whole_lanes: Mapping[LaneKey, tuple[int, Lane]], lanes: Sequence[Lane]
+) -> Tables:
     """Where the rows of a part of a plan stand in the tables of the whole plan: the part needs none of its own, which
     NIXL would have to prepare.
 
     Args:
-        whole: the tables.
+        whole_tables: the tables.
         whole_lanes: the lanes of the whole plan, with their indices, by what their reads have in common.
         lanes: the lanes of the part; each has reads of one lane of the whole plan.
-
-    Attributes:
-        tables: the tables of the whole plan.
     """
 
-    def __init__(
-        self, whole: AnyTables, whole_lanes: Mapping[LaneKey, tuple[int, Lane]], lanes: Sequence[Lane]
-    ) -> None:
-        self.tables: tuple[DescriptorTable, ...] = whole.tables
-        self._whole = whole
-        self._whole_lanes = whole_lanes
-        self._lanes = lanes
-        self._places: dict[tuple[int, Cut], tuple[TableRows, ...]] = {}
-
-    def at(self, lane: int, cut: Cut) -> tuple[TableRows, ...]:
-        """See `LaneTables.at`. Looked up when it is needed: most parts read too little for a table."""
-        found = self._places.get((lane, cut))
-        if found is None:
-            found = self._places[lane, cut] = self._found(self._lanes[lane], cut)
-        return found
-
-    def _found(self, lane: Lane, cut: Cut) -> tuple[TableRows, ...]:
-        index, whole_lane = self._whole_lanes[lane.alike]
-        places = self._whole.at(index, cut)
+    # When it is needed: most parts read too little for a table.
+    @lru_cache(ROWS_KEPT)
+    def find(lane: int, cut: Cut) -> tuple[TableRows, ...]:
+        index, whole_lane = whole_lanes[lanes[lane].alike]
+        places = whole_tables.at(index, cut)
         if not places:
             return ()
-        whole, rows = whole_lane.rows(cut), lane.rows(cut)
+        whole, rows = whole_lane.rows(cut), lanes[lane].rows(cut)
         order = np.argsort(whole.source)
         at = order[np.minimum(np.searchsorted(whole.source, rows.source, sorter=order), len(order) - 1)]
         # Rows that the whole plan has fused with rows of other layers stand in no table.
@@ -114,64 +95,45 @@ class PartOfTables:
                 found.append(TableRows(place.table, chosen, place.source[there], place.destination[there]))
         return tuple(found)
 
-
-AnyTables: TypeAlias = "LaneTables | PartOfTables"
-
-
-class _Side:
-    """The rows of one side of a table."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._rows: list[Addresses] = []
-        self._first: list[Int64s] = []
-
-    def add(self, address: Int64s, length: int, device: int, stride: int, count: int) -> Indices:
-        rows = np.empty((len(address), 5), np.uint64)
-        rows[:, 0] = address
-        rows[:, 1:] = (length, device, stride, count)
-        first = self.size + np.arange(len(address), dtype=np.int64) * count
-        self._rows.append(rows)
-        self._first.append(first)
-        self.size += len(address) * count
-        return first.astype(np.int32)
-
-    def build(self) -> tuple[Addresses, Int64s]:
-        return np.concatenate(self._rows), np.concatenate(self._first)
+    return Tables(whole_tables.tables, find)
 
 
 class _Builder:
-    """Builds a table: rows of one source rank, memory pair and length."""
+    """Builds a table: rows of one source rank, memory pair and length. Two of each list: of both sides."""
 
     def __init__(self, memory: MemoryPair, entry_bytes: int) -> None:
-        self.memory = memory
-        self.entry_bytes = entry_bytes
-        self.source, self.destination = _Side(), _Side()
+        self._memory, self._entry_bytes = memory, entry_bytes
+        self._sizes = [0, 0]
+        self._rows: tuple[list[Addresses], list[Addresses]] = ([], [])
+        self._first: tuple[list[Int64s], list[Int64s]] = ([], [])
 
     def room(self, lane: Lane) -> int:
         """How many rows of a lane still fit."""
-        return min(
-            (TABLE_LIMIT - 1 - self.source.size) // lane.source.num_blocks,
-            (TABLE_LIMIT - 1 - self.destination.size) // lane.destination.num_blocks,
-        )
+        source, destination = (TABLE_LIMIT - 1 - size for size in self._sizes)
+        return min(source // lane.source.num_blocks, destination // lane.destination.num_blocks)
 
-    def add(self, lane: Lane, source: Int64s, destination: Int64s) -> tuple[Indices, Indices]:
+    def add(self, lane: Lane, source: Int64s, destination: Int64s) -> list[Indices]:
         """Add rows; returns the flat indices of their blocks 0."""
-        memory, theirs, mine = self.memory, lane.source, lane.destination
-        return (
-            self.source.add(source, self.entry_bytes, memory.source_device, theirs.block_stride, theirs.num_blocks),
-            self.destination.add(
-                destination, self.entry_bytes, memory.destination_device, mine.block_stride, mine.num_blocks
-            ),
-        )
+        devices = self._memory.source_device, self._memory.destination_device
+        found = []
+        for side, (address, layout) in enumerate(((source, lane.source), (destination, lane.destination))):
+            rows = np.empty((len(address), 5), np.uint64)
+            rows[:, 0] = address
+            rows[:, 1:] = (self._entry_bytes, devices[side], layout.block_stride, layout.num_blocks)
+            first = self._sizes[side] + np.arange(len(address), dtype=np.int64) * layout.num_blocks
+            self._rows[side].append(rows)
+            self._first[side].append(first)
+            self._sizes[side] += len(address) * layout.num_blocks
+            found.append(first.astype(np.int32))
+        return found
 
     def build(self) -> DescriptorTable:
-        source, source_first = self.source.build()
-        destination, destination_first = self.destination.build()
-        return DescriptorTable(self.memory, source, destination, source_first, destination_first, self.entry_bytes)
+        source, destination = map(np.concatenate, self._rows)
+        source_first, destination_first = map(np.concatenate, self._first)
+        return DescriptorTable(self._memory, source, destination, source_first, destination_first, self._entry_bytes)
 
 
-def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> LaneTables:
+def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> Tables:
     """The tables of those lanes whose indices are `direct`; flat indices are checked here, once."""
     builders: list[_Builder] = []
     current: dict[tuple[int, MemoryPair, int], int] = {}
@@ -192,7 +154,7 @@ def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> LaneTable
                     firsts = builder.add(lane, rows.source[fitting], rows.destination[fitting])
                     found.append(TableRows(current[key], fitting, *firsts))
             places[index, cut] = tuple(found)
-    return LaneTables(tuple(builder.build() for builder in builders), places)
+    return Tables(tuple(builder.build() for builder in builders), lambda lane, cut: places.get((lane, cut), ()))
 
 
 def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:

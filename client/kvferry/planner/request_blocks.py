@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry._arguments import token_range
 from kvferry.errors import BlocksShort, InvalidField
-from kvferry.geometry.blocks import AnyIds, BlockIds, Blocks, check_ids, check_unique
+from kvferry.geometry.blocks import AnyIds, Blocks, check_ids, check_unique
 from kvferry.geometry.model import Group, GroupKind
 
 TOKEN_LIMIT = 1 << 40
@@ -121,10 +120,7 @@ def written(
     """
     asked = token_range(tokens)
     by_name = {group.name: group for group in groups}
-    unknown = sorted(set(destination) - set(by_name))
-    if unknown:
-        expected = f"one of the groups of this engine: {sorted(by_name)}"
-        raise InvalidField("group of the destination blocks", unknown[0], expected)
+    check_groups(by_name.values(), destination)
     found: dict[str, AnyIds] = {}
     pools: dict[tuple[bool, str], list[AnyIds]] = {}
     for name, group in by_name.items():
@@ -146,8 +142,9 @@ def written(
             span = _wanted(group, offered, mine, asked)
             if span is None:
                 continue
-            ids = _holding(group.block_tokens, mine, span.begin, span.end).ids
-            behind = mine.ids[-(-span.end // group.block_tokens) - mine.first_token // group.block_tokens :]
+            begin, _, end, _ = span
+            ids = _holding(group.block_tokens, mine, begin, end).ids
+            behind = mine.ids[-(-end // group.block_tokens) - mine.first_token // group.block_tokens :]
         if source is not None:
             check_ids(name, "destination", ids, group.num_blocks, group.null_block)
             pools.setdefault((bool(group.pool), group.pool or name), []).append(ids)
@@ -181,6 +178,14 @@ def promised(
     return found
 
 
+def check_groups(groups: Iterable[Group], destination: Mapping[str, Blocks]) -> None:
+    """Raise `InvalidField` for blocks of groups that the destination does not have."""
+    known = {group.name for group in groups}
+    if unknown := sorted(set(destination) - known):
+        expected = f"one of the groups of this engine: {sorted(known)}"
+        raise InvalidField("group of the destination blocks", unknown[0], expected)
+
+
 def missing(group: str) -> InvalidField:
     """Return the error for a group that has no blocks to read into."""
     return InvalidField(f"group {group!r} of the destination blocks", None, "Blocks to read this group into")
@@ -207,7 +212,8 @@ def _state(group: Group, theirs: Blocks, mine: Blocks) -> GroupRequest:
             raise InvalidField(f"number of {side} blocks of state group {group.name!r}", len(blocks.ids), "1")
     if theirs.state_token != mine.state_token:
         raise BlocksShort(group.name, "source", f"a state at token {mine.state_token}", f"one at {theirs.state_token}")
-    return GroupRequest(0, 1, 0, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
+    source, destination = (NeededBlocks(blocks.ids.astype(np.int64), 0) for blocks in (theirs, mine))
+    return GroupRequest(0, 1, 0, 0, source, destination)
 
 
 def _tokens(
@@ -221,32 +227,19 @@ def _tokens(
     span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
     if span is None:
         return None
-    begin = span.begin
-    if begin < span.required and not _has_block(source_group, theirs, begin):
-        begin = span.required
-    if begin >= span.end:
+    begin, required, end, floor = span
+    if begin < required and not _has_block(source_group, theirs, begin):
+        begin = required
+    if begin >= end:
         return None
-    return GroupRequest(
-        begin,
-        span.end,
-        span.required,
-        span.floor,
-        _holding(source_group.block_tokens, theirs, begin, span.end),
-        _holding(group.block_tokens, mine, begin, span.end),
-    )
+    source = _holding(source_group.block_tokens, theirs, begin, end)
+    return GroupRequest(begin, end, required, floor, source, _holding(group.block_tokens, mine, begin, end))
 
 
-class _Wanted(NamedTuple):
-    """Tokens ``[begin, end)`` are moved, those from `required` on in any case, and none before `floor` is written."""
-
-    begin: int
-    required: int
-    end: int
-    floor: int
-
-
-def _wanted(group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[int, int] | None) -> _Wanted | None:
-    """Which tokens are moved; None: nothing is."""
+def _wanted(
+    group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[int, int] | None
+) -> tuple[int, int, int, int] | None:
+    """Which tokens are moved: `begin`, `required`, `end` and `floor` of a `GroupRequest`; None: nothing is."""
     room = _span(group, "destination", mine)
     floor = mine.first_token
     if asked is not None:
@@ -266,7 +259,7 @@ def _wanted(group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[i
     for side, held in (("source", offered), ("destination", room)):
         if required < held[0] or end > held[1]:
             raise BlocksShort(group.name, side, f"tokens [{required}, {end})", f"tokens [{held[0]}, {held[1]})")
-    return _Wanted(begin, required, end, floor)
+    return begin, required, end, floor
 
 
 def _has_block(group: Group, blocks: Blocks, token: int) -> bool:
@@ -279,11 +272,7 @@ def _holding(block_tokens: int, blocks: Blocks, begin: int, end: int) -> NeededB
     """The blocks that hold tokens ``[begin, end)``."""
     first, last = begin // block_tokens, -(-end // block_tokens)
     skipped = blocks.first_token // block_tokens
-    return NeededBlocks(_widened(blocks.ids[first - skipped : last - skipped]), first)
-
-
-def _widened(ids: BlockIds) -> npt.NDArray[np.int64]:
-    return ids.astype(np.int64)
+    return NeededBlocks(blocks.ids[first - skipped : last - skipped].astype(np.int64), first)
 
 
 def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:

@@ -129,14 +129,8 @@ class _Slab:
         begin, end = plane.extent
         if plane.num_blocks == 1:
             return cls(begin, end, end - begin, 1, end - begin, ())
-        axes = (
-            (plane.page_stride, plane.pages),
-            (plane.unit_stride, len(plane.units)),
-            (plane.token_stride, plane.page_tokens),
-        )
-        cycles = sorted(
-            ((step, count) for step, count in axes if count > 1 and step > plane.block_stride), reverse=True
-        )
+        # Of equal strides `Plane` allows one only.
+        cycles = [(step, count) for step, count, _ in plane.axes if step > plane.block_stride]
         window = plane.block_extent - sum(step * (count - 1) for step, count in cycles)
         return cls(begin, end, plane.block_stride, plane.num_blocks, window, tuple(cycles))
 

@@ -12,15 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.geometry.runs import split_runs
+from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import MemoryPair, RawDescriptors
-from kvferry.planner.lane import Lane
-from kvferry.planner.rows import AlikePlanes, Cut, Int64s, RowExtent
-from kvferry.planner.segments import Segment
-
-Places = npt.NDArray[np.int64]
+from kvferry.planner.lane import Lane, Segment
+from kvferry.planner.rows import Cut, Int64s, RowExtent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +35,7 @@ class Copy:
 
     source: int
     source_stride: int
-    places: Places
+    places: Int64s
     destination: int
     destination_stride: int
     ids: Int64s
@@ -52,7 +48,7 @@ class StagedPiece:
     """The same cut of many blocks: `places` are indices into `StagedRead.blocks`, rising."""
 
     cut: Cut
-    places: Places
+    places: Int64s
     destination: Int64s
 
 
@@ -73,7 +69,8 @@ class StagedRead:
     @property
     def total_bytes(self) -> int:
         """Bytes that reach the destination's blocks."""
-        return sum(_state_bytes(self.lane.planes) * piece.cut.count * len(piece.places) for piece in self.pieces)
+        cells = sum(len(read.units) * read.source.state_bytes for read in self.lane.reads)
+        return sum(cells * piece.cut.count * len(piece.places) for piece in self.pieces)
 
     @property
     def count(self) -> int:
@@ -209,11 +206,7 @@ def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:
     return StagedRead(lane, blocks, tuple(pieces))
 
 
-def _state_bytes(planes: Sequence[AlikePlanes]) -> int:
-    return sum(members.units * members.state_bytes * len(members.source_base) for members in planes)
-
-
-def _within(places: Places, rows: _Rows) -> range:
+def _within(places: Int64s, rows: _Rows) -> range:
     """Which of the rising places lie in the blocks of `rows`."""
     begin, end = np.searchsorted(places, (rows.first, rows.end))
     return range(int(begin), int(end))

@@ -9,7 +9,7 @@ The design, of which `kvferry.planner.checksum` has the sum itself:
   publish, and sends the sums to the home in pages. The publish announces the sums, and a rank's last page is marked as
   the last, so a reader knows which sums to wait for.
 - The home keeps them with the publication, within a limit, until it is released. A home that restarts has lost them,
-  and nobody sends them again: what they would have verified counts as unverified.
+  and they are not sent again: what they would have verified counts as unverified.
 - A reader, once all bytes have arrived and before the read counts, asks for the sums of the blocks that it holds whole,
   sums its own memory, and compares. Blocks that have no sum, were read in part (a prefix was there already, or tokens
   are sharded differently) or were left out by sampling count as unverified: neither an error nor a success.
@@ -32,10 +32,9 @@ from kvferry.geometry.blocks import AnyIds, Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
 from kvferry.planner.checksum import sampled
-from kvferry.planner.lane import Lane
+from kvferry.planner.lane import Lane, span
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
-from kvferry.planner.segments import span
 from kvferry.planner.token_line import StateLayout
 
 STATES_AT_ONCE = 1 << 18
@@ -176,14 +175,25 @@ def held_blocks(
         granted: the blocks as published.
         publication, share: see `sampled`.
     """
-    source = lane.source
+    source, destination, per_block = lane.source, lane.destination, lane.source.held_per_block
     published = published_states(source, lane.reads[0].source, source_group, granted)
     moved = _moved(lane, needed)
-    per_block = source.held_per_block
-    places = np.arange(moved[0] // per_block, -(-moved[1] // per_block), dtype=np.int64)
+    all_places = np.arange(moved[0] // per_block, -(-moved[1] // per_block), dtype=np.int64)
     at_once = max(1, STATES_AT_ONCE // per_block)
-    for first in range(0, len(places), at_once):
-        yield _held(lane, needed, places[first : first + at_once], moved, published, publication, share)
+    for first in range(0, len(all_places), at_once):
+        places = all_places[first : first + at_once]
+        index = places[:, None] * per_block + np.arange(per_block, dtype=np.int64)
+        summed = (index >= published[0]) & (index < published[1])
+        got = (index >= moved[0]) & (index < moved[1])
+        there = index
+        if not lane.line.same_tokens:
+            states = _held_states(source, index)
+            got &= destination.holds(states)
+            there = destination.held_indices(states)
+        chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, places, share)
+        others = int(np.count_nonzero(got.any(axis=1) & ~chosen))
+        of = (places[chosen], there[chosen], summed[chosen])
+        yield HeldBlocks(tuple(_alike(*of, lane, needed)) if bool(chosen.any()) else (), others)
 
 
 def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
@@ -195,32 +205,6 @@ def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     if lane.line.same_tokens:
         return begin, end
     return lane.source.held_before(begin), lane.source.held_before(end)
-
-
-def _held(
-    lane: Lane,
-    needed: GroupRequest,
-    places: Int64s,
-    moved: tuple[int, int],
-    published: tuple[int, int],
-    publication: int,
-    share: float,
-) -> HeldBlocks:
-    source, destination = lane.source, lane.destination
-    index = places[:, None] * source.held_per_block + np.arange(source.held_per_block, dtype=np.int64)
-    summed = (index >= published[0]) & (index < published[1])
-    got = (index >= moved[0]) & (index < moved[1])
-    there = index
-    if not lane.line.same_tokens:
-        states = _held_states(source, index)
-        got &= destination.holds(states)
-        there = destination.held_indices(states)
-    touched = got.any(axis=1)
-    chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, places, share)
-    others = int(np.count_nonzero(touched & ~chosen))
-    if not bool(chosen.any()):
-        return HeldBlocks((), others)
-    return HeldBlocks(tuple(_alike(places[chosen], there[chosen], summed[chosen], lane, needed)), others)
 
 
 def _alike(

@@ -43,7 +43,7 @@ class StateLayout:
         interleave = int(shard.interleave / plane.tokens_per_state) if shard.count > 1 else 1
         return cls(
             block_states=plane.block_states * shard.count,
-            shard=TokenShard(shard.index, shard.count, interleave),
+            shard=shard if interleave == shard.interleave else TokenShard(shard.index, shard.count, interleave),
             block_stride=plane.block_stride,
             num_blocks=group.num_blocks,
         )

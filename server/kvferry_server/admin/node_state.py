@@ -35,43 +35,29 @@ class ListenerLoad:
 
 
 class NodeState(Protocol):
-    """A node server, for the admin listener."""
+    """A node server, for the admin listener. Times are seconds since 1970.
 
-    @property
-    def home(self) -> Home:
-        """Its home."""
+    Attributes:
+        home: its home.
+        worker: its thread for geometries.
+        calls: what is counted of its calls.
+        lag: how late its event loop is.
+        started_at: when it started.
+        memory_limit: bytes of memory that the process may have.
+        addresses: what it listens on.
+        failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
+        settings: its settings that may be shown: durations, in seconds, and limits.
+    """
 
-    @property
-    def worker(self) -> Worker:
-        """Its thread for geometries."""
-
-    @property
-    def calls(self) -> CallCounts:
-        """What is counted of its calls."""
-
-    @property
-    def lag(self) -> LoopLag:
-        """How late its event loop is."""
-
-    @property
-    def started_at(self) -> float:
-        """When it started, in seconds since 1970."""
-
-    @property
-    def memory_limit(self) -> int:
-        """Bytes of memory that the process may have."""
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """What it listens on."""
-
-    @property
-    def failed_handshakes(self) -> Mapping[str, int] | None:
-        """TLS handshakes that failed, by reason; None: nobody counts them."""
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """Its settings that may be shown: durations and limits."""
+    home: Home
+    worker: Worker
+    calls: CallCounts
+    lag: LoopLag
+    started_at: float
+    memory_limit: int
+    addresses: Sequence[str]
+    failed_handshakes: Mapping[str, int] | None
+    settings: Mapping[str, object]
 
     def why_not_ready(self) -> str:
         """Return why it takes no new work; empty if it does."""

@@ -14,8 +14,7 @@ from kvferry._wire.geometry_codec import engine_to_proto, rank_to_proto, region_
 from kvferry._wire.version import OURS_ENCODED, Version, check_together
 from kvferry.errors import Incompatible
 from kvferry.geometry.model import EngineGeometry
-from kvferry.planner.compatibility import diff_indexed
-from kvferry.planner.completeness import check_complete
+from kvferry.planner.compatibility import check_complete, diff_indexed
 from kvferry.planner.coverage import Indexed
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb

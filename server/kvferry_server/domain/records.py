@@ -34,16 +34,10 @@ from kvferry_server.domain.times import Times
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changed:
-    """A publication or a lease on it has changed: the calls of its readers must look again."""
+    """The calls of readers that wait for this must look again: for news of a publication or of a lease on it, or for a
+    publication under a router's key."""
 
-    publication: PublicationRecord
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Awoken:
-    """A read that waits under a router's key must look again."""
-
-    waiting: WaitingRead
+    topic: PublicationRecord | WaitingRead
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +92,7 @@ class Records:
         self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
         self.lease_budget = Budget(limits.leases)
         self.draining = False
-        self.effects: list[Awoken | Changed | Released] = []
+        self.effects: list[Changed | Released] = []
         self._clock = clock
         self._forgot_nothing_from = clock.now() + times.max_ttl
         self._publication_agenda: Agenda[PublicationRecord] = Agenda()
@@ -127,7 +121,7 @@ class Records:
         """Return when to call `advance` next."""
         return min(self._lease_agenda.next_deadline(), self._publication_agenda.next_deadline())
 
-    def take_effects(self) -> list[Awoken | Changed | Released]:
+    def take_effects(self) -> list[Changed | Released]:
         """Return what others must be told about since the last call."""
         effects, self.effects = self.effects, []
         return effects
@@ -300,7 +294,7 @@ class Records:
 
     def wake_waiting(self, book: Book, name: str | None = None) -> None:
         """Note that the reads which wait for this router key must look again; None: for any of the book."""
-        self.effects.extend(Awoken(waiting) for waiting in book.router_keys.who_waits(name))
+        self.effects.extend(Changed(waiting) for waiting in book.router_keys.who_waits(name))
 
     # Ending.
 

@@ -70,7 +70,7 @@ class Routing:
         return asked.of(publication.source, publication.number, self._records.key(publication))
 
     def wait(self, sources: Sequence[EngineRef], asked: RoutedRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Awoken` tells when it must look again.
+        """Note that a read waits, until `end_wait`: `Changed` tells when it must look again.
 
         Raises:
             LimitReached: too many reads of this caller wait for publications of the engine, at each of the sources.

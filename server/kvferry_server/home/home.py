@@ -26,7 +26,7 @@ from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.reads import RevokeReason
-from kvferry_server.domain.records import Awoken, Records, Released
+from kvferry_server.domain.records import Records, Released
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
 from kvferry_server.domain.routing import Routing
@@ -280,10 +280,8 @@ class Home:
             if isinstance(effect, Released):
                 scheduler = Process(effect.publication.source, Role.SCHEDULER)
                 self._push(scheduler, ReleaseEvent(effect.publication))
-            elif isinstance(effect, Awoken):
-                self.wakeups.wake(effect.waiting)
             else:
-                self.wakeups.wake(effect.publication)
+                self.wakeups.wake(effect.topic)
 
     def wake_driver(self) -> None:
         """Wake the loop that acts on deadlines if it would sleep past the next one."""

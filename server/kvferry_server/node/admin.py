@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvferry.errors import InvalidField
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ShownState:
-    """A node server as its admin listener sees it. Belongs to its event loop.
+    """The `NodeState` of a node server. Belongs to its event loop.
 
     Args:
         config: its settings.
@@ -44,13 +43,7 @@ class ShownState:
         certificates: its TLS files; None: it has none.
 
     Attributes:
-        calls: what is counted of its calls.
-        lag: how late its event loop is.
-        started_at: when it started, in seconds since 1970.
-        memory_limit: bytes of memory that the process may have.
-        addresses: what it listens on.
         listeners: its gRPC servers and their guards, as they come.
-        failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
     """
 
     def __init__(
@@ -73,21 +66,16 @@ class ShownState:
         self.listeners: list[tuple[Serving, Guard]] = []
         self.failed_handshakes: Mapping[str, int] | None = None
         self._certificates = certificates
-        self._config = config
+        self.settings: Mapping[str, object] = {
+            **asdict(config.times),
+            "drain": config.drain,
+            "max_calls": config.max_calls,
+            "max_streams": config.max_streams,
+            "max_connections": most_connections,
+        }
         self._relays = relays
         self._most_connections = most_connections
         self._home_runs = home_runs
-
-    @cached_property
-    def settings(self) -> Mapping[str, object]:
-        """Its durations, in seconds, and limits."""
-        return {
-            **asdict(self._config.times),
-            "drain": self._config.drain,
-            "max_calls": self._config.max_calls,
-            "max_streams": self._config.max_streams,
-            "max_connections": self._most_connections,
-        }
 
     def why_not_ready(self) -> str:
         """Return why it takes no new work; empty if it does."""

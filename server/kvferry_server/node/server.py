@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -95,16 +95,12 @@ class NodeServer:
         self._guards: list[Guard] = []
         self._servings: list[Serving] = []
         self._driver: asyncio.Task[None] | None = None
-        self._limiter: asyncio.Task[None] | None = None
         self._policy = Policy()
         self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
-        self._following: asyncio.Task[None] | None = None
         self._listings: Listings | None = None
-        self._listing: asyncio.Task[None] | None = None
         self._unlisting: asyncio.Task[None] | None = None
-        self._lag: asyncio.Task[None] | None = None
-        self._trimming: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._shown: ShownState | None = None
         self._admin: AdminServing | None = None
         self._tracing: Tracing | None = None
@@ -125,7 +121,7 @@ class NodeServer:
             tcp = self._hold()
             certificates = self._certificates
             if certificates is not None:
-                self._following = asyncio.create_task(certificates.run(), name="kvferry-certificates")
+                self._begin(certificates.run(), "certificates")
             self.home = Home(self._clock, self._config.times, self.advertise, Limits(memory=self._config.home_memory))
             self._relays = Relays(
                 self.advertise,
@@ -135,13 +131,11 @@ class NodeServer:
                 content=(lambda: certificates.content) if certificates is not None else None,
                 events=self.home.journal.events,
             )
-            self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
-            trimmer = Trimmer(self._worked_on, lambda: self.home.memory.used)
-            self._trimming = asyncio.create_task(trimmer.run(), name="kvferry-trim")
+            self._driver = self._begin(self.home.run(), "home")
+            self._begin(Trimmer(self._worked_on, lambda: self.home.memory.used).run(), "trim")
             connections = connections_each(self._config.max_connections, len(self._listeners), file_limit())
             if tcp is not None:
-                limiter = ConnectionLimiter(tcp.address.port, connections)
-                self._limiter = asyncio.create_task(limiter.run(), name="kvferry-connections")
+                self._begin(ConnectionLimiter(tcp.address.port, connections).run(), "connections")
             await self._start_admin(self._relays, connections)
             for listener in self._listeners:
                 await self._serve(listener, connections)
@@ -232,10 +226,9 @@ class NodeServer:
             await self._relays.close()
         if self._unlisting is not None:
             await asyncio.wait([self._unlisting])
-        for task in (self._driver, self._limiter, self._following, self._listing, self._lag, self._trimming):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+        for task in self._tasks:
+            task.cancel()
+            await asyncio.wait([task])
         for listener in self._listeners:
             listener.close()
         # Last, so that whoever asks is told of the drain to its end.
@@ -246,13 +239,18 @@ class NodeServer:
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
+    def _begin(self, running: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a task that goes on until `stop`."""
+        self._tasks.append(asyncio.create_task(running, name=f"kvferry-{name}"))
+        return self._tasks[-1]
+
     def _list(self) -> None:
         """Begin to list this server in the directory, if there is one."""
         config = self._config
         if config.directory:
             checked_home(self.advertise)
             self._listings = Listings(open_directory(config.directory), self.home, config.labels, config.directory_ttl)
-            self._listing = asyncio.create_task(self._listings.run(), name="kvferry-listings")
+            self._begin(self._listings.run(), "listings")
 
     async def _unlist(self) -> None:
         listings, self._listings = self._listings, None
@@ -303,7 +301,7 @@ class NodeServer:
         shown.addresses = self.addresses
         shown.failed_handshakes = self._failed_handshakes
         self._shown = shown
-        self._lag = asyncio.create_task(shown.lag.run(), name="kvferry-loop-lag")
+        self._begin(shown.lag.run(), "loop-lag")
         if self._config.admin_address is not None:
             self._admin = AdminServing(self._config, shown)
             self.admin = await self._admin.start()

@@ -71,7 +71,7 @@ def test_the_stream_of_a_lease_that_ends_by_its_time_is_woken() -> None:
     scene.grant()
     scene.records.take_effects()
     scene.wait(scene.times.ttl)
-    woken = [effect.publication for effect in scene.records.take_effects() if isinstance(effect, Changed)]
+    woken = [effect.topic for effect in scene.records.take_effects() if isinstance(effect, Changed)]
     assert publication in woken
 
 

@@ -413,7 +413,8 @@ def at_end(client: socket.socket) -> bool:
 
 
 def test_who_has_the_most_connections_loses_them() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+    # On all addresses: else the system may give its port to a client at another one.
+    with socket.create_server(("", 0)) as listening, ExitStack() as stack:
         port = listening.getsockname()[1]
         keeper = ConnectionLimiter(port, 40)
 

@@ -23,6 +23,7 @@ from tests.support.faults.reports import Job, Seen
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import free_port
 from tests.support.references import without_marks
+from tests.support.waiting import until
 
 MODEL = Model(layers=4, heads=4, head_dim=16, num_blocks=256)
 BLOCKS = 64
@@ -326,6 +327,7 @@ class World:
         **reading: Any,
     ) -> None:
         self._one_sided = one_sided
+        self._times = times
         self.sound = True
         """Whether it works as far as anybody knows; a scenario that fails leaves it otherwise."""
         self._folder = folder
@@ -356,6 +358,9 @@ class World:
         """Start the source engine again, in a new incarnation, under its engine_id."""
         engine_id = self.source.engine_id
         self.source.close()
+        # A home that has just started takes both incarnations, since it cannot tell which is the older, and keeps the
+        # dead one for as long as it may come back.
+        until(lambda: self.home.uptime() > self._times.engine_ttl)
         self.source = self._new_source(engine_id).ready()
 
     def replace_reader(self) -> None:

@@ -57,7 +57,8 @@ def serve(world: World, request: Request) -> None:
 def refused(world: World, request: Request) -> None:
     """A request cannot be read any more."""
     reading = world.reader.read(request, timeout=PATIENT)
-    assert isinstance(reading.outcome(PATIENT).error, (PeerRestarted, *GONE))
+    error = reading.outcome(PATIENT).error
+    assert isinstance(error, (PeerRestarted, *GONE)), repr(error)
     assert reading.wait_quiet(SOON)
 
 

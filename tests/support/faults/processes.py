@@ -155,6 +155,12 @@ class Node(Party):
             listed = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=SOON).engines
         return {summary.engine.engine_id: summary for summary in listed}
 
+    def uptime(self) -> float:
+        """Seconds since its start."""
+        with grpc.insecure_channel(self.address) as channel:
+            info = IntrospectionStub(channel).GetServerInfo(ipb.GetServerInfoRequest(), timeout=SOON)
+        return float(info.uptime.ToTimedelta().total_seconds())
+
     def idle(self) -> bool:
         """Whether it knows of no publication, and of no lease that lives, but a hostile peer's (`tests.soak`)."""
         with grpc.insecure_channel(self.address) as channel:

@@ -3,8 +3,8 @@
     {"engine_id": "prefill", "tp_size": 4, "layout": "HND", "block_size": 16, "num_blocks": 1024,
      "model": {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}}
 
-``docs/geometry.schema.json`` describes every field; ``examples/geometry`` has a file for each kind of engine. A field
-that nobody knows is an error, never ignored. Reading files needs pydantic (``kvferry[plan]`` or ``kvferry[server]``).
+``docs/geometry.schema.json`` describes every field; ``examples/geometry`` has a file for each kind of engine. An
+unknown field is an error, never ignored. Reading files needs pydantic (``kvferry[plan]`` or ``kvferry[server]``).
 
 Addresses are made up but consistent: each rank's planes lie in one allocation, as they would in an engine, so that a
 plan from a file merges what a plan of the running engine merges. `rebase` moves a rank to memory that exists.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.file.fields import MAX_RANKS, GeometryFile
@@ -22,19 +23,13 @@ ALIGNMENT = 4096
 """Every pool of a rank begins at a multiple of this, as engines' allocations do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """What a rank holds of one component of one layer. Along the counted axes of the memory (`AXES`) it has `block`,
-    `page`, `unit` and `token` many; pieces of one `layer`, `tensor` or `component` lie together."""
+    """What a rank holds of one component of one layer. `along` has how many there are along each counted axis of the
+    memory (`AXES`); pieces of one layer, tensor or component, which are named there as well, lie together."""
 
-    layer: str
-    tensor: str
-    component: str
-    block: int
-    page: int
-    unit: int
-    token: int
-    state_bytes: int
+    component: Component
+    along: Mapping[str, Any]
 
 
 _Place = tuple[int, dict[str, int]]
@@ -85,16 +80,13 @@ def _rank(
         # Groups of a pool share its block ids, so block n of one is block n of all: equally long.
         block_bytes = 0
         if len(pool) > 1 and held:
-            alone = [_nest(part.order, list(pieces), _spacing(part))[1] for part, pieces in held]
+            alone = [_nest(part.order, pieces, _spacing(part))[1] for part, pieces in held]
             block_bytes = max(strides["block"] for places in alone for _, strides in places.values())
         pool_bytes = 0
         for part, pieces in held:
-            size, places = _nest(part.order, list(pieces), _spacing(part, block_bytes))
+            size, places = _nest(part.order, pieces, _spacing(part, block_bytes))
             pool_bytes = max(pool_bytes, size)
-            found = [
-                _plane(file, part, component, piece, address, places[piece], tp_rank)
-                for piece, component in pieces.items()
-            ]
+            found = [_plane(file, part, piece, address, places[piece], tp_rank) for piece in pieces]
             if block_bytes:
                 _check_pool(pool, found, address, block_bytes)
             planes += found
@@ -104,7 +96,7 @@ def _rank(
     return RankGeometry(pp_rank * file.tp_size + tp_rank, tuple(planes), labels)
 
 
-def _pieces(part: GroupPart, stages: Sequence[Interval], tp_rank: int, pp_rank: int) -> dict[_Piece, Component]:
+def _pieces(part: GroupPart, stages: Sequence[Interval], tp_rank: int, pp_rank: int) -> list[_Piece]:
     """Return what a rank holds of a group."""
     stage, last = stages[pp_rank], pp_rank == len(stages) - 1
     past_all = max(stage.end for stage in stages)
@@ -114,22 +106,24 @@ def _pieces(part: GroupPart, stages: Sequence[Interval], tp_rank: int, pp_rank: 
             return part.fields.stage == pp_rank
         return stage.begin <= layer < stage.end or (last and layer >= past_all)
 
-    return {
+    return [
         _Piece(
-            layer=part.fields.layer_name.replace("{}", str(layer)),
-            tensor=component.tensor,
-            component=component.name,
-            block=part.group.num_blocks,
-            page=part.pages,
-            unit=len(component.shards[tp_rank]),
-            token=component.page_states,
-            state_bytes=component.state_bytes,
-        ): component
+            component,
+            {
+                "layer": part.fields.layer_name.replace("{}", str(layer)),
+                "tensor": component.tensor,
+                "component": component.name,
+                "block": part.group.num_blocks,
+                "page": part.pages,
+                "unit": len(component.shards[tp_rank]),
+                "token": component.page_states,
+            },
+        )
         for layer in part.layers
         if held(layer)
         for component in part.components
         if component.layers is None or layer in component.layers
-    }
+    ]
 
 
 def _spacing(part: GroupPart, block_bytes: int = 0) -> dict[str, tuple[int, int]]:
@@ -146,25 +140,25 @@ def _nest(
         BadGeometry: pieces that lie side by side inside a counted axis differ in its count.
     """
     if not axes:
-        return pieces[0].state_bytes, {pieces[0]: (0, {})}
+        return pieces[0].component.state_bytes, {pieces[0]: (0, {})}
     axis, rest = axes[0], axes[1:]
     if axis in ("layer", "tensor", "component"):
         size = 0
         places: dict[_Piece, _Place] = {}
         beside: dict[str, list[_Piece]] = {}
         for piece in pieces:
-            beside.setdefault(getattr(piece, axis), []).append(piece)
+            beside.setdefault(piece.along[axis], []).append(piece)
         for members in beside.values():
             more, inner = _nest(rest, members, spacing)
             places.update({piece: (size + offset, strides) for piece, (offset, strides) in inner.items()})
             size += more
         return size, places
     size, inner = _nest(rest, pieces, spacing)
-    counts: dict[int, _Piece] = {getattr(piece, axis): piece for piece in pieces}
+    counts: dict[int, _Piece] = {piece.along[axis]: piece for piece in pieces}
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[:2]
         raise BadGeometry(
-            f"{first.layer}/{first.component} and {second.layer}/{second.component}",
+            " and ".join(f"{piece.along['layer']}/{piece.component.name}" for piece in (first, second)),
             f"they lie side by side inside the {axis} axis, but have {one} and {other} of it; give them different "
             f'"tensor"s, or another "kv" or "order"',
         )
@@ -175,19 +169,11 @@ def _nest(
     }
 
 
-def _plane(
-    file: GeometryFile,
-    part: GroupPart,
-    component: Component,
-    piece: _Piece,
-    address: int,
-    place: _Place,
-    tp_rank: int,
-) -> Plane:
-    said = part.fields.token_shard
+def _plane(file: GeometryFile, part: GroupPart, piece: _Piece, address: int, place: _Place, tp_rank: int) -> Plane:
+    said, component, along = part.fields.token_shard, piece.component, piece.along
     offset, strides = place
     return Plane(
-        layer=piece.layer,
+        layer=along["layer"],
         component=component.name,
         group=part.group.name,
         memory_kind=MemoryKind[file.memory.upper()],
@@ -195,12 +181,12 @@ def _plane(
         base=address + offset,
         num_blocks=part.group.num_blocks,
         block_stride=strides["block"],
-        page_tokens=piece.token,
-        page_stride=strides["page"] if piece.page > 1 else 0,
-        block_states=piece.token * piece.page,
-        unit_stride=strides["unit"] if piece.unit > 1 else 0,
-        token_stride=strides["token"] if piece.token > 1 else 0,
-        state_bytes=piece.state_bytes,
+        page_tokens=component.page_states,
+        page_stride=strides["page"] if part.pages > 1 else 0,
+        block_states=component.page_states * part.pages,
+        unit_stride=strides["unit"] if along["unit"] > 1 else 0,
+        token_stride=strides["token"] if component.page_states > 1 else 0,
+        state_bytes=component.state_bytes,
         units=component.shards[tp_rank],
         token_shard=TokenShard(tp_rank % said.count, said.count, said.interleave),
         **component.plane,

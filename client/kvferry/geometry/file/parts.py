@@ -162,7 +162,7 @@ class GroupPart:
             found.units or (None if state else 1 if mla else group.kv_heads),
             at(path, "units") if state else "model.kv_heads",
         )
-        content = _known(found.content or (1 if state else getattr(group, dim)), f"model.{dim}")
+        content = _known(found.content or (1 if state else getattr(group, dim) or None), f"model.{dim}")
         dtype = found.dtype or group.dtype
         if dtype is None:
             raise InvalidField("model.dtype", MISSING, f"one of {', '.join(DTYPE_BYTES)}")
@@ -228,16 +228,14 @@ def checked_shards(
     if spans is None:
         return None
     if kv_heads is None:
-        raise InvalidField(path, short(spans), "no such field without kv_heads")
+        raise InvalidField(path, short([[span.begin, span.end] for span in spans]), "no such field without kv_heads")
     return intervals(path, spans, tp_size, kv_heads)
 
 
 def intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
     """Return `count` intervals within ``[0, size)``; raises `InvalidField`."""
     if len(spans) != count:
-        raise InvalidField(
-            path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end], one for each rank"
-        )
+        raise InvalidField(path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end]")
     for index, span in enumerate(spans):
         if span.end > size:
             raise InvalidField(f"{path}[{index}]", [span.begin, span.end], f"[begin, end] with end <= {size}")

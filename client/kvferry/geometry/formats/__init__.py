@@ -10,35 +10,19 @@ Layer names are compared verbatim: both engines of a read must use the same.
 
 from __future__ import annotations
 
-from kvferry.geometry.formats.parts import Layers
-from kvferry.geometry.formats.sglang import sglang_mha, sglang_mla
-from kvferry.geometry.formats.trtllm import trtllm_pool
-from kvferry.geometry.formats.vllm_attention import (
-    vllm_attention,
-    vllm_cells,
-    vllm_nvfp4,
-    vllm_tiles,
-    vllm_two_slots,
-)
-from kvferry.geometry.formats.vllm_cpu import vllm_cpu
-from kvferry.geometry.formats.vllm_latent import vllm_indexer, vllm_mla, vllm_mla_fp8_ds, vllm_mla_pages
-from kvferry.geometry.tensors import OPAQUE, PLAIN
-
-__all__ = [
-    "OPAQUE",
-    "PLAIN",
-    "Layers",
-    "sglang_mha",
-    "sglang_mla",
-    "trtllm_pool",
-    "vllm_attention",
-    "vllm_cells",
-    "vllm_cpu",
-    "vllm_indexer",
-    "vllm_mla",
-    "vllm_mla_fp8_ds",
-    "vllm_mla_pages",
-    "vllm_nvfp4",
-    "vllm_tiles",
-    "vllm_two_slots",
-]
+from kvferry.geometry.formats.parts import Layers as Layers
+from kvferry.geometry.formats.pools import sglang_mha as sglang_mha
+from kvferry.geometry.formats.pools import sglang_mla as sglang_mla
+from kvferry.geometry.formats.pools import trtllm_pool as trtllm_pool
+from kvferry.geometry.formats.vllm import vllm_attention as vllm_attention
+from kvferry.geometry.formats.vllm import vllm_cells as vllm_cells
+from kvferry.geometry.formats.vllm import vllm_cpu as vllm_cpu
+from kvferry.geometry.formats.vllm import vllm_indexer as vllm_indexer
+from kvferry.geometry.formats.vllm import vllm_mla as vllm_mla
+from kvferry.geometry.formats.vllm import vllm_mla_fp8_ds as vllm_mla_fp8_ds
+from kvferry.geometry.formats.vllm import vllm_mla_pages as vllm_mla_pages
+from kvferry.geometry.formats.vllm import vllm_nvfp4 as vllm_nvfp4
+from kvferry.geometry.formats.vllm import vllm_tiles as vllm_tiles
+from kvferry.geometry.formats.vllm import vllm_two_slots as vllm_two_slots
+from kvferry.geometry.tensors import OPAQUE as OPAQUE
+from kvferry.geometry.tensors import PLAIN as PLAIN

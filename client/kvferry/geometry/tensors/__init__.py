@@ -13,23 +13,17 @@ Neither torch nor numpy is imported here.
 
 from __future__ import annotations
 
-from kvferry.geometry.tensors.holding import OPAQUE, PLAIN, Holding, Part, heads_held
-from kvferry.geometry.tensors.planes import named_tensors, opaque_planes, planes_of, planes_of_tensor
-from kvferry.geometry.tensors.view import Tensor, TensorView, held, regions_of, view_of
-
-__all__ = [
-    "OPAQUE",
-    "PLAIN",
-    "Holding",
-    "Part",
-    "Tensor",
-    "TensorView",
-    "heads_held",
-    "held",
-    "named_tensors",
-    "opaque_planes",
-    "planes_of",
-    "planes_of_tensor",
-    "regions_of",
-    "view_of",
-]
+from kvferry.geometry.tensors.holding import OPAQUE as OPAQUE
+from kvferry.geometry.tensors.holding import PLAIN as PLAIN
+from kvferry.geometry.tensors.holding import Holding as Holding
+from kvferry.geometry.tensors.holding import Part as Part
+from kvferry.geometry.tensors.holding import heads_held as heads_held
+from kvferry.geometry.tensors.planes import named_tensors as named_tensors
+from kvferry.geometry.tensors.planes import opaque_planes as opaque_planes
+from kvferry.geometry.tensors.planes import planes_of as planes_of
+from kvferry.geometry.tensors.planes import planes_of_tensor as planes_of_tensor
+from kvferry.geometry.tensors.view import Tensor as Tensor
+from kvferry.geometry.tensors.view import TensorView as TensorView
+from kvferry.geometry.tensors.view import held as held
+from kvferry.geometry.tensors.view import regions_of as regions_of
+from kvferry.geometry.tensors.view import view_of as view_of

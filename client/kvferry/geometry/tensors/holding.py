@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvferry._arguments import coerce_integers, flag, instance, integer, text
+from kvferry._arguments import check_fields, instance, integer
 from kvferry.errors import InvalidField
 from kvferry.geometry.plane import Interval, TokenShard
 
@@ -14,7 +14,7 @@ PLAIN = "plain"
 layout, so that engines of different layouts can read from each other."""
 
 OPAQUE = "opaque"
-"""Format of bytes whose order inside a page nobody declared."""
+"""Format of bytes whose order inside a page is not declared."""
 
 ALL_TOKENS = TokenShard()
 
@@ -43,14 +43,7 @@ class Part:
     token_granule: int | None = None
 
     def __post_init__(self) -> None:
-        text("component", self.component)
-        for name in ("kv", "axis_size", "token_granule"):
-            if getattr(self, name) is not None:
-                coerce_integers(self, (name,))
-        for name in ("content", "channels", "units"):
-            _interval(name, getattr(self, name))
-        if self.format is not None:
-            text("format", self.format)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +75,11 @@ class Holding:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        _interval("units", self.units)
-        if self.axis_size is not None:
-            coerce_integers(self, ("axis_size",))
-        coerce_integers(self, ("token_granule",))
-        instance("token_shard", self.token_shard, TokenShard, "a TokenShard")
+        check_fields(self)
         if not isinstance(self.tokens_per_state, Fraction):
             object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
         if self.tokens_per_state <= 0 or self.token_granule < 0:
             raise InvalidField("holding", (self.tokens_per_state, self.token_granule), "positive tokens_per_state")
-        text("format", self.format)
-        if self.dtype is not None:
-            text("dtype", self.dtype)
-        flag("units_divide", self.units_divide)
-        flag("optional_cover", self.optional_cover)
-        flag("shared", self.shared)
-
-
-def _interval(name: str, value: object) -> None:
-    if value is not None:
-        instance(name, value, Interval, "an Interval")
 
 
 def heads_held(heads: range | Interval, total_heads: int | None) -> Holding:

@@ -155,7 +155,7 @@ def opaque_planes(
     page_bytes = view.tail_bytes(block_axis + 1)
     units = holding.units or Interval(0, holding.axis_size or 1)
     states = _block_states(group, holding)
-    # How many pages make a block nobody said, so a block is one page; how many bytes a token has, nobody knows.
+    # The number of pages in a block is not declared, so a block is one page; the bytes of a token are not known.
     state_bytes, rest = divmod(page_bytes, (states or 1) * len(units))
     if rest:
         # A page that does not divide by its tokens is one state that stands for all of them.

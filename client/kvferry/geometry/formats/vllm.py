@@ -1,0 +1,314 @@
+"""vLLM's attention on GPUs and, permuted inside a page by its kernel, on CPUs; its latent attention and indexers, which
+are the same on every rank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from kvferry._arguments import integer, text
+from kvferry.errors import BadGeometry
+from kvferry.geometry.formats.parts import Layers, halves, head_width, latent_parts, with_axes
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
+from kvferry.geometry.tensors import PLAIN, Holding, Part, named_tensors, planes_of_tensor, view_of
+
+
+def vllm_attention(
+    kv_caches: Layers, group: Group, holding: Holding | None = None, key_dim: int | None = None
+) -> tuple[Plane, ...]:
+    """vLLM's attention layers on GPUs, K and V packed side by side in the content of each head and token.
+
+    Args:
+        kv_caches: by layer, ``[blocks, heads, tokens, key_dim + value_dim]`` of any strides: vLLM's layouts LBHNC,
+            LBNHC, LHBNC, BLHNC, BLNHC and BHLNC differ in them alone. Kernel blocks smaller than the group's blocks
+            become pages.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        key_dim: elements of K; None: as many as of V.
+
+    Source: vllm-project/vllm 0.32.0, ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py (logical ``[B, H, N,
+    C]``, strides by `KVCacheLayout`, vllm/v1/kv_cache_layout.py); ``kv_cache.transpose(1, 2).split(head_size, dim=-1)``
+    in vllm/v1/attention/backends/flash_attn.py, ``split(hs, dim=-1)`` in flashinfer.py and triton_attn.py; for V of
+    another size ``triton_reshape_and_cache_flash_diffkv`` in vllm/v1/attention/ops/triton_reshape_and_cache_flash.py.
+    Not for NVFP4 (`vllm_nvfp4`), nor for the CPU's kernel (`vllm_cpu`).
+    """
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = with_axes(layer, tensor, 4)
+        width = view.shape[3]
+        if key_dim is not None and not 0 < integer("key_dim", key_dim) < width:
+            raise BadGeometry(f"layer {layer}", f"keys of {key_dim} elements in the content of {view.described}")
+        parts = halves(layer, view, width) if key_dim is None else {"key": key_dim, "value": width - key_dim}
+        axes = ("block", "head", "token", "content")
+        found += planes_of_tensor(view, axes, group, layer, parts, holding)
+    return tuple(found)
+
+
+def vllm_two_slots(kv_caches: Layers, group: Group, heads: int, holding: Holding | None = None) -> tuple[Plane, ...]:
+    """vLLM's attention layers with K and V as two slots of all heads, each in natural order.
+
+    Args:
+        kv_caches: by layer, ``[blocks, 2, tokens, heads · head_dim]`` of any strides.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        heads: KV heads on this rank.
+
+    Source: vllm-project/vllm 0.32.0, ``B12xPagedAttentionImpl._kv_cache_views`` in vllm/v1/attention/backends/b12x.py
+    and ``RocmSegmentedAttentionImpl._split_kv_cache`` in rocm_segmented_attn.py. Not for `vllm_tiles`.
+    """
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = with_axes(layer, tensor, 4)
+        view = view.split(3, head_width(layer, view, heads))
+        found += planes_of_tensor(view, ("block", "kv", "token", "head", "content"), group, layer, None, holding)
+    return tuple(found)
+
+
+def vllm_tiles(
+    kv_caches: Layers, group: Group, heads: int, format: str, holding: Holding | None = None
+) -> tuple[Plane, ...]:
+    """vLLM's attention layers with K and V as two slots, in which each head has a tile permuted by the kernel.
+
+    A tile is all tokens of a page: divisible by head, not by token, and only between pages of equal size.
+
+    Args:
+        kv_caches: by layer, ``[blocks, 2, tokens, heads · head_dim]``; a page of each slot is one piece.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        heads: KV heads on this rank.
+        format: name of the order in the tile.
+
+    Source: vllm-project/vllm 0.32.0, ``PagedAttention.split_kv_cache`` in vllm/v1/attention/ops/paged_attn.py (K
+    ``[heads, head_dim / x, tokens, x]``, V ``[heads, head_dim, tokens]``, x elements being 16 bytes) and
+    ``reshape_and_cache_shuffle_kernel`` in vllm/v1/attention/backends/rocm_aiter_fa.py (V ``[heads, tokens / x,
+    head_dim, x]``).
+    """
+    found: list[Plane] = []
+    parts = [Part(name, kv=kv, format=format, token_granule=0) for kv, name in enumerate(("key", "value"))]
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = with_axes(layer, tensor, 4)
+        width, tokens = head_width(layer, view, heads), view.shape[2]
+        tiles = view.merge_tail(2, (heads, tokens, width))
+        found += planes_of_tensor(tiles, ("block", "kv", "head", "token", "content"), group, layer, parts, holding)
+    return tuple(found)
+
+
+def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | None = None) -> tuple[Plane, ...]:
+    """vLLM's layers in which a cell of each head and token mixes values and scales: one component ``kv``.
+
+    Args:
+        kv_caches: by layer, ``[blocks, heads, tokens, bytes]`` or, of one head, ``[blocks, tokens, bytes]``.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        format: name of what is in a cell.
+
+    Source: vllm-project/vllm 0.32.0, ``TritonAttentionImpl._ensure_scale_caches`` in
+    vllm/v1/attention/backends/triton_attn.py (``[K | its float32 scale | V | its float32 scale]``),
+    ``triton_turboquant_store`` in vllm/v1/attention/ops/triton_turboquant_store.py.
+    """
+    found: list[Plane] = []
+    named = replace(holding or Holding(), format=format)
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = view_of(tensor)
+        axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
+        found += planes_of_tensor(view, axes, group, layer, ("kv",), named)
+    return tuple(found)
+
+
+def vllm_nvfp4(
+    kv_caches: Layers, group: Group, heads: int, scales: str, holding: Holding | None = None
+) -> tuple[Plane, ...]:
+    """vLLM's NVFP4 attention: in each page K, its block scales, V, its block scales; four components.
+
+    Values are in natural order. The order of scales inside a head's page is the kernel's, so they move by whole pages.
+
+    Args:
+        kv_caches: by layer, ``uint8 [blocks, 2 · heads, tokens, 9 / 16 · head_dim]``, heads before tokens in memory.
+            The shape is only a size: a side of a page is ``[heads · tokens · head_dim / 2 | heads · tokens · head_dim
+            / 16]``.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        heads: KV heads on this rank.
+        scales: format of the scales.
+
+    Source: vllm-project/vllm 0.32.0, ``_nvfp4_kv_views`` in vllm/v1/attention/backends/flashinfer.py and
+    ``nvfp4_split_data_scale`` in vllm/utils/torch_utils.py.
+    """
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = with_axes(layer, tensor, 4)
+        _, slots, tokens, width = view.shape
+        scale = width // 9
+        if view.itemsize != 1 or slots != 2 * heads or width % 9:
+            raise BadGeometry(f"layer {layer}", f"no K and V of {heads} heads as values and scales in {view.described}")
+        page = view.merge_tail(1, (slots * tokens * width,))
+        side = heads * tokens * width
+        for component, begin in (("key", 0), ("value", side)):
+            for name, size, offset in (
+                (component, width - scale, 0),
+                (f"{component}_scale", scale, side - heads * tokens * scale),
+            ):
+                cells = replace(
+                    page,
+                    address=page.address + begin + offset,
+                    shape=(page.shape[0], heads, tokens, size),
+                    strides=(page.strides[0], tokens * size, size, 1),
+                )
+                part = Part(name) if size != scale else Part(name, format=scales, token_granule=0)
+                found += planes_of_tensor(cells, ("block", "head", "token", "content"), group, layer, (part,), holding)
+    return tuple(found)
+
+
+FP8_DS_BYTES = 656
+
+
+def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding | None = None) -> tuple[Plane, ...]:
+    """vLLM's latent attention: latent and rope side by side for each token, the same on every rank.
+
+    Args:
+        kv_caches: by layer, ``[blocks, tokens, latent_dim + rope_dim]`` or, since 0.32, ``[blocks, 1, tokens, …]``.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        latent_dim: kv_lora_rank of the model.
+
+    Source: vllm-project/vllm, ``concat_and_cache_mla_kernel`` in csrc/cache_kernels.cu (kv_cache is ``[num_blocks,
+    block_size, kv_lora_rank + pe_dim]``); ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py, 0.32.0.
+    """
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = view_of(tensor)
+        axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
+        found += planes_of_tensor(view, axes, group, layer, latent_parts(layer, view.shape[-1], latent_dim), holding)
+    return tuple(found)
+
+
+def vllm_mla_fp8_ds(kv_caches: Layers, group: Group, holding: Holding | None = None) -> tuple[Plane, ...]:
+    """vLLM's ``fp8_ds_mla`` cache of DeepSeek V3.2: quantised latent, its scales and rope in 656 bytes of each token.
+
+    One component ``kv`` of a format of its own, since parts of it mean nothing alone; divisible by token. DeepSeek V4
+    has pages of another order under the same name (`vllm_mla_pages`).
+
+    Args:
+        kv_caches: by layer, ``uint8 [blocks, tokens, 656]`` or ``[blocks, 1, tokens, 656]``.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+
+    Raises:
+        BadGeometry: rows of another width.
+
+    Source: vllm-project/vllm, ``concat_and_cache_ds_mla_kernel`` in csrc/cache_kernels.cu: 512 bytes of fp8, 4 float32
+    scales, 64 bfloat16.
+    """
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = view_of(tensor)
+        if view.tail_bytes(len(view.shape) - 1) != FP8_DS_BYTES:
+            raise BadGeometry(f"layer {layer}", f"rows of {FP8_DS_BYTES} bytes are expected of {view.described}")
+    return vllm_cells(kv_caches, group, "vllm-fp8-ds-mla", holding)
+
+
+def vllm_mla_pages(
+    kv_caches: Layers, group: Group, row_bytes: int, format: str, holding: Holding | None = None
+) -> tuple[Plane, ...]:
+    """vLLM's packed latent cache of DeepSeek V4: in each page the rows of all states, then their scales.
+
+    Two components, ``kv`` (quantised latent and rope of a state) and ``kv_scale``, each divisible by state.
+
+    Args:
+        kv_caches: by layer, ``uint8 [blocks, 1, states, row_bytes + scale bytes]``. The shape is only a size: inside a
+            page the bytes are ``[states · row_bytes | states · scale bytes]``.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        row_bytes: bytes of a state without its scales: 576 in V4.
+        format: name of what is in a row and its scales.
+
+    Source: vllm-project/vllm 0.32.0, ``quantize_and_insert_k_kernel`` in
+    vllm/models/deepseek_v4/common/ops/cache_utils.py: 448 bytes of fp8 and 64 bfloat16, then 8 bytes of scales for each
+    state.
+    """
+    parts = (Part("kv", format=format), Part("kv_scale", format=format))
+    return _rows_then_scales(kv_caches, group, row_bytes, parts, holding)
+
+
+def vllm_indexer(
+    kv_caches: Layers,
+    group: Group,
+    index_dim: int,
+    holding: Holding | None = None,
+    *,
+    format: str = PLAIN,
+    token_granule: int = 1,
+) -> tuple[Plane, ...]:
+    """vLLM's sparse-attention indexer cache: in each page the keys of all tokens, then their scales.
+
+    Two components, ``index`` and ``index_scale``. Scales are in natural order and divisible by token, and so are
+    keys on CUDA; on ROCm keys are in tiles of 16 tokens.
+
+    Args:
+        kv_caches: by layer, ``uint8 [blocks, tokens, index_dim + scale bytes]`` or ``[blocks, 1, tokens, …]``. The
+            shape is only a size: inside a page the bytes are ``[tokens · index_dim | tokens · scale bytes]``.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        index_dim: bytes of a token's key.
+        format, token_granule: of the keys.
+
+    Source: vllm-project/vllm, ``indexer_k_quant_and_cache_kernel`` in csrc/cache_kernels.cu: per block the fp8 values
+    of all tokens, followed by one float32 scale for each token and 128 values; for ROCm
+    ``_indexer_k_quant_and_cache_kernel`` in vllm/v1/attention/ops/rocm_aiter_mla_sparse.py, 0.32.0.
+    """
+    parts = (Part("index", format=format, token_granule=token_granule), Part("index_scale"))
+    return _rows_then_scales(kv_caches, group, integer("index_dim", index_dim), parts, holding)
+
+
+def _rows_then_scales(
+    kv_caches: Layers, group: Group, row_bytes: int, parts: tuple[Part, Part], holding: Holding | None
+) -> tuple[Plane, ...]:
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = view_of(tensor)
+        tokens, width = view.shape[-2:]
+        if view.itemsize != 1 or len(view.shape) not in (3, 4) or not 0 < row_bytes < width:
+            raise BadGeometry(f"layer {layer}", f"rows of {row_bytes} bytes and scales in {view.described}")
+        page = view.merge_tail(1, (tokens * width,))
+        for part, begin, size in ((parts[0], 0, row_bytes), (parts[1], tokens * row_bytes, width - row_bytes)):
+            rows = replace(
+                page,
+                address=page.address + begin,
+                shape=(page.shape[0], tokens, size),
+                strides=(page.strides[0], size, 1),
+            )
+            found += planes_of_tensor(rows, ("block", "token", "content"), group, layer, (part,), holding)
+    return tuple(found)
+
+
+_CPU_NATURAL_VALUES = ("vec", "vec16")
+
+
+def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None = None) -> tuple[Plane, ...]:
+    """vLLM's CPU attention: for each block and head a page of K, then a page of V, permuted inside by the kernel.
+
+    Divisible by head, not by token: K is column-major, ``[head_dim, tokens]``, with ``vec`` and ``vec16`` (their V is
+    in natural order), tiled with ``amx``, and the others have orders of their own. Engines read from each other at
+    equal block size and instruction set only.
+
+    Args:
+        kv_caches: by layer, ``[blocks, heads, tokens, 2 · head_dim]``, contiguous.
+        group, holding: see `kvferry.geometry.tensors.planes_of`.
+        isa: what ``_get_attn_isa`` in vllm/v1/attention/backends/cpu_attn.py answers on this machine: ``vec``,
+            ``amx`` …
+
+    Source: vllm-project/vllm 0.32.0, ``CPUAttentionBackendImpl.forward`` in vllm/v1/attention/backends/cpu_attn.py (the
+    view ``[blocks, heads, 2 · tokens, head_dim]``, cut in two), ``AttentionImpl<ISA::VEC>::reshape_and_cache`` in
+    csrc/cpu/cpu_attn_vec.hpp, ``AttentionImpl<ISA::AMX>::reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp.
+    """
+    if not re.fullmatch(r"[a-z0-9_]{2,16}", text("isa", isa)):
+        raise BadGeometry("tensor", f"isa is {isa!r}, not the name of an instruction set like 'vec' or 'amx'")
+    own = f"vllm-cpu-{isa}"
+    parts = [Part("key", kv=0, format=own, token_granule=0), Part("value", kv=1, format=own, token_granule=0)]
+    if isa in _CPU_NATURAL_VALUES:
+        # The kernels differ in their tiles only, so their pages are the same. V could be cut by token. But K cannot,
+        # and what is cut alike is read together: the page of K and that of V, of every head, as one piece.
+        parts = [
+            Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0),
+            Part("value", kv=1, token_granule=0),
+        ]
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = with_axes(layer, tensor, 4)
+        _, _, tokens, width = view.shape
+        halves(layer, view, width)
+        pages = view.merge_tail(2, (2, tokens, width // 2))
+        axes = ("block", "head", "kv", "token", "content")
+        found += planes_of_tensor(pages, axes, group, layer, parts, holding)
+    return tuple(found)
