@@ -129,9 +129,10 @@ class Cache(OneProcess):
         identifier = secrets.token_hex(8) if read_id is None else arguments.text("read_id", read_id)
         if not 1 <= len(identifier.encode()) <= 256:
             raise InvalidField("read_id", identifier, "1 to 256 bytes")
-        request = self._runtime.reads.request(
+        request = self._runtime.holder.request(
             reference,
             identifier,
+            request_id=identifier,
             parties=parties,
             expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
             timeout=arguments.seconds("timeout", timeout),
@@ -148,7 +149,7 @@ class Cache(OneProcess):
             allow_overlap=arguments.flag("allow_overlap", allow_overlap),
         )
         try:
-            started.append(self._runtime.reads.start(request, wanted))
+            started.append(self._runtime.reads.begin_read(request, wanted))
         except BaseException:
             self._writes.end(key)
             raise

@@ -9,19 +9,18 @@ from types import TracebackType
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
-from kvferry._clock import now
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
 from kvferry._control.judgement import Confirm, confirmed
-from kvferry._control.rank_watch import rank_watcher
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck, checked_prompts
-from kvferry._control.watcher import Watcher
+from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
+from kvferry._loop import Loop
 from kvferry._network import network_of
 from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
 from kvferry._reads.runtime import ClientRuntime, RankRuntime
@@ -104,11 +103,13 @@ class Client(OneProcess):
         staging = staging or StagingOptions()
         allowed = arguments.texts("allowed_homes", allowed_homes)
         self._home_in_references = arguments.flag("home_in_references", home_in_references)
-        followed = open_directory(directory) if directory else None
-        self._homes = Homes(address, tls, allowed, network.dial, followed)
+        self._directory = open_directory(directory) if directory else None
+        self._loop = Loop()
+        self._homes = Homes(address, self._loop, tls, allowed, network.dial, self._directory)
         self._runtime = ClientRuntime(
+            loop=self._loop,
             homes=self._homes,
-            renewals=Renewals(),
+            renewals=Renewals(self._loop),
             agents=network.agents,
             options=options or NixlOptions(),
             staging=replace(staging, costs=staging.costs or network.costs),
@@ -143,7 +144,8 @@ class Client(OneProcess):
         arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
         timeout = arguments.seconds("timeout", timeout)
         self._homes.discover()
-        opened = HomeSession(self._homes.own, spec, timeout, home_in_references=self._home_in_references)
+        opened = HomeSession(self._loop, self._homes.own, spec, home_in_references=self._home_in_references)
+        self._loop.run(opened.open(timeout))
         session = EngineSession(opened)
         with self._lock:
             late = self._closed
@@ -218,7 +220,7 @@ class Client(OneProcess):
         rank = arguments.integer("rank", rank, 0)
         timeout = arguments.seconds("timeout", timeout)
         arguments.flag("serve", serve)
-        deadline = now() + timeout
+        deadline = self._loop.now() + timeout
         described = describe(engine, tensors, axes, heads, total_heads, holding, replicated, planes, regions, keep)
         self._homes.discover()
         identity = self._identity(engine, token, timeout)
@@ -248,7 +250,7 @@ class Client(OneProcess):
         timeout = arguments.seconds("timeout", timeout)
         self._homes.discover()
         home = self._homes.of(parse_reference(reference))
-        retrying(lambda left: home.decline(reference, left), now() + timeout)
+        self._loop.run(retrying(lambda left: home.decline(reference, left), self._loop.now() + timeout))
 
     def stats(self) -> ClientStats:
         """Return what this client has counted and measured, its ports and caches included. Makes no RPC.
@@ -280,9 +282,13 @@ class Client(OneProcess):
         for session in sessions:
             session.close()
         for watcher in watchers:
-            watcher.close()
-        self._runtime.renewals.close()
-        self._homes.close()
+            self._loop.run(watcher.close())
+        if self._directory is not None:
+            self._directory.close()
+        self._loop.call(self._runtime.renewals.close)
+        self._loop.call(self._homes.close)
+        self._loop.close()
+        self._homes.join(CLOSE_TIMEOUT)
 
     def __enter__(self) -> Client:
         return self
@@ -327,10 +333,10 @@ class Client(OneProcess):
         engine, rank = local.spec, local.rank.rank
         local.check_open()
         if session is None:
-            self._watch(own, rank, deadline - now())
+            self._watch(own, rank, deadline - self._loop.now())
         runtime = RankRuntime(self._runtime, local, own)
         try:
-            reuse_after = runtime.register(deadline - now())
+            reuse_after = self._loop.run(runtime.register(deadline - self._loop.now()))
         except CacheDiffers as error:
             runtime.abandon()
             if not self._has_registered(own, rank):
@@ -401,21 +407,21 @@ class Client(OneProcess):
         if known is not None and known.failure is None:
             return
 
-        def register_again() -> None:
+        async def register_again() -> None:
             with self._lock:
                 caches = [cache for cache in self._caches if cache.rank.rank == rank]
             for cache in caches:
-                runtime_of(cache).register_again()
+                await runtime_of(cache).register_again()
 
-        watcher = rank_watcher(self._homes.own, token, rank, register_again)
-        opened = watcher.open(timeout)
+        watcher = rank_watcher(self._loop, self._homes.own, token, rank, register_again)
+        opened = self._loop.run(watcher.open(timeout))
         self._homes.known_as(opened.advertise)
         with self._lock:
             late = self._closed
             if not late:
                 self._watchers[token, rank] = watcher
         if late:
-            watcher.close()
+            self._loop.run(watcher.close())
         self._check_open()
 
     def _check_open(self) -> None:
@@ -446,7 +452,7 @@ def register_memory(
 def announce(client: Client, local: LocalRank, token: EngineToken | str | None, timeout: float) -> Cache:
     """Do the other part of `Client.register_cache`, for the rest of kvferry. If it raises, it may be repeated."""
     client._check_open()
-    deadline = now() + timeout
+    deadline = client._loop.now() + timeout
     return client._announce(local, *client._identity(local.spec, token, timeout), deadline)
 
 

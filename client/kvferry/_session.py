@@ -83,8 +83,7 @@ class EngineSession(OneProcess):
             MessageTooLarge: the blocks do not fit into one message; publish them in several steps. Nothing was
                 published.
             Unavailable: the home could not be reached, so it may or may not have the publication. The session tries to
-                abort it, and `released` returns it once; its blocks stay pinned until then. Also raised if `publish`
-                on another thread took all the time; then nothing was published.
+                abort it, and `released` returns it once; its blocks stay pinned until then.
             KvferryError: the home refused the publication; nothing was published.
         """
         return self._session.publish(given, arguments.seconds("timeout", given.timeout))
@@ -102,7 +101,7 @@ class EngineSession(OneProcess):
             KvferryError: see `publish`.
         """
         timeout = arguments.seconds("timeout", given.timeout)
-        self._session.send(self._session.offer_more(given), timeout)
+        self._session.publish_more(given, timeout)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Withdraw a publication: the home refuses new reads.

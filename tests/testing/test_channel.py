@@ -65,15 +65,13 @@ def test_an_answer_comes_to_who_does_not_wait(channel: grpc.Channel) -> None:
     done, seen = threading.Event(), []
 
     def take(future: Any) -> None:
-        # A callback may call again, and wait.
-        again = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=SOON)
-        seen.append((future.exception(), again.home_epoch == future.result().home_epoch))
+        seen.append((future.exception(), len(future.result().home_epoch)))
         done.set()
 
     future = IntrospectionStub(channel).ListEngines.future(ipb.ListEnginesRequest(), timeout=SOON)
     future.add_done_callback(take)
     assert done.wait(SOON)
-    assert (seen, future.done(), future.cancelled()) == ([(None, True)], True, False)
+    assert (seen, future.done(), future.cancelled()) == ([(None, 16)], True, False)
 
 
 def test_an_error_comes_with_its_values(channel: grpc.Channel) -> None:

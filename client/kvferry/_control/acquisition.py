@@ -1,42 +1,36 @@
-"""One acquisition: the calls and pauses from a reference to a lease and the blocks that it covers, without a thread.
+"""One acquisition: the calls and pauses from a reference to a lease and the blocks that it covers.
 
-It tells of the lease with the first blocks, or with all of them, and then of more blocks until they are complete. Once
-it has told of its lease, the lease belongs to the read: an acquisition that fails does not end it, and one whose home
-has restarted continues only if the home grants the lease again before its deadline (PROTOCOL, Home restart).
+Once its first blocks were granted, the lease belongs to the read: an acquisition that fails then does not end it, and
+one whose home has restarted continues only if the home grants the lease again before its deadline (PROTOCOL, Home
+restart).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeVar
 
-from kvferry._clock import from_duration, now, to_duration
+from kvferry._clock import from_duration, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
-from kvferry._control.cancellation import Cancellation
-from kvferry._control.connection import SILENCE, Control
+from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Call, Control
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.reacquisition import Reacquisition
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import ReaderPrompt
-from kvferry._control.waits import Waits
-from kvferry._threads import guarded
+from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.reference import engine_ids, format_reference, parse_reference
-from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     InternalError,
     InvalidField,
     KvferryError,
     LeaseEnded,
     NotPublished,
-    PromptMismatch,
     PublicationAborted,
     PublicationTimeout,
-    TransferCancelled,
     TransferExpired,
     Unreachable,
 )
@@ -44,6 +38,8 @@ from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found", "Acquired", "MoreBlocks")
 
 HOME_PATIENCE = 15.0
 """Seconds after which a read gives up on an unreachable home. A restart takes less, and so does an engine's ttl. The
@@ -153,45 +149,44 @@ class MoreBlocks:
     unfinished: Unfinished | None = None
 
 
-Told: TypeAlias = "Acquired | MoreBlocks | KvferryError"
-"""What an acquisition tells: first `Acquired` or an error, and after blocks that are not complete `MoreBlocks` or an
-error. Nothing follows an error, or blocks that are complete."""
-
-
 class Acquisition:
-    """The acquisition of one read: a sequence of calls and pauses.
+    """The acquisition of one read: a sequence of calls and pauses. Belongs to the client's event loop.
 
-    Answers are handled on gRPC's thread for that home, so that a home with large answers delays no other home. The ends
-    of pauses are handled on the thread of `work`. The two never overlap: each begins when the other has ended.
+    Args:
+        loop: the loop.
+        request: the publication to read.
+        asked: the request of the calls.
+        renewals: renews the lease from its acceptance on.
+        give_up: ends a lease that is no longer needed, at its home.
+        aside: runs what goes on when the acquisition was cancelled.
+        changed: called after each change of the lease; see `ReaderLease.changed`.
     """
 
     def __init__(
         self,
+        loop: Loop,
         request: AcquireRequest,
         asked: pb.ReadBlocksRequest,
-        cancellation: Cancellation,
-        work: WorkQueue,
         renewals: Renewals,
-        gave_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
-        extended: Callable[[float], None],
-        tell: Callable[[Told], None],
+        give_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
+        aside: Callable[[Coroutine[Any, Any, None]], object],
+        changed: Callable[[], object],
     ) -> None:
+        self._loop = loop
         self._request = request
         self._asked = asked
-        self._cancellation = cancellation
-        self._work = work
         self._renewals = renewals
-        self._gave_up = gave_up
-        self._extended = extended
-        self._tell = tell
+        self._give_up = give_up
+        self._aside = aside
+        self._changed = changed
         self._backoff = Backoff()
-        self._began, self._said = now(), False
+        self._began, self._said = loop.now(), False
 
         self._lease: ReaderLease | None = None
         """The lease of the current attempt."""
         self._accepted_at = 0.0
         self._told_under = b""
-        """The lease_id when it was granted. The steps that the reader has were told under it: a lease that was acquired
+        """The lease_id when it was granted. The steps that the reader has received under it: a lease that was acquired
         again has another id, under which the home may count them differently."""
         self._had: ReaderLease | None = None
         """The last lease of all attempts."""
@@ -199,94 +194,139 @@ class Acquisition:
         self._steps = GrantedSteps()
         self._asked_again = False
         """What is left of the lease was asked for."""
-        self._told = False
-        """The lease was told of: it belongs to the read."""
+        self._granted = False
+        """The first blocks were granted: the lease belongs to the read."""
+        self._over = False
         self._calls, self._pace = 0.0, Backoff()
         """Calls of the current attempt, see `CALLS_AT_ONCE`, and the pauses after calls that were answered with
         nothing."""
-        self._over = False
+        self._next_call = 0.0
+        """When the next call is due."""
 
-        self._waits = Waits()
+    async def first(self) -> Acquired:
+        """Wait for the lease and its blocks: all of them, or the first, if the request is progressive.
 
-    def begin(self) -> None:
-        """Make the first call."""
-        self._cancellation.interrupt_by(self._waits.interrupt)
+        Raises:
+            KvferryError: repeating cannot help: `PromptMismatch`, `PublicationTimeout` (the publication was not
+                complete in time), `PublicationAborted` (the source withdrew it), or another error from the home.
+        """
+        outcome: pb.RankOutcome.ValueType = pb.RANK_OUTCOME_CANCELLED
         try:
             self._request.prompt.refuse(self._request.reference)
-        except PromptMismatch as error:
-            self._end(error)
-            return
-        self._ask()
+            acquired = await self._next(Acquired)
+            self._granted, self._over = True, acquired.complete
+        except KvferryError:
+            outcome = pb.RANK_OUTCOME_FAILED
+            raise
+        finally:
+            if not self._granted:
+                self._over = True
+                if self._lease is not None:
+                    self._renewals.drop(self._lease)
+                if self._had is not None:
+                    # So that the source need not wait until it expires.
+                    self._give_up(self._request.home, self._had, outcome)
+        return acquired
 
-    # Waiting for a call or a pause.
+    async def more(self) -> MoreBlocks:
+        """Wait for the blocks that the source has published since; none follow if they are `complete`.
 
-    def _ask(self) -> None:
-        """Make a call."""
-        left, lease = self._request.deadline - now(), self._lease
-        if self._cancellation.cancelled or (lease is not None and left <= 0):
-            self._failed(timed_out(self._request))
-            return
+        Raises:
+            KvferryError: see `first`. The lease stays the read's.
+        """
+        try:
+            found = await self._next(MoreBlocks)
+        except BaseException:
+            self._over = True
+            raise
+        self._over = found.complete
+        return found
+
+    async def _next(self, kind: type[Found]) -> Found:
+        """Ask until there are blocks that the reader has not received."""
+        while True:
+            try:
+                if (pause := self._next_call - self._loop.now()) > 0:
+                    await asyncio.sleep(pause)
+                found = await self._ask()
+            except Exception as error:
+                await self._pause_after(self._typed(error))
+            else:
+                if isinstance(found, kind):
+                    return found
+
+    async def _ask(self) -> Acquired | MoreBlocks | None:
+        """Make a call, and plan the next one."""
+        request, lease, sent_at = self._request, self._lease, self._loop.now()
+        left = request.deadline - sent_at
+        if lease is not None and left <= 0:
+            raise timed_out(request)
         left = max(0.001, left)
-        call = pb.ReadBlocksRequest(lease_id=self._told_under, next_step=len(self._steps), wait=to_duration(left))
-        call.MergeFrom(self._asked)
-        wait = self._waits.begin()
+        asked = pb.ReadBlocksRequest(lease_id=self._told_under, next_step=len(self._steps), wait=to_duration(left))
+        asked.MergeFrom(self._asked)
+        with request.span.calling():
+            call = request.home.read_blocks(asked, left)
         try:
-            with self._request.span.calling():
-                cancel = self._request.home.read_blocks_later(call, left, partial(self._answered, wait, now()))
-        except Exception as error:
-            if self._waits.ends(wait):
-                self._failed(self._unexpected(error))
-            return
-        # Wait a moment for the answer: a lease that was granted and never seen would pin the source until it ends.
-        stop = partial(self._work.do_later, ACCEPTED_PATIENCE, cancel) if lease is None else cancel
-        self._waits.stop_by(wait, stop)
-
-    def _pause(self, seconds: float) -> None:
-        """Make the next call after this time, or when the read is cancelled."""
-        wait = self._waits.begin()
-        resume = partial(self._resumed, wait)
-        self._work.do_later(seconds, resume)
-        self._waits.stop_by(wait, partial(self._work.do, resume))
-
-    def _resumed(self, wait: int) -> None:
-        if self._waits.ends(wait):
-            self._ask()
-
-    def _answered(self, wait: int, sent_at: float, answer: pb.ReadBlocksResponse | KvferryError) -> None:
-        if not self._waits.ends(wait):
-            return
-        if isinstance(answer, KvferryError):
-            self._failed(answer)
-            return
-        news = bool(answer.blocks) or self._lease is None
-        try:
-            found = self._take(answer, sent_at)
-        except Exception as error:
-            self._failed(self._unexpected(error))
-            return
-        if found is not None and found.complete:
-            self._end(found)
-            return
-        if found is not None:
-            self._call(found)
+            answer = await call.answer()
+        except asyncio.CancelledError:
+            if lease is None:
+                self._aside(self._end_unseen(call, sent_at))
+            else:
+                call.cancel()
+            raise
+        news = bool(answer.blocks) or lease is None
+        found = self._take(answer, sent_at)
         if news:
             self._pace = Backoff()
-        self._calls = max(0.0, self._calls + 1.0 - (now() - sent_at) / BACKOFF_FIRST)
+        self._calls = max(0.0, self._calls + 1.0 - (self._loop.now() - sent_at) / BACKOFF_FIRST)
         # Pause even so: a home may answer every call at once, with nothing or next to nothing.
         pace = self._pace.next() if not news else 0.0 if self._calls <= CALLS_AT_ONCE else BACKOFF_FIRST
-        pause = min(sent_at + pace, self._request.deadline) - now()
-        if pause > 0:
-            self._pause(pause)
-        else:
-            self._ask()
+        self._next_call = min(sent_at + pace, request.deadline)
+        return found
 
-    def _unexpected(self, error: Exception) -> KvferryError:
+    async def _end_unseen(self, call: Call[pb.ReadBlocksResponse], sent_at: float) -> None:
+        """Wait a moment for the answer of a call whose read was cancelled: a lease that was granted and never seen
+        would pin the source until it ends."""
+        stop = self._loop.at(self._loop.now() + ACCEPTED_PATIENCE, call.cancel)
+        try:
+            accepted = (await call.answer()).accepted
+        except KvferryError:
+            return
+        finally:
+            stop.cancel()
+        if len(accepted.lease_id) == LEASE_ID_BYTES:
+            self._give_up(self._request.home, _lease(accepted, sent_at), pb.RANK_OUTCOME_CANCELLED)
+
+    def _typed(self, error: Exception) -> KvferryError:
         """Convert an unexpected exception to an error of the client, and log it."""
         if isinstance(error, KvferryError):
             return error
         address = self._request.home.address
         logger.error("asking %s for %s failed", address, _named(self._request), exc_info=error)
         return InternalError(f"asking {address} failed: {error!r}", address=address)
+
+    async def _pause_after(self, error: KvferryError) -> None:
+        """Pause after the failure of an attempt; raises the error if another attempt cannot help."""
+        request, lease = self._request, self._lease
+        self._calls, self._pace, self._next_call = 0.0, Backoff(), 0.0
+        if self._granted and isinstance(error, LeaseEnded):
+            error = _expired(request, "ended before the last step")
+        elif lease is not None and (
+            isinstance(error, LeaseEnded) or (error.retryable and request.deadline - self._loop.now() < BACKOFF_FIRST)
+        ):
+            # The home answered without all blocks until the wait or the deadline of the call ended.
+            error = timed_out(request)
+        if lease is not None and not self._granted:
+            self._renewals.drop(lease)
+            self._lease, self._told_under, self._steps = None, b"", GrantedSteps()
+        pause = self._backoff.next(error.retry_after)
+        hopeless = isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE
+        if not error.retryable or self._loop.now() + pause >= request.deadline or hopeless:
+            raise error
+        if not self._said and self._loop.now() - self._began >= SILENCE:
+            self._said = True
+            request.home.complain(error, f"still waiting for {_named(request)}")
+        await asyncio.sleep(pause)
 
     # Answers of the home.
 
@@ -307,7 +347,7 @@ class Acquisition:
         if not complete and not (self._request.progressive and self._steps.gained):
             return None
         blocks, payload, unfinished = self._steps.take(), answer.complete.payload, self._steps.unfinished
-        if self._told:
+        if self._granted:
             return MoreBlocks(blocks, payload, complete, unfinished)
         source, at = self._source, self._accepted_at
         return Acquired(lease, source, self._request_id, blocks, payload, at, complete, unfinished)
@@ -317,110 +357,83 @@ class Acquisition:
         home = self._request.home
         if len(accepted.lease_id) != LEASE_ID_BYTES:
             raise InvalidField("lease_id", f"{len(accepted.lease_id)} bytes", f"{LEASE_ID_BYTES} bytes")
-        if self._told:
+        if self._granted:
             self._accept_again(accepted, sent_at)
             return True
         if self._lease is not None:
             # The home has lost the lease and begins with the first step again: start another attempt after a pause.
             raise Unreachable(f"{home.address} granted the read again", address=home.address)
-        remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
-        lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
-        self._lease = self._had = lease
-        self._accepted_at = now()
+        lease = self._lease = self._had = _lease(accepted, sent_at)
+        lease.changed = self._changed
+        self._accepted_at = self._loop.now()
         self._told_under = accepted.lease_id
         self._source, self._request_id = accepted.source, accepted.request_id or self._request_id
         if self._request.reference.router_key:
             self._request.found(accepted.reference, accepted.source, accepted.publication)
             # What asks again, asks for this publication.
             self._asked.reference = self._request.text
-        if not self._asked_again and lease.deadline - now() < lease.renew_every:
+        if not self._asked_again and lease.deadline - self._loop.now() < lease.renew_every:
             # The answer was late: the home has waited for a router's publication first, or could not be reached for a
             # while. The lease counts from when it was asked for, and may seem to be over. The home says at once what is
             # left of it.
             self._lease, self._told_under, self._asked_again = None, b"", True
             return False
         self._keep(lease)
-        self._cancellation.check()
         return True
 
     def _accept_again(self, accepted: pb.Accepted, sent_at: float) -> None:
         """Go on under the lease that a restarted home has granted, if it came in time."""
         lease, remaining = self._lease, from_duration(accepted.remaining)
-        if lease is None or not lease.acquired_again(accepted.lease_id, sent_at, now(), remaining):
-            self._gave_up(
-                self._request.home,
-                ReaderLease(accepted.lease_id, sent_at, remaining, remaining),
-                pb.RANK_OUTCOME_CANCELLED,
-            )
+        if lease is None or not lease.acquired_again(accepted.lease_id, sent_at, self._loop.now(), remaining):
+            self._give_up(self._request.home, _lease(accepted, sent_at), pb.RANK_OUTCOME_CANCELLED)
             raise _expired(self._request, "was granted again too late")
         self._told_under = accepted.lease_id
         self._steps.again()
         # A transfer that is under way must not end with the lease that the home has lost.
-        self._kept_again(lease)
-
-    # The end of an attempt, and of the acquisition.
-
-    def _failed(self, error: KvferryError) -> None:
-        """Handle the failure of an attempt: start another one if that can help."""
-        request, lease = self._request, self._lease
-        self._calls, self._pace = 0.0, Backoff()
-        if self._told and isinstance(error, LeaseEnded):
-            error = _expired(request, "ended before the last step")
-        elif lease is not None and (
-            isinstance(error, LeaseEnded) or (error.retryable and request.deadline - now() < BACKOFF_FIRST)
-        ):
-            # The home answered without all blocks until the wait or the deadline of the call ended.
-            error = timed_out(request)
-        if lease is not None and not self._told:
-            self._renewals.drop(lease)
-            self._lease, self._told_under, self._steps = None, b"", GrantedSteps()
-        try:
-            self._cancellation.check()
-        except TransferCancelled as cancelled:
-            error = cancelled
-        pause = self._backoff.next(error.retry_after)
-        hopeless = isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE
-        if not error.retryable or now() + pause >= request.deadline or hopeless:
-            self._end(error)
-            return
-        if not self._said and now() - self._began >= SILENCE:
-            self._said = True
-            request.home.complain(error, f"still waiting for {_named(request)}")
-        self._pause(pause)
-
-    def _end(self, outcome: Told) -> None:
-        self._over, self._steps = True, GrantedSteps()
-        self._cancellation.interrupt_by(None)
-        try:
-            if self._had is not None and isinstance(outcome, KvferryError) and not self._told:
-                # End the lease, so that the source need not wait until it expires.
-                cancelled = isinstance(outcome, TransferCancelled)
-                why = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
-                self._gave_up(self._request.home, self._had, why)
-        except Exception:
-            logger.exception("the lease on %s could not be ended", _named(self._request))
-        self._call(outcome)
-
-    def _call(self, told: Told) -> None:
-        self._told = self._told or isinstance(told, Acquired)
-        guarded(partial(self._tell, told), f"a callback for the blocks of {_named(self._request)}")
+        self._keep(lease)
 
     # Keeping the lease.
 
     def _keep(self, lease: ReaderLease) -> None:
-        what, home = _named(self._request), self._request.home
-        again, unneeded = partial(self._kept_again, lease), self._unneeded
-        lost = Reacquisition(home, self._asked, what, lease, self._work, again, unneeded).ask
-        self._renewals.keep(lease, home, self._asked.reader, f"the read of {what}", self._extended, lost)
+        name = f"the read of {_named(self._request)}"
 
-    def _kept_again(self, lease: ReaderLease) -> None:
-        self._keep(lease)
-        self._extended(lease.deadline)
+        def lost() -> None:
+            self._loop.spawn(self._acquire_again(lease), name)
 
-    def _unneeded(self, lease: ReaderLease) -> None:
-        # The lease pins the source. A read that still waits uses it, or will.
-        if self._over:
-            self._gave_up(self._request.home, lease, pb.RANK_OUTCOME_CANCELLED)
+        self._renewals.keep(lease, self._request.home, self._asked.reader, name, lost)
+
+    async def _acquire_again(self, lease: ReaderLease) -> None:
+        """Ask for a lease that its home has lost in a restart, until the home grants it again or its deadline has
+        passed. A transfer that is under way goes on meanwhile."""
+        home, backoff = self._request.home, Backoff(jitter=0.5)
+        while not lease.ended:
+            sent_at = self._loop.now()
+            try:
+                left = max(0.001, min(CALL_TIMEOUT, lease.deadline - sent_at))
+                accepted = (await home.read_blocks(self._asked, left).answer()).accepted
+                if len(accepted.lease_id) != LEASE_ID_BYTES:
+                    raise Unreachable(f"{home.address} did not accept the read", address=home.address)
+            except KvferryError as error:
+                pause = backoff.next(error.retry_after)
+                if not error.retryable or self._loop.now() + pause >= lease.deadline:
+                    if not lease.ended:
+                        what = _named(self._request)
+                        logger.warning("the lease on %s was lost and could not be acquired again: %s", what, error)
+                    return
+                await asyncio.sleep(pause)
+                continue
+            remaining = from_duration(accepted.remaining)
+            if lease.acquired_again(accepted.lease_id, sent_at, self._loop.now(), remaining):
+                self._keep(lease)
+            elif self._over:
+                # The lease pins the source. A read that still waits uses it, or will.
+                self._give_up(home, _lease(accepted, sent_at), pb.RANK_OUTCOME_CANCELLED)
+            return
+
+
+def _lease(accepted: pb.Accepted, sent_at: float) -> ReaderLease:
+    remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
+    return ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
 
 
 def _named(request: AcquireRequest) -> str:

@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Protocol, cast
-
 import grpc
-from google.protobuf.message import Message
 
 from kvferry._wire.channel import Dial, TlsConfig, TlsContent
 from kvferry._wire.tls_files import TlsFiles, tls_files
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
 
-class _Call(Protocol):
-    """gRPC's stream, or future of a unary call."""
-
-    def add_callback(self, callback: Callable[[], None]) -> bool: ...
-
-
 class SharedChannel:
-    """A channel, and how many calls use it. Thread-safe.
+    """A channel, and how many calls use it.
 
     Attributes:
         channel, stub: to make calls with.
         tls: what it was made with; None: no TLS.
+        calls: number of calls that use it.
     """
 
     def __init__(self, channel: grpc.Channel, tls: TlsContent | None) -> None:
         self.channel = channel
         self.stub = KVTransferStub(channel)
         self.tls = tls
-        self._lock = threading.Lock()
-        self._calls = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether no call uses it."""
-        return self._calls == 0
+        self.calls = 0
 
     def begin(self) -> None:
         """Count a call, until `end`."""
-        with self._lock:
-            self._calls += 1
+        self.calls += 1
 
     def end(self) -> None:
         """Note the end of a call."""
-        with self._lock:
-            self._calls -= 1
-
-    def end_with(self, answer: object) -> None:
-        """Note the end of a call when what it returned ends: an answer has, a stream or a future goes on."""
-        # Without TLS no channel is ever replaced.
-        if isinstance(answer, Message) or self.tls is None or not cast(_Call, answer).add_callback(self.end):
-            self.end()
+        self.calls -= 1
 
 
 class CurrentChannel:
@@ -107,6 +83,6 @@ class CurrentChannel:
 
     def _close_idle(self) -> None:
         for shared in self._older:
-            if shared.idle:
+            if not shared.calls:
                 shared.channel.close()
-        self._older = [shared for shared in self._older if not shared.idle]
+        self._older = [shared for shared in self._older if shared.calls]

@@ -1,34 +1,35 @@
 """The connection to one node server: typed errors, a deadline on every call, and a channel that is made on first use.
 
-It uses synchronous gRPC, because engine processes fork, and `grpc.aio` does not support that.
+It uses synchronous gRPC, because engine processes fork, and `grpc.aio` does not support that. gRPC's threads hand over
+to the client's event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import grpc
-from google.protobuf.message import Message
 
-from kvferry._clock import now
 from kvferry._control.breaker import Breaker
-from kvferry._control.channels import CurrentChannel
+from kvferry._control.channels import CurrentChannel, SharedChannel
 from kvferry._control.exits import ends_at_exit
-from kvferry._threads import guarded, no_thread, start_thread
+from kvferry._loop import Loop
+from kvferry._threads import no_thread, start_thread
 from kvferry._tracing import call_metadata
 from kvferry._wire.channel import Dial, TlsConfig, connect
 from kvferry._wire.handshake import Handshaken, put_together
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.version import check_server, introduce
-from kvferry.errors import Closed, ContractDiffers, InternalError, KvferryError, Unreachable
+from kvferry.errors import Closed, InternalError, KvferryError, Unreachable
 from kvferry.stats import CallStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -36,8 +37,8 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-Answer_co = TypeVar("Answer_co", covariant=True)
 Message_co = TypeVar("Message_co", covariant=True)
+Answer_co = TypeVar("Answer_co", covariant=True)
 
 CALL_TIMEOUT = 5.0
 """Default seconds for a unary call."""
@@ -63,12 +64,15 @@ _WITH_VERSION = (
 SILENCE = 1.0
 """Seconds of waiting after which a warning says what is being waited for."""
 
+MESSAGES_AHEAD = 256
+"""Messages of a stream that may wait to be handled before no more are read."""
+
 COMPLAIN_EVERY = 60.0
 """Seconds in which the same complaint about a node server is logged once, however many wait for it."""
 
 
-class Stream(Protocol[Message_co]):
-    """A server stream that can be cancelled from another thread."""
+class _Stream(Protocol[Message_co]):
+    """gRPC's stream of messages from a server."""
 
     def __iter__(self) -> Iterator[Message_co]: ...
     def cancel(self) -> bool: ...
@@ -91,27 +95,49 @@ class _Complaint:
     next_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Generic[Answer]):
+    """A unary call in progress.
+
+    Attributes:
+        cancel: cancels the call, which then ends with an error.
+    """
+
+    cancel: Callable[[], object]
+    _answered: asyncio.Future[None]
+    _take: Callable[[], Answer]
+
+    async def answer(self) -> Answer:
+        """Wait for the answer. A caller that is cancelled leaves the call as it is.
+
+        Raises:
+            KvferryError: the call has failed.
+        """
+        await asyncio.shield(self._answered)
+        return self._take()
+
+
 class Control:
-    """The connection to one node server. Thread-safe.
+    """The connection to one node server. Belongs to a client's event loop; `stats`, `complain` and `unreachable_for`
+    may be used on any thread.
 
     Every call raises a `KvferryError` if it fails: the server's error, `Unreachable`, or `Closed` after `close`.
 
     Args:
         address: address of the node server.
         tls: credentials for TCP connections; None: no TLS.
+        loop: the client's event loop.
         dial: makes the channel.
     """
 
-    def __init__(self, address: str, tls: TlsConfig | None, dial: Dial = connect) -> None:
+    def __init__(self, address: str, tls: TlsConfig | None, loop: Loop, dial: Dial = connect) -> None:
         self.address = address
         self._tls = tls
+        self._loop = loop
         self._channels = CurrentChannel(address, tls, dial)
-        self._lock = threading.Lock()
-        self._starting = threading.Lock()
-        """Held while a call is started whose end a thread of gRPC handles: the first such call starts that thread."""
         self._threads_short = False
         self._open: weakref.WeakSet[object] = weakref.WeakSet()
-        """Streams and futures that somebody holds."""
+        """Streams and futures that somebody holds, and the threads that read streams."""
         ends_at_exit(self)
         self._closed = False
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
@@ -125,114 +151,79 @@ class Control:
     @property
     def unreachable_for(self) -> float:
         """Seconds since the first attempt that did not reach the server; 0.0 while it answers."""
-        return self._breaker.failing_for(now())
+        return self._breaker.failing_for(self._loop.now())
 
     def stats(self) -> CallStats:
         """Count the calls."""
         failing = self.unreachable_for
-        with self._lock:
-            return CallStats(self._calls, dict(self._failed), self._retried, 1, int(failing > 0), failing)
+        return CallStats(self._calls, dict(self._failed), self._retried, 1, int(failing > 0), failing)
 
-    def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
+    async def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
         """Register a rank."""
         introduce(request)
-        return self._call(lambda stub: stub.RegisterCache(request, timeout=timeout, metadata=call_metadata()))
+        return await _finished(
+            self._start(lambda stub: stub.RegisterCache.future(request, timeout=timeout, metadata=call_metadata()))
+        )
 
-    def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
+    async def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
         """Fetch the geometry and agents of an engine. Also raises the errors of `put_together`."""
         introduce(request)
-        messages = self._start(
+        shared, stream = self._begin(
             lambda stub: cast(
-                "Stream[pb.HandshakeResponse]", stub.Handshake(request, timeout=timeout, metadata=call_metadata())
+                "_Stream[pb.HandshakeResponse]",
+                stub.Handshake(request, timeout=timeout, metadata=call_metadata()),
             )
         )
+
+        def read() -> Handshaken | grpc.RpcError:
+            try:
+                return put_together(self._of_this_release(stream))
+            except grpc.RpcError as error:
+                return error
+
         try:
-            return put_together(self.typed(messages))
+            found = await self._loop.on_thread(read, f"kvferry-handshake-{self.address}")
         finally:
-            messages.cancel()
+            stream.cancel()
+            shared.end()
+        if isinstance(found, Handshaken):
+            self._judge(None)
+            return found
+        self._judge(found)
+        raise self._typed(found)
 
-    def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
+    async def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
         """Fetch checksums of blocks."""
-        return self._call(lambda stub: stub.ReadChecksums(request, timeout=timeout, metadata=call_metadata()))
+        return await _finished(
+            self._start(lambda stub: stub.ReadChecksums.future(request, timeout=timeout, metadata=call_metadata()))
+        )
 
-    def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
+    async def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
         """Send a batch of notifications, and return their results, which may be errors."""
         introduce(request)
-        return list(self._call(lambda stub: stub.Notify(request, timeout=timeout, metadata=call_metadata())).results)
+        answer = await _finished(
+            self._start(lambda stub: stub.Notify.future(request, timeout=timeout, metadata=call_metadata()))
+        )
+        return list(answer.results)
 
-    def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
+    async def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
         """Send a batch of one notification, and return its result; raises the result's error, if it is one."""
-        return checked_results(request, self.notify(request, timeout), self.address)[0]
+        return checked_results(request, await self.notify(request, timeout), self.address)[0]
 
-    def decline(self, reference: str, timeout: float) -> None:
+    async def decline(self, reference: str, timeout: float) -> None:
         """Say that nobody will read a publication."""
-        self.notify_one(
-            pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))]), timeout
-        )
+        decline = pb.Notification(decline=pb.Decline(reference=reference))
+        await self.notify_one(pb.NotifyRequest(notifications=[decline]), timeout)
 
-    def notify_later(
-        self,
-        request: pb.NotifyRequest,
-        timeout: float,
-        answered: Callable[[list[pb.NotificationResult] | KvferryError], None],
-    ) -> None:
-        """Send a batch of notifications without waiting.
-
-        Args:
-            request: the batch.
-            timeout: seconds.
-            answered: called once with the results, on gRPC's thread, or with an error, on that thread or the caller's.
-        """
-
-        def take(answer: pb.NotifyResponse | KvferryError) -> None:
-            answered(answer if isinstance(answer, KvferryError) else list(answer.results))
-
+    def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float) -> Call[pb.ReadBlocksResponse]:
+        """Begin to ask for the blocks of a publication."""
         introduce(request)
-        self._later(lambda stub: stub.Notify.future(request, timeout=timeout, metadata=call_metadata()), take)
+        return self._start(lambda stub: stub.ReadBlocks.future(request, timeout=timeout, metadata=call_metadata()))
 
-    def read_blocks_later(
-        self,
-        request: pb.ReadBlocksRequest,
-        timeout: float,
-        answered: Callable[[pb.ReadBlocksResponse | KvferryError], None],
-    ) -> Callable[[], object]:
-        """Ask for the blocks of a publication without waiting.
-
-        Args:
-            request: the publication, and how long to wait for it.
-            timeout: seconds.
-            answered: see `notify_later`.
-
-        Returns:
-            A function that cancels the call, which then ends with an error. May be called on any thread, at any time.
-        """
+    def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
+        """Open a Watch, and yield its events."""
         introduce(request)
-        return self._later(
-            lambda stub: stub.ReadBlocks.future(request, timeout=timeout, metadata=call_metadata()), answered
-        )
-
-    def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
-        """Open a Watch. Its errors are raised while it is read; see `typed`."""
-        introduce(request)
-        return self._start(lambda stub: cast("Stream[pb.WatchResponse]", stub.Watch(request)))
-
-    def typed(self, stream: Stream[Answer]) -> Iterator[Answer]:
-        """Yield the messages of a stream; raises a `KvferryError` if it fails."""
-        first = True
-        failure: KvferryError | None = None
-        try:
-            for message in stream:
-                self._judge(None)
-                if first:
-                    self._check(message)
-                    first = False
-                yield message
-        except grpc.RpcError as error:
-            self._judge(error)
-            failure = self._typed(error)
-        if failure is not None:
-            # Not above: gRPC's error is the stream itself, which would be kept as the context of this one.
-            raise failure
+        return self._messages(lambda stub: stub.Watch(request))
 
     def complain(self, error: KvferryError, what: str) -> None:
         """Warn that something waits for this node server. Of complaints with errors of the same type only one a minute
@@ -242,103 +233,130 @@ class Control:
             error: why it waits.
             what: what waits.
         """
-        time = now()
-        with self._lock:
-            complaint = self._complaints.setdefault(type(error).__name__, _Complaint())
-            complaint.unsaid += 1
-            if time < complaint.next_at:
-                return
-            others, complaint.unsaid, complaint.next_at = complaint.unsaid - 1, 0, time + COMPLAIN_EVERY
+        time = self._loop.now()
+        complaint = self._complaints.setdefault(type(error).__name__, _Complaint())
+        complaint.unsaid += 1
+        if time < complaint.next_at:
+            return
+        others, complaint.unsaid, complaint.next_at = complaint.unsaid - 1, 0, time + COMPLAIN_EVERY
         more = f" ({others} more like this in the meantime)" if others else ""
         where = "" if self.address in error.message else f" at {self.address}"
         logger.warning("%s%s: %s%s", what, where, error.message, more)
 
     def close(self) -> None:
         """Close the channel: calls in progress end, and later calls raise `Closed`. Idempotent."""
-        with self._starting, self._lock:
-            self._closed = True
-            channels = self._channels.drop_all()
-        for channel in channels:
+        self._closed = True
+        for channel in self._channels.drop_all():
             channel.close()
 
     def end_calls(self) -> None:
         """See `exits.Ending`."""
-        self.close()
+        if not self._loop.call(self.close):
+            self.close()
 
     def calls(self) -> Iterable[object]:
         """See `exits.Ending`."""
         return tuple(self._open)
 
-    def _later(
-        self, call: Callable[[KVTransferStub], _Future[Answer]], answered: Callable[[Answer | KvferryError], None]
-    ) -> Callable[[], object]:
-        """Make a call without waiting; see `notify_later`. Returns a function that cancels it."""
-        try:
-            future = self._start(call)
-        except KvferryError as error:
-            answered(error)
-            return _nothing
+    def _start(self, call: Callable[[KVTransferStub], _Future[Answer]]) -> Call[Answer]:
+        """Begin a unary call."""
+        shared, future = self._begin(call)
+        answered: asyncio.Future[None] = self._loop.future()
 
-        def on_done(_: object) -> None:
-            answer: Answer | KvferryError
+        def end() -> None:
+            shared.end()
+            if not answered.done():
+                answered.set_result(None)
+
+        def take() -> Answer:
             try:
                 failure = future.exception()
                 self._judge(failure)
                 if failure is None:
-                    self._check(answer := future.result())
-                else:
-                    answer = self._typed(failure)
-            except ContractDiffers as error:
-                answer = error
+                    answer = future.result()
+                    self._check(answer)
+                    return answer
+            except KvferryError:
+                raise
             except Exception as error:
-                answer = self._typed(error)
-            guarded(partial(answered, answer), f"a callback for the answer of {self.address}")
+                failure = error
+            raise self._typed(failure)
+
+        def on_done(_: object) -> None:
+            self._loop.call(end)
 
         future.add_done_callback(on_done)
-        return future.cancel
+        return Call(future.cancel, answered, take)
 
-    def _start(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
-        """Start a call without waiting for its end."""
-        with self._starting:
-            if self._threads_short:
-                start_thread(_nothing, "kvferry-probe")
-                self._threads_short = False
+    async def _messages(self, start: Callable[[KVTransferStub], object]) -> AsyncGenerator[Answer, None]:
+        """Yield the messages of a stream, which a thread reads: gRPC has no callback for them."""
+        shared, stream = self._begin(lambda stub: cast("_Stream[Answer]", start(stub)))
+        arrived: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue(MESSAGES_AHEAD)
+
+        def hand_over(message: Answer | BaseException | None) -> None:
+            # Nobody waits for it where the client is closed.
+            with suppress(Closed, CancelledError):
+                self._loop.submit(arrived.put(message)).result()
+
+        def read() -> None:
+            end: BaseException | None = None
             try:
-                started = self._call(call)
-                self._open.add(started)
-                return started
-            except (RuntimeError, MemoryError):
-                self._abandon()
-                raise no_thread(f"a call to {self.address}") from None
+                for message in self._of_this_release(stream):
+                    hand_over(message)
+            except (grpc.RpcError, KvferryError) as error:
+                end = error
+            hand_over(end)
 
-    def _call(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
-        pause = self._breaker.ask(now())
+        try:
+            self._open.add(start_thread(read, f"kvferry-stream-{self.address}"))
+            while (message := await arrived.get()) is not None:
+                if isinstance(message, BaseException):
+                    self._judge(message)
+                    raise message if isinstance(message, KvferryError) else self._typed(message)
+                self._judge(None)
+                yield message
+        finally:
+            stream.cancel()
+            shared.end()
+            while not arrived.empty():
+                arrived.get_nowait()
+
+    def _of_this_release(self, stream: Iterable[Answer]) -> Iterator[Answer]:
+        """Yield messages, the first of which is of a node server that this release works with."""
+        first = True
+        for message in stream:
+            if first:
+                self._check(message)
+            first = False
+            yield message
+
+    def _begin(self, call: Callable[[KVTransferStub], Answer]) -> tuple[SharedChannel, Answer]:
+        """Begin a call, and return what gRPC makes of it, with the channel that it uses until `SharedChannel.end`."""
+        pause = self._breaker.ask(self._loop.now())
         if pause > 0:
             self._warn_if_overdue()
-        with self._lock:
-            if self._closed:
-                raise self._typed(None)
-            if pause > 0:
-                message = f"{self._why_unreachable} (the next attempt is due in {pause:.1f} s)"
-                raise Unreachable(message, retry_after=pause, address=self.address)
-            shared = self._channels.newest()
-            shared.begin()
-            self._calls += 1
+        if self._closed:
+            raise self._typed(None)
+        if pause > 0:
+            message = f"{self._why_unreachable} (the next attempt is due in {pause:.1f} s)"
+            raise Unreachable(message, retry_after=pause, address=self.address)
+        if self._threads_short:
+            start_thread(_nothing, "kvferry-probe")
+            self._threads_short = False
+        shared = self._channels.newest()
+        self._calls += 1
         try:
-            answer = call(shared.stub)
-        except BaseException as error:
-            shared.end()
-            if isinstance(error, grpc.RpcError):
-                self._judge(error)
+            started = call(shared.stub)
+        except (grpc.RpcError, ValueError) as error:
             # gRPC raises ValueError if the channel was closed in the meantime.
-            if isinstance(error, grpc.RpcError | ValueError):
-                raise self._typed(error) from None
-            raise
-        shared.end_with(answer)
-        if isinstance(answer, Message):
-            self._judge(None)
-            self._check(answer)
-        return answer
+            self._judge(error)
+            raise self._typed(error) from None
+        except (RuntimeError, MemoryError):
+            self._abandon()
+            raise no_thread(f"a call to {self.address}") from None
+        shared.begin()
+        self._open.add(started)
+        return shared, started
 
     def _check(self, answer: object) -> None:
         """Check that an answer, or the first message of one, is of a node server that this release works with."""
@@ -351,8 +369,7 @@ class Control:
         No call on it would ever end, not even at its deadline, and closing or freeing the channel would wait for them.
         So this keeps the channel referenced for ever.
         """
-        with self._lock:
-            channel = self._channels.drop()
+        channel = self._channels.drop()
         self._threads_short = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
 
@@ -361,9 +378,8 @@ class Control:
             return Closed(f"the connection to {self.address} is closed")
         if isinstance(failure, grpc.RpcError):
             error = from_rpc_error(failure, self.address, self._tls, answered=self._answered)
-            with self._lock:
-                self._failed[type(error).__name__] += 1
-                self._retried += error.retryable
+            self._failed[type(error).__name__] += 1
+            self._retried += error.retryable
             return error
         return InternalError(f"the call to {self.address} failed: {failure!r}", address=self.address)
 
@@ -377,7 +393,7 @@ class Control:
             if not isinstance(error, Unreachable):
                 self._succeeded()
             elif failure.code() is grpc.StatusCode.UNAVAILABLE:
-                self._breaker.failed(now())
+                self._breaker.failed(self._loop.now())
                 self._channels.distrust()
                 self._why_unreachable = error.message
                 self._warn_if_overdue()
@@ -389,8 +405,17 @@ class Control:
 
     def _warn_if_overdue(self) -> None:
         """Warn once per outage, so that the engine's log says why its calls wait."""
-        if self._breaker.overdue(now(), SILENCE):
+        if self._breaker.overdue(self._loop.now(), SILENCE):
             logger.warning("%s (trying again)", self._why_unreachable)
+
+
+async def _finished(call: Call[Answer]) -> Answer:
+    """Wait for the answer of a call, which ends with the one who waits."""
+    try:
+        return await call.answer()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
 
 
 def checked_results(
@@ -414,4 +439,4 @@ def checked_results(
 
 
 def _nothing() -> None:
-    """Do nothing: the work of a thread that is started as a test, and the cancellation of a call that was not made."""
+    """Do nothing: the work of a thread that is started as a test."""

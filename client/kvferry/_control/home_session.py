@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 
-from kvferry._clock import LONGEST, from_duration, now
-from kvferry._control.acknowledger import Acknowledgements
+from kvferry._clock import LONGEST, from_duration
 from kvferry._control.batches import batches
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
+from kvferry._control.notifier import Message, Notifier
+from kvferry._control.publication_sender import PublicationSender, Sent
 from kvferry._control.publication_steps import follow, new_step
-from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
+from kvferry._control.publications import Offers, Publication, Release, leaves_open
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._control.retrying import retrying
-from kvferry._control.teller import Message, Teller
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
+from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.reference import router_reference
@@ -32,7 +34,6 @@ from kvferry.errors import (
     PublicationAborted,
     RouterKeyUsed,
     Unavailable,
-    Unreachable,
 )
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -42,51 +43,72 @@ logger = logging.getLogger(__name__)
 RETIRE_TIMEOUT = 1.0
 """Seconds for telling the home that the incarnation has ended."""
 
+MOST_ACKNOWLEDGED = 8192
+"""Most publication numbers in one call that acknowledges releases: they take at most 80 KiB."""
+
+ACKNOWLEDGE_AGAIN = 1.0
+"""Seconds until such a call is repeated that has failed."""
+
 
 class HomeSession:
-    """The session behind an `EngineSession`: opens the Watch, sends publications, and keeps them until their release.
+    """The session behind an `EngineSession` and a `SchedulerPort`: opens the Watch, sends publications, and keeps them
+    until their release.
 
-    Threading: every method may be called from any thread. `publish`, `send` and `abort` wait for an answer.
+    Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
+    loop. `publish`, `publish_more`, `abort` and `close` wait; so does `released`, if it is given a time.
 
     Args:
+        loop: the loop.
         control: connection to the home.
         spec: the engine.
-        timeout: seconds to keep trying to open the session.
         home_in_references: whether references to publications contain the home's address.
 
     Attributes:
         spec: the engine.
-        advertise: the home's address for readers.
+        advertise: the home's address for readers, once the session is open.
         block_use: records the blocks that are published, or that reads of this process write to.
+        lock: guards the publications, and the queue of what is to be sent.
         patience: seconds for which a step is sent again that the home does not take: for as long as the home would hold
             it for readers.
-
-    Raises:
-        KvferryError: see `Client.open_engine`.
     """
 
-    def __init__(self, control: Control, spec: EngineSpec, timeout: float, *, home_in_references: bool = True) -> None:
+    def __init__(self, loop: Loop, control: Control, spec: EngineSpec, *, home_in_references: bool = True) -> None:
         self.spec = spec
+        self.advertise = ""
+        self.lock = threading.Lock()
+        self.block_use = BlockUse(spec.groups)
+        self.patience = CALL_TIMEOUT
+        self._loop = loop
         self._control = control
         self._secret = new_session_secret()
         self._engine = pb.EngineRef(engine_id=spec.engine_id, incarnation=incarnation_of(self._secret))
-        self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
-        self._publishing = threading.Lock()
+        self._news = threading.Condition(self.lock)
         self._offers = Offers(self._engine, self._secret)
+        self._sender = PublicationSender(loop, self)
         self._spans: dict[int, Span] = {}
         """Spans of publications that are not released, by number."""
-        self._acknowledgements = Acknowledgements(control)
-        self._declines = Teller(self._engine)
-        self.block_use = BlockUse(spec.groups)
-        self._refills: list[Callable[[], None]] = []
-        self.patience = CALL_TIMEOUT
+        self._taken = 0
+        """Number of publications that `released` has returned."""
+        self._unacknowledged: set[int] = set()
+        """Numbers of released publications of which the home has to know that this session knows."""
+        self._acknowledging: asyncio.Task[None] | None = None
+        self._declines = Notifier(loop, self._engine)
+        self._refills: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
         request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
-        self._watcher = Watcher(control, request, self._on_event, spec.engine_id)
-        opened = self._watcher.open(timeout)
-        self.advertise = opened.advertise
-        self._home_in_references = self.advertise if home_in_references else ""
+        self._watcher = Watcher(loop, control, request, self._on_event, spec.engine_id)
+        self._home_in_references = home_in_references
+
+    async def open(self, timeout: float) -> None:
+        """Open the session.
+
+        Args:
+            timeout: seconds to keep trying.
+
+        Raises:
+            KvferryError: see `Client.open_engine`.
+        """
+        self.advertise = (await self._watcher.open(timeout)).advertise
 
     @property
     def token(self) -> EngineToken:
@@ -95,33 +117,46 @@ class HomeSession:
 
     def publish(self, given: Publish, timeout: float) -> Publication:
         """See `EngineSession.publish`."""
-        # One at a time: the home rejects a number below the highest it has seen.
-        deadline = now() + timeout
-        if not self._publishing.acquire(timeout=timeout):
-            message = "publish on another thread took all the time; nothing was published"
-            raise Unreachable(message, address=self._control.address)
-        try:
-            publication, step = self.offer(given)
-            self.send(step, max(0.001, deadline - now()))
-        finally:
-            self._publishing.release()
+        sent: Future[Sent] = Future()
+        publication = self.publish_later(given, self._loop.now() + timeout, sent)
+        self._wait_sent(publication, sent)
         return publication
 
-    def offer(self, given: Publish) -> tuple[Publication, Step]:
-        """Do the part of `publish` that makes no call. The blocks are pinned from now on.
+    def publish_more(self, given: PublishMore, timeout: float) -> None:
+        """See `EngineSession.publish_more`."""
+        sent: Future[Sent] = Future()
+        self.publish_more_later(given, self._loop.now() + timeout, sent)
+        self._wait_sent(given.publication, sent)
 
-        Returns:
-            The publication, and its step for `send`. Send steps in the order of the publications' numbers.
+    def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
+        """See `EngineSession.abort`."""
+        sent: Future[Sent] = Future()
+        self.abort_later(publication, self._loop.now() + timeout, sent)
+        error = sent.result().error
+        if error is not None:
+            raise error
+
+    def publish_later(
+        self, given: Publish, until: float | None = None, sent: Future[Sent] | None = None
+    ) -> Publication:
+        """Publish without waiting; see `SchedulerPort.publish`. The blocks are pinned from now on.
+
+        Args:
+            given: what is published.
+            until: time on the loop's clock until which to try to send it; None: as long as the home would hold it.
+            sent: gets the home's answer. None: if it refuses the publication, `released` returns it.
         """
         self._check_open()
         ids, step = new_step(self.spec, given)
         follow((), step)
         pin = self.block_use.pin(ids)
         span = start_span("kvferry.publish", given.traceparent, engine=self.spec.engine_id, request_id=given.request_id)
-        with self._lock:
-            # Number and record under one lock: a snapshot in between would include the number but not the record.
+        with self.lock:
+            # Number, record and queue under one lock: a snapshot in between would include the number but not the
+            # record, and the home takes numbers that rise, with few exceptions.
             try:
-                publication = self._offers.publish(self._home_in_references, step, span.traceparent, given.prompt)
+                home = self.advertise if self._home_in_references else ""
+                publication = self._offers.publish(home, step, span.traceparent, given.prompt)
             except RouterKeyUsed as error:
                 self.block_use.unpin(pin)
                 span.end(error)
@@ -130,111 +165,113 @@ class HomeSession:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
             self.block_use.name(pin, publication.number, 0)
-        return publication, Step(step)
+            self._sender.put(publication, step, until, sent)
+        return publication
 
-    def offer_more(self, given: PublishMore) -> Step:
-        """Do the part of `publish_more` that makes no call. Pass the returned step to `send`."""
+    def publish_more_later(
+        self, given: PublishMore, until: float | None = None, sent: Future[Sent] | None = None
+    ) -> None:
+        """Publish the next step of a publication without waiting; see `publish_later`."""
         self._check_open()
         number = given.publication.number
         ids, step = new_step(self.spec, given)
         pin = self.block_use.pin(ids, number)
         try:
-            with self._lock:
+            with self.lock:
                 follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
                 self.block_use.name(pin, number, step.step)
+                self._sender.put(given.publication, step, until, sent)
         except KvferryError:
             self.block_use.unpin(pin)
             raise
-        return Step(step)
 
-    def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """See `EngineSession.abort`."""
+    def abort_later(
+        self, publication: Publication, until: float | None = None, sent: Future[Sent] | None = None
+    ) -> None:
+        """Withdraw a publication without waiting; see `publish_later`."""
         self._check_open()
-        number = publication.number
-        with self._lock:
-            self._offers.abort(number)
-        notification = pb.Notification(abort=pb.Abort(publication=number))
-        self._notify_one(notification, timeout)
+        with self.lock:
+            self._sender.put(publication, None, until, sent)
 
     def released(self, deadline: float = 0.0) -> list[Release]:
         """See `EngineSession.released`.
 
         Args:
-            deadline: time on `kvferry._clock` until which to wait for the first one; in the past: do not wait.
+            deadline: time on the loop's clock until which to wait for the first one; in the past: do not wait.
         """
         with self._news:
             while True:
-                self._offers.advance(now())
-                left = deadline - now()
-                if self._offers.news or self._closed or left <= 0:
+                self._offers.advance(self._loop.now())
+                left = deadline - self._loop.now()
+                if self._offers.news or self._sender.refused_now or self._closed or left <= 0:
                     found = self._offers.take_released()
                     self.block_use.released(release.publication for release in found)
                     self._trace_released(found)
+                    found += self._sender.take_refused()
+                    self._taken += len(found)
                     return found
-                self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - now())))
+                self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - self._loop.now())))
 
     def unreleased(self) -> tuple[Publication, ...]:
         """See `EngineSession.unreleased`."""
-        with self._lock:
+        with self.lock:
             return tuple(self._offers.unreleased())
 
     def stats(self) -> SourceStats:
         """Count the publications. Those of a session that was closed are not held by anybody here."""
-        with self._lock:
+        with self.lock:
             held = 0 if self._closed else len(self._offers.unreleased())
             return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
-    def on_refill(self, refill: Callable[[], None]) -> None:
-        """Call `refill` on the Watch's thread whenever the home has lost its record of this engine."""
-        with self._lock:
+    def counts(self) -> tuple[int, int, int]:
+        """Count the publications: those made, those that `released` has returned, and those of these that the home did
+        not accept."""
+        with self.lock:
+            return self._offers.published, self._taken, self._sender.refused
+
+    def on_refill(self, refill: Callable[[], Awaitable[None]]) -> None:
+        """Await `refill` whenever the home has lost its record of this engine."""
+        with self.lock:
             self._refills.append(refill)
 
-    def close(self) -> None:
-        """See `EngineSession.close`."""
+    def close(self, timeout: float = 0.0) -> None:
+        """See `EngineSession.close`.
+
+        Args:
+            timeout: seconds to go on sending what is queued.
+        """
         with self._news:
             if self._closed:
                 return
             self._closed = True
             self._news.notify_all()
-        self._acknowledgements.close()
-        self._declines.close()
+        self._loop.run(self._close(timeout))
+
+    async def _close(self, timeout: float) -> None:
+        await self._sender.close(timeout)
+        await self._declines.close(0.0)
         failure = self._watcher.failure
-        self._watcher.close()
+        await self._watcher.close()
         if failure is None:
-            self._retire()
+            await self._retire()
+        if self._acknowledging is not None:
+            self._acknowledging.cancel()
 
-    def send(self, offered: Step, timeout: float = CALL_TIMEOUT) -> None:
-        """Send a step that `offer` or `offer_more` returned, until the home has answered. Raises the errors of
-        `publish`."""
-        told = pb.Notification(publish=offered.message)
-        number, failure = offered.message.publication, None
-
-        def attempt(left: float) -> None:
-            (error,), _ = self.attempt([told], left)
-            if error is not None:
-                raise error
-
-        try:
-            retrying(attempt, now() + timeout)
-        except KvferryError as error:
-            failure = error
-        finally:
-            taken_back = self.ended(offered, failure)
-        if failure is None:
+    def _wait_sent(self, publication: Publication, sent: Future[Sent]) -> None:
+        """Wait until the home has answered a step; raises the errors of `EngineSession.publish`."""
+        answer = sent.result()
+        if answer.error is None:
             return
-        if taken_back:
-            raise failure
-        try:
-            self._notify_one(pb.Notification(abort=pb.Abort(publication=number, not_published=True)), 1.0)
-        except KvferryError as error:
-            logger.info("could not abort publication %d: %s", number, error)
-        if failure.retryable:
-            raise failure
-        raise Unavailable(f"the home may or may not have publication {number}: {failure}") from failure
+        if answer.taken_back or answer.error.retryable:
+            raise answer.error
+        number = publication.number
+        raise Unavailable(f"the home may or may not have publication {number}: {answer.error}") from answer.error
 
-    def attempt(
+    # The sender calls these.
+
+    async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
         """Send steps and aborts once: as many of the first ones as fit into one call. Of a publication that was
@@ -246,7 +283,7 @@ class HomeSession:
             For each notification that was sent its error, or None; shorter than `notifications` if not all were sent.
             And the error of the call, if it failed as a whole.
         """
-        with self._lock:
+        with self.lock:
             notifications = tuple(self._offers.as_of_now(told) for told in notifications)
         sent: Sequence[pb.Notification] = notifications[:1]
         failure: KvferryError | None = None
@@ -254,12 +291,12 @@ class HomeSession:
         try:
             request = next(batches(self._engine, notifications, session_secret=self._secret))
             sent = request.notifications
-            with self._lock:
+            with self.lock:
                 for told in sent:
                     if told.HasField("abort"):
                         self._offers.abort(told.abort.publication, not_published=told.abort.not_published)
             with self._span_of(sent).calling():
-                results = self._control.notify(request, timeout)
+                results = await self._control.notify(request, timeout)
             if len(results) != len(sent):
                 raise InternalError(f"{self._control.address} answered {len(sent)} notifications with {len(results)}")
             errors = [
@@ -281,27 +318,25 @@ class HomeSession:
         ]
         return found, failure
 
-    def ended(self, offered: Step, error: KvferryError | None) -> bool:
-        """Record that no more attempts will be made to send a step.
+    def ended(self, step: pb.Publish, error: KvferryError | None) -> bool:
+        """Record that no more attempts will be made to send a step. Called with the lock held.
 
         Args:
-            offered: the step.
+            step: the step.
             error: the error of the last attempt; None: the home has accepted the step.
 
         Returns:
             Whether the step was taken back, because no home can have accepted it. If there is an error and it was not,
             abort the publication: it stays pinned until its release.
         """
-        step = offered.message
-        with self._news:
-            taken_back = error is not None and not error.retryable and self._offers.refused(step)
-            if error is not None and not taken_back:
-                self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
-            self._offers.sent(step.publication, now())
-            self._news.notify_all()
-            span = self._spans.get(step.publication, NO_SPAN)
-            if taken_back and step.step == 0:
-                self._spans.pop(step.publication, None)
+        taken_back = error is not None and not error.retryable and self._offers.refused(step)
+        if error is not None and not taken_back:
+            self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
+        self._offers.sent(step.publication, self._loop.now())
+        self._news.notify_all()
+        span = self._spans.get(step.publication, NO_SPAN)
+        if taken_back and step.step == 0:
+            self._spans.pop(step.publication, None)
         if step.last or error is not None:
             span.end(error, publication=step.publication)
         if taken_back:
@@ -314,11 +349,11 @@ class HomeSession:
         """Warn that publications wait for the home; see `Control.complain`."""
         self._control.complain(error, f"publications of engine {self.spec.engine_id!r} wait")
 
-    def _retire(self) -> None:
+    async def _retire(self) -> None:
         """Tell the home that nobody comes back, so that the next start of the engine need not wait. Once, not for long:
         a home that does not hear it finds out by itself."""
         try:
-            self._control.notify_one(self._request([pb.Notification(retire=pb.Retire())]), RETIRE_TIMEOUT)
+            await self._control.notify_one(self._request([pb.Notification(retire=pb.Retire())]), RETIRE_TIMEOUT)
         except KvferryError as error:
             logger.info("engine %s counts as alive for an engine_ttl: %s", self.spec.engine_id, error)
 
@@ -327,7 +362,7 @@ class HomeSession:
         no reason to: they wait for the other one."""
         reference = router_reference("", self.spec.engine_id, router_key=step.router_key, key=step.key)
         decline = pb.Notification(decline=pb.Decline(reference=reference, not_published=True))
-        self._declines.tell(self._control, [Message(decline, now() + DECLINE_PATIENCE)])
+        self._declines.send(self._control, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
 
     def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
         """Record that an attempt has failed; returns the error with which it has.
@@ -338,7 +373,7 @@ class HomeSession:
             partly: the home may have acted on it before it ended the call with the error.
         """
         if told.HasField("publish") and (partly or leaves_open(error)):
-            with self._lock:
+            with self.lock:
                 self._offers.unanswered(told.publish)
         if isinstance(error, EngineUnknown) and self._watcher.failure is None:
             # The home has restarted, and this session's Watch is not open again yet.
@@ -350,7 +385,7 @@ class HomeSession:
     def _span_of(self, sent: Sequence[pb.Notification]) -> Span:
         """Return the span of the only publication that a call is about; a call about several belongs to no trace."""
         numbers = {told.publish.publication for told in sent if told.HasField("publish")}
-        with self._lock:
+        with self.lock:
             return self._spans.get(numbers.pop(), NO_SPAN) if len(numbers) == 1 else NO_SPAN
 
     def _trace_released(self, released: Sequence[Release]) -> None:
@@ -361,10 +396,6 @@ class HomeSession:
                 span.end(publication=release.publication)
                 outcome = release.outcome.name.lower()
                 start_span("kvferry.release", span.traceparent, publication=release.publication, outcome=outcome).end()
-
-    def _notify_one(self, notification: pb.Notification, timeout: float) -> pb.NotificationResult:
-        request = self._request([notification])
-        return retrying(lambda left: self._control.notify_one(request, left), now() + timeout)
 
     def _request(self, notifications: Sequence[pb.Notification]) -> pb.NotifyRequest:
         return pb.NotifyRequest(sender=self._engine, session_secret=self._secret, notifications=notifications)
@@ -377,11 +408,11 @@ class HomeSession:
             # Otherwise the traceback would grow, and keep the frames alive, with every call.
             raise failure.with_traceback(None)
 
-    def _on_event(self, message: pb.WatchResponse) -> None:
+    async def _on_event(self, message: pb.WatchResponse) -> None:
         kind = message.WhichOneof("event")
         if kind == "opened":
             times = message.opened.times
-            with self._lock:
+            with self.lock:
                 # A reader that waited for the publication may have a lease of a whole ttl from before it.
                 self._offers.final = max(from_duration(times.final), from_duration(times.max_ttl))
                 self.patience = max(CALL_TIMEOUT, min(from_duration(times.hold), from_duration(times.final)))
@@ -393,38 +424,59 @@ class HomeSession:
             cause = "its node was lost" if lost.node_lost else "its process has ended, or has closed its client"
             logger.warning("engine %s: rank %d%s is gone: %s", self.spec.engine_id, lost.rank, place, cause)
         elif kind == "synced" and message.synced.need_resync:
-            self._refill()
+            await self._refill()
 
     def _on_released(self, released: pb.Released) -> None:
         with self._news:
             self._offers.released(released)
             self._news.notify_all()
-        self._acknowledgements.add(released.publication, self._request([]))
+        self._unacknowledged.add(released.publication)
+        if self._acknowledging is None:
+            name = f"acknowledgements of engine {self.spec.engine_id}"
+            self._acknowledging = self._loop.spawn(self._acknowledge(), name)
 
-    def _refill(self) -> None:
+    async def _acknowledge(self) -> None:
+        """Acknowledge releases, with one call at a time: those in the meantime go with the next. A home that refuses
+        repeats the release in its next full state."""
+        try:
+            while self._unacknowledged:
+                numbers = sorted(self._unacknowledged)[:MOST_ACKNOWLEDGED]
+                acknowledged = pb.Notification(released_ack=pb.ReleasedAck(publications=numbers))
+                try:
+                    await self._control.notify_one(self._request([acknowledged]))
+                    self._unacknowledged.difference_update(numbers)
+                except KvferryError as error:
+                    if not error.retryable:
+                        logger.info("could not acknowledge releases: %s", error)
+                        return
+                    await asyncio.sleep(max(ACKNOWLEDGE_AGAIN, error.retry_after or 0.0))
+        finally:
+            self._acknowledging = None
+
+    async def _refill(self) -> None:
         """Send a restarted home all publications that are not released (PROTOCOL, Home restart).
 
         Raises:
             KvferryError: the home did not accept all of it; repeating can help. The end of the refill was not sent.
         """
         for refill in tuple(self._refills):
-            refill()
-        with self._lock:
+            await refill()
+        with self.lock:
             snapshot = self._offers.snapshot()
         try:
             for request in batches(self._engine, snapshot.notifications, session_secret=self._secret):
                 if self._closed:
                     return
-                self._refill_with(request)
-            self._refill_with(self._request([snapshot.end]))
+                await self._refill_with(request)
+            await self._refill_with(self._request([snapshot.end]))
         finally:
             # Also after a failure: the home may have accepted notifications that it did not answer.
             with self._news:
-                self._offers.snapshot_sent(snapshot, now())
+                self._offers.snapshot_sent(snapshot, self._loop.now())
                 self._news.notify_all()
 
-    def _refill_with(self, request: pb.NotifyRequest) -> None:
-        for result in self._control.notify(request):
+    async def _refill_with(self, request: pb.NotifyRequest) -> None:
+        for result in await self._control.notify(request):
             if result.WhichOneof("kind") == "error":
                 error = from_notification_error(result.error)
                 if error.retryable:

@@ -9,6 +9,7 @@ addresses, such as those of loopback, so only the last ones are kept.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fnmatch import fnmatchcase
 
 from kvferry._control.connection import Control
 from kvferry._directory.directory import Directory
+from kvferry._loop import Loop
 from kvferry._wire.channel import Dial, TlsConfig, connect, is_loopback
 from kvferry._wire.reference import engine_ids
 from kvferry._wire.token import EngineToken
@@ -33,10 +35,11 @@ which nobody refers."""
 
 
 class Homes:
-    """Connections to node servers, by address. Thread-safe.
+    """Connections to node servers, by address. Thread-safe, but for `close`, which belongs to the loop.
 
     Args:
         own: address of the client's own node server.
+        loop: the client's event loop.
         tls: credentials for all TCP connections; with them every home is allowed.
         allowed: shell patterns of ``host:port`` that are allowed without TLS, beside loopback addresses.
         dial: makes the channels.
@@ -46,12 +49,14 @@ class Homes:
     def __init__(
         self,
         own: str,
+        loop: Loop,
         tls: TlsConfig | None,
         allowed: Sequence[str],
         dial: Dial = connect,
         directory: Directory | None = None,
     ) -> None:
-        self.own = Control(own, tls, dial)
+        self.own = Control(own, tls, loop, dial)
+        self._loop = loop
         self._tls = tls
         self._dial = dial
         self._allowed = (own, *allowed)
@@ -119,7 +124,7 @@ class Homes:
                 allowed = self._tls is not None or is_loopback(address)
                 if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
                     self._check_listed(address)
-                control = Control(address, self._tls, self._dial)
+                control = Control(address, self._tls, self._loop, self._dial)
             self._controls.pop(address, None)
             self._controls[address] = control
             if len(self._controls) > MOST:
@@ -130,7 +135,7 @@ class Homes:
         """Return the connection to the home of this client's own engine. The address comes from the engine's scheduler,
         so that it need not be allowed."""
         with self._lock:
-            return self._controls.setdefault(token.home, Control(token.home, self._tls, self._dial))
+            return self._controls.setdefault(token.home, Control(token.home, self._tls, self._loop, self._dial))
 
     def _drop_oldest(self) -> None:
         """Drop the connection that was not asked for the longest. Called with the lock held."""
@@ -158,14 +163,22 @@ class Homes:
         return replace(_sum([past, *each]), homes=sum(one.calls > 0 for one in each))
 
     def close(self) -> None:
-        """Close all connections and the directory, and make no new ones."""
+        """Close all connections, and make no new ones."""
         with self._lock:
             self._closed = True
-            controls = {*self._controls.values(), *self._dropped}
-        if self._directory is not None:
-            self._directory.close()
-        for control in controls:
+        for control in self._all():
             control.close()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the threads that read streams, after `close`."""
+        until = time.monotonic() + timeout
+        for thread in (each for control in self._all() for each in control.calls()):
+            if isinstance(thread, threading.Thread):
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _all(self) -> set[Control]:
+        with self._lock:
+            return {*self._controls.values(), *self._dropped}
 
 
 def _sum(each: Iterable[CallStats]) -> CallStats:

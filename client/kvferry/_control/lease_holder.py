@@ -3,32 +3,30 @@ Leases 4)."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from kvferry._clock import LONGEST, now
-from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import Acquired, AcquireRequest, Told
+from kvferry._clock import LONGEST
+from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition
 from kvferry._control.batches import read_done
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.judgement import Confirm
+from kvferry._control.notifier import Message, Notifier
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
-from kvferry._control.teller import Message, Teller
-from kvferry._forks import OneProcess
+from kvferry._loop import Loop
 from kvferry._prompt import Prompt
-from kvferry._tracing import Span
+from kvferry._tracing import NO_SPAN, Span
+from kvferry._wire.authority import read_id_of
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
-
-logger = logging.getLogger(__name__)
 
 VERDICT_TIMEOUT = 1.0
 """Seconds for the home's verdict; without one the reader's own deadline decides (PROTOCOL, Endings)."""
@@ -44,8 +42,7 @@ class ReadReport:
     Attributes:
         lease: the lease of the read.
         shares: the ends of the shares.
-        answered: called with the home's verdict, and with None for each attempt without one. Called on any thread; must
-            not block.
+        answered: called with the home's verdict, and with None for each attempt without one.
     """
 
     lease: ReaderLease
@@ -53,12 +50,12 @@ class ReadReport:
     answered: Callable[[pb.Verdict.ValueType | None], None]
 
 
-class LeaseHolder(OneProcess):
-    """Holds the leases of one destination engine.
-
-    Threading: only `close` waits. The other methods may start an RPC, and return at once.
+class LeaseHolder:
+    """Holds the leases of one destination engine. Belongs to the client's event loop; `request` and `check` may be
+    called on any thread, and make no RPC.
 
     Args:
+        loop: the loop.
         homes: connections to node servers.
         renewals: renews the leases.
         token: token of the engine.
@@ -69,6 +66,7 @@ class LeaseHolder(OneProcess):
 
     def __init__(
         self,
+        loop: Loop,
         homes: Homes,
         renewals: Renewals,
         token: EngineToken,
@@ -78,12 +76,15 @@ class LeaseHolder(OneProcess):
     ) -> None:
         self.confirm = confirm
         self._prompt_check = prompt_check
+        self._loop = loop
         self._homes = homes
         self._rank = rank
         self._renewals = renewals
         self._reader = engine_ref(token)
-        self._teller = Teller(self._reader)
-        self._acquirer = Acquirer(token, renewals, self._give_up)
+        self._secret = token.session_secret
+        self._notifier = Notifier(loop, self._reader)
+        self._unseen: set[asyncio.Task[None]] = set()
+        """End leases that may be granted to reads which were cancelled."""
 
     def request(
         self,
@@ -98,7 +99,7 @@ class LeaseHolder(OneProcess):
         traceparent: str = "",
         progressive: bool = False,
     ) -> AcquireRequest:
-        """Make the request for a read of a publication, part of the trace that `traceparent` names. Makes no RPC.
+        """Make the request for a read of a publication, part of the trace that `traceparent` names.
 
         `request_id` is the reader's name for the request.
 
@@ -121,7 +122,7 @@ class LeaseHolder(OneProcess):
             read_id=read_id,
             parties=parties,
             expected_reads=expected_reads,
-            deadline=now() + timeout,
+            deadline=self._loop.now() + timeout,
             prompt=ReaderPrompt(prompt, self._prompt_check, request_id, self._reader.engine_id),
             span=Span(traceparent),
             progressive=progressive,
@@ -129,29 +130,26 @@ class LeaseHolder(OneProcess):
 
     def check(self, reference: str, prompt: Prompt) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` for one of
-        another prompt, as far as it says. Makes no RPC."""
+        another prompt, as far as it says."""
         parsed = parse_reference(reference)
         self._homes.of(parsed)
         ReaderPrompt(prompt, self._prompt_check, engine_id=self._reader.engine_id).refuse(parsed)
 
-    def acquire(
-        self,
-        request: AcquireRequest,
-        cancellation: Cancellation,
-        renewed: Callable[[float], None],
-        told: Callable[[Told], None],
-    ) -> None:
-        """Start to acquire a publication. Returns at once.
+    def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> Acquisition:
+        """Begin to acquire a publication: await `Acquisition.first`.
 
         Args:
             request: the publication to read.
-            cancellation: interrupts the wait.
-            renewed: called with the new deadline of the lease after each acknowledged renewal, until `drop`. Called on
-                any thread; must not block.
-            told: called with the lease and its blocks, with more blocks, or with an error; see `Acquirer.start`. Called
-                on any thread; must not block.
+            changed: called after each change of the lease; see `ReaderLease.changed`.
         """
-        self._acquirer.start(request, cancellation, renewed, told)
+        asked = pb.ReadBlocksRequest(
+            reference=request.text,
+            reader=self._reader,
+            read_id=read_id_of(self._secret, request.read_id),
+            parties=request.parties,
+            expected_reads=request.expected_reads,
+        )
+        return Acquisition(self._loop, request, asked, self._renewals, self._give_up, self._aside, changed)
 
     def drop(self, acquired: Acquired) -> None:
         """Stop renewing a lease whose read has ended."""
@@ -162,21 +160,17 @@ class LeaseHolder(OneProcess):
         self.drop(granted)
         self._give_up(home, granted.lease, pb.RANK_OUTCOME_CANCELLED)
 
-    def report(self, home: Control, reports: Sequence[ReadReport]) -> None:
+    def report(self, home: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
         """Report the ends of reads to their home. Each report is repeated until its lease ends, if need be."""
         messages = [
             Message(notification, report.lease.deadline, partial(_verdict, report.answered))
             for report in reports
             for notification in read_done(report.lease.lease_id, report.shares)
         ]
-        self._teller.tell(home, messages, timeout=VERDICT_TIMEOUT)
+        self._notifier.send(home, messages, timeout=VERDICT_TIMEOUT, span=span)
 
-    def cancel(self, home: Control, lease: ReaderLease) -> None:
-        """End a lease at its home. If the home cannot be reached, the lease ends by time (PROTOCOL, Leases 7)."""
-        self._teller.tell(home, [Message(_cancelled(lease), lease.deadline)])
-
-    def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
-        """Tell the home that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8).
+    def decline(self, reference: str) -> None:
+        """Tell the home that nobody will read a publication (PROTOCOL, Leases 8).
 
         The message is repeated for `DECLINE_PATIENCE` if the home cannot be reached, or is recovering.
 
@@ -185,30 +179,28 @@ class LeaseHolder(OneProcess):
         """
         home = self._homes.of(parse_reference(reference))
         decline = pb.Notification(decline=pb.Decline(reference=reference))
-        until = now() + DECLINE_PATIENCE
-        self._teller.tell(home, [Message(told, until) for told in (*map(_cancelled, leases), decline)])
+        self._notifier.send(home, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
 
-    def close(self, timeout: float) -> None:
-        """Stop acquiring leases and repeating messages. Idempotent.
+    async def close(self, timeout: float) -> None:
+        """Stop repeating messages, and wait at most `timeout` seconds for leases that nobody has seen yet, and for the
+        messages that were sent. Idempotent."""
+        until = self._loop.now() + timeout
+        if self._unseen:
+            await asyncio.wait(self._unseen, timeout=timeout)
+        await self._notifier.close(max(0.0, until - self._loop.now()))
 
-        Args:
-            timeout: seconds to wait for the messages that were sent already.
-        """
-        until = now() + timeout
-        self._acquirer.close(timeout)
-        self._teller.close(max(0.0, until - now()))
+    def _aside(self, ending: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.spawn(ending, "the end of a lease")
+        self._unseen.add(task)
+        task.add_done_callback(self._unseen.discard)
 
     def _give_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
-        """End a lease that is not needed. If other ranks share it, it ends for this rank only."""
-        if self._rank is None:
-            self.cancel(home, lease)
-        else:
-            done = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])
-            self._teller.tell(home, [Message(notification, lease.deadline) for notification in done])
-
-
-def _cancelled(lease: ReaderLease) -> pb.Notification:
-    return pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))
+        """End a lease that is not needed; a home that cannot be reached ends it by time (PROTOCOL, Leases 7). If other
+        ranks share it, it ends for this rank only."""
+        ends = [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))]
+        if self._rank is not None:
+            ends = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])
+        self._notifier.send(home, [Message(end, lease.deadline) for end in ends])
 
 
 def _verdict(answered: Callable[[pb.Verdict.ValueType | None], None], result: pb.NotificationResult | None) -> None:

@@ -1,4 +1,4 @@
-"""Publishes for callers that do not wait: sends the steps and aborts of an engine's publications on a thread.
+"""Sends the steps and aborts of an engine's publications to its home.
 
 What is queued while a call is in progress goes in the next call, also several steps of one publication: a source may
 name layers faster than a call takes. A home takes the notifications of a call in order, so that a step which it does
@@ -12,24 +12,27 @@ takes no more room than what the engine holds published.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import logging
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
-from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
-from kvferry._control.home_session import HomeSession
-from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
-from kvferry._control.publish import Publish, PublishMore
-from kvferry._threads import start_loop
-from kvferry.errors import KvferryError, NotPublished, PublicationAborted, Unavailable
+from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._loop import Loop, Signal
+from kvferry._threads import settle
+from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvferry._control.home_session import HomeSession
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,18 @@ MAX_OVERTAKEN = 512
 """So many publications may wait to be sent again before new ones wait for them. A home takes a number below its highest
 only if at most 1024 were skipped, and the next call may add `BATCH`."""
 
-LONGEST_SLEEP = 1.0
-"""Seconds after which the thread looks again: a sleeping thread does not notice that its host was suspended."""
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How the attempts to send something have ended.
+
+    Attributes:
+        error: the last error; None: the home has taken it.
+        taken_back: no home can have taken it, and it is forgotten.
+    """
+
+    error: KvferryError | None = None
+    taken_back: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -48,17 +61,21 @@ class _Message:
     Attributes:
         publication: the publication.
         step: the step; None: the abort.
-        until: time on `kvferry._clock` until which it is sent again.
+        until: time on the loop's clock until which it is sent again.
+        answer: gets the home's answer, if somebody waits for it.
         sent: it was sent before.
         not_published: it is an abort, and not the engine's: the publication was given up.
+        error: the error of the last attempt.
         backoff: the pauses between attempts.
     """
 
     publication: Publication
-    step: Step | None
+    step: pb.Publish | None
     until: float
+    answer: Future[Sent] | None = None
     sent: bool = False
     not_published: bool = False
+    error: KvferryError | None = None
     backoff: Backoff = field(default_factory=Backoff)
 
     def notification(self) -> pb.Notification:
@@ -66,32 +83,36 @@ class _Message:
         if self.step is None:
             abort = pb.Abort(publication=self.publication.number, not_published=self.not_published)
             return pb.Notification(abort=abort)
-        return pb.Notification(publish=self.step.message)
+        return pb.Notification(publish=self.step)
+
+    def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
+        """Say how it has ended."""
+        if self.answer is not None:
+            settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
 
 
 class PublicationSender:
-    """Publishes the requests of one engine. Thread-safe; only `close` waits.
+    """Sends what one engine publishes. `put`, `take_refused` and `refused_now` are called with the session's lock held,
+    on any thread; a coroutine on the client's event loop does the rest, as long as there is something to send.
 
     Args:
+        loop: the loop.
         session: the engine's session.
 
     Attributes:
-        lock: guards the queue. Number a step and queue it under one lock: the home takes numbers that rise, with few
-            exceptions, and what is given up must not get another step in between.
-        published, released: numbers of publications since the start. ``published - released`` are pinned.
-        refused: number of released publications that the home did not accept.
-
-    Raises:
-        LimitReached: the system refused another thread.
+        refused: number of publications that the home did not accept, and for whose answer nobody waited.
     """
 
-    def __init__(self, session: HomeSession) -> None:
-        self.lock = threading.Lock()
-        self.published = self.released = self.refused = 0
+    def __init__(self, loop: Loop, session: HomeSession) -> None:
+        self.refused = 0
+        self._loop = loop
         self._session = session
+        self._lock = session.lock
         self._refused: deque[Release] = deque()
         """Publications of which no home can have anything, which are released here."""
-        self._changed = threading.Condition(self.lock)
+        self._news = Signal(loop)
+        self._runs = False
+        self._task: asyncio.Task[None] | None = None
         self._messages: dict[int, deque[_Message]] = {}
         """Messages of each publication, in order. The first one is about to be sent, or to be sent again."""
         self._ready: deque[int] = deque()
@@ -104,83 +125,78 @@ class PublicationSender:
         """Since when every call has failed, or has been answered that something has to wait."""
         self._given_up = 0
         """Publications that were given up since then."""
-        self._closed, self._closes_at = False, 0.0
-        self._thread = start_loop(self._turn, f"kvferry-publish-{session.spec.engine_id}")
 
-    def publish(self, given: Publish) -> Publication:
-        """See `SchedulerPort.publish`."""
-        with self.lock:
-            publication, step = self._session.offer(given)
-            self.published += 1
-            self.put(publication, step)
-        return publication
+    @property
+    def refused_now(self) -> bool:
+        """Whether `take_refused` would return something."""
+        return bool(self._refused)
 
-    def publish_more(self, given: PublishMore) -> None:
-        """See `SchedulerPort.publish_more`."""
-        with self.lock:
-            self.put(given.publication, self._session.offer_more(given))
-
-    def abort(self, publication: Publication) -> None:
-        """See `SchedulerPort.abort`."""
-        with self.lock:
-            self.put(publication)
-
-    def take_released(self) -> list[Release]:
-        """Return the publications released since the last call; each appears exactly once."""
-        found = self._session.released()
-        with self.lock:
-            found += self._refused
-            self._refused.clear()
-            self.released += len(found)
+    def take_refused(self) -> list[Release]:
+        """Return the publications of which no home can have anything; each appears exactly once."""
+        found = list(self._refused)
+        self._refused.clear()
         return found
 
-    def put(self, publication: Publication, step: Step | None = None) -> None:
-        """Queue a step of a publication; None: its abort. Call this with the lock held."""
+    def put(
+        self,
+        publication: Publication,
+        step: pb.Publish | None = None,
+        until: float | None = None,
+        answer: Future[Sent] | None = None,
+    ) -> None:
+        """Queue a step of a publication; None: its abort."""
         if publication.number not in self._messages:
             self._messages[publication.number] = deque()
             self._ready.append(publication.number)
-        self._messages[publication.number].append(self._message(publication, step))
-        self._changed.notify_all()
+        self._messages[publication.number].append(self._message(publication, step, until, answer))
+        if self._runs:
+            self._news.set()
+        else:
+            self._runs = self._loop.call(self._begin)
 
-    def close(self, timeout: float) -> None:
-        """Send what is queued, then end the thread. Idempotent.
+    async def close(self, timeout: float) -> None:
+        """Send what is queued, and end. What was not sent after `timeout` seconds is dropped. Idempotent."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task], timeout=timeout)
+            self._task.cancel()
+        with self._lock:
+            messages = [message for waiting in self._messages.values() for message in waiting]
+            self._messages.clear()
+        for message in messages:
+            message.settle(Closed(f"the session of engine {self._session.spec.engine_id!r} is closed"))
 
-        Args:
-            timeout: seconds to wait for it; what was not sent by then is dropped.
-        """
-        with self._changed:
-            self._closes_at = self._closes_at if self._closed else now() + timeout
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join(timeout)
+    # What follows runs on the loop.
 
-    # The methods below run on the thread.
+    def _begin(self) -> None:
+        self._task = self._loop.spawn(self._run(), f"publications of engine {self._session.spec.engine_id}")
 
-    def _turn(self) -> bool:
-        messages = self._next()
-        if messages:
-            self._send(messages)
-        return bool(messages)
+    async def _run(self) -> None:
+        while True:
+            with self._lock:
+                messages, wake_at = self._next()
+                self._runs = bool(messages) or wake_at is not None
+            if messages:
+                await self._send(messages)
+            elif wake_at is not None:
+                await self._news.wait(wake_at)
+            else:
+                return
 
-    def _next(self) -> list[_Message]:
-        """Wait for messages that can be sent, and return those for the next call; none: this was closed."""
-        with self._changed:
-            while True:
-                time = now()
-                due = []
-                while self._again and self._again[0][0] <= time:
-                    due.append(heapq.heappop(self._again)[1])
-                # They were published before the others.
-                self._ready.extendleft(reversed(due))
-                if self._closed and (not self._messages or time >= self._closes_at):
-                    return []
-                paused = time < self._pause_until
-                if self._ready and not paused and len(self._again) < MAX_OVERTAKEN:
-                    return self._first()
-                wake_at = [self._again[0][0]] if self._again else []
-                wake_at += [self._pause_until] if paused and self._ready else []
-                wake_at += [self._closes_at] if self._closed else []
-                self._changed.wait(min(LONGEST_SLEEP, min(wake_at) - time) if wake_at else None)
+    def _next(self) -> tuple[list[_Message], float | None]:
+        """Return the messages for the next call, or when there may be some; None: nothing waits. Called with the lock
+        held."""
+        time = self._loop.now()
+        due = []
+        while self._again and self._again[0][0] <= time:
+            due.append(heapq.heappop(self._again)[1])
+        # They were published before the others.
+        self._ready.extendleft(reversed(due))
+        paused = time < self._pause_until
+        if self._ready and not paused and len(self._again) < MAX_OVERTAKEN:
+            return self._first(), None
+        wake_at = [self._again[0][0]] if self._again else []
+        wake_at += [self._pause_until] if paused and self._ready else []
+        return [], min(wake_at, default=None)
 
     def _first(self) -> list[_Message]:
         """Return the messages for the next call: the first one of each publication, then their next steps. Called with
@@ -194,30 +210,38 @@ class PublicationSender:
                 break
         return found
 
-    def _send(self, messages: list[_Message]) -> None:
-        errors, failure = self._session.attempt([message.notification() for message in messages], CALL_TIMEOUT)
-        time = now()
+    async def _send(self, messages: list[_Message]) -> None:
+        # As long as the first of those has left for whom somebody waits.
+        timeout = max(0.001, min([CALL_TIMEOUT, *(each.until - self._loop.now() for each in messages if each.answer)]))
+        errors, failure = await self._session.attempt([message.notification() for message in messages], timeout)
+        time = self._loop.now()
         pause = 0.0 if failure is None else self._backoff.next(failure.retry_after)
         if failure is None:
             self._backoff.reset()
         else:
             # Others would fail as well, or would overtake these.
             self._pause_until = time + pause
-        self._judge(next((error for error in errors if error is not None and error.retryable), None), time)
+        waits = [
+            error
+            for message, error in zip(messages, errors, strict=False)
+            # Those who wait for an answer hear of an unreachable home by the connection.
+            if error is not None and error.retryable and not (message.answer and isinstance(error, Unreachable))
+        ]
+        self._judge(waits[0] if waits else None, time)
         # Those that did not fit into the call stay where they are.
         sent: dict[int, list[tuple[_Message, KvferryError | None]]] = {}
         for message, error in zip(messages, errors, strict=False):
             sent.setdefault(message.publication.number, []).append((message, error))
         for number, answers in sent.items():
             good = len(list(takewhile(lambda answer: answer[1] is None, answers)))
-            with self._changed:
+            with self._lock:
                 self._ready.popleft()
                 for message, _ in answers[:good]:
                     self._taken(message)
                 if good < len(answers):
                     # What the home said to those behind this one follows from it.
                     message, error = answers[good]
-                    message.sent = True
+                    message.sent, message.error = True, error
                     if error is not None and error.retryable:
                         again_at = time + (pause or message.backoff.next(error.retry_after))
                         final = self._hopeless(message, again_at, error)
@@ -267,9 +291,10 @@ class PublicationSender:
 
     def _warn(self, message: _Message, error: KvferryError | None) -> None:
         """Say that a message was given up: of those that a home did not take while it was away, the first one."""
-        if isinstance(error, PublicationAborted) or (isinstance(error, NotPublished) and self._given_up > 1):
+        told = message.answer is not None or isinstance(error, PublicationAborted)
+        if told or (isinstance(error, NotPublished) and self._given_up > 1):
             return
-        step = "the abort" if message.step is None else f"step {message.step.message.step}"
+        step = "the abort" if message.step is None else f"step {message.step.step}"
         logger.warning("could not send %s of publication %d: %s", step, message.publication.number, error)
 
     # Call these with the lock held.
@@ -279,33 +304,48 @@ class PublicationSender:
         self._messages[message.publication.number].popleft()
         if message.step is not None:
             self._session.ended(message.step, None)
+        message.settle(None)
 
     def _failed(self, message: _Message, error: KvferryError) -> None:
         """Handle the end of the attempts to send a message, the first one of its publication."""
         behind = self._messages[message.publication.number]
         behind.popleft()
-        if message.step is not None:
-            self._give_up(message.publication, message.step, error, behind)
+        if message.step is None:
+            message.settle(error)
+        else:
+            self._give_up(message, message.step, error, behind)
 
-    def _give_up(self, publication: Publication, step: Step, error: KvferryError, behind: deque[_Message]) -> None:
+    def _give_up(self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message]) -> None:
         """Give up a publication because of a step, with the messages behind it."""
         # The last one first: what is left of a publication always has its first step.
         for later in reversed(behind):
             if later.step is not None:
-                self._session.ended(later.step, error)
+                later.settle(error, taken_back=self._session.ended(later.step, error))
+            else:
+                later.settle(None)
         behind.clear()
-        if self._session.ended(step, error) and step.message.step == 0:
-            self.refused += 1
-            outcome = ReleaseOutcome.ABORTED
-            self._refused.append(Release(publication.number, publication.request_id, outcome, local=True))
-        else:
+        publication, taken_back = message.publication, self._session.ended(step, error)
+        message.settle(error, taken_back=taken_back)
+        if not (taken_back and step.step == 0):
             # The home may have accepted some of it: it stays pinned until it is released.
             abort = self._message(publication, None)
             abort.not_published = not isinstance(error, PublicationAborted)
             behind.append(abort)
+        elif message.answer is None:
+            self.refused += 1
+            outcome = ReleaseOutcome.ABORTED
+            self._refused.append(Release(publication.number, publication.request_id, outcome, local=True))
 
-    def _message(self, publication: Publication, step: Step | None) -> _Message:
-        return _Message(publication, step, now() + self._session.patience)
+    def _message(
+        self,
+        publication: Publication,
+        step: pb.Publish | None,
+        until: float | None = None,
+        answer: Future[Sent] | None = None,
+    ) -> _Message:
+        return _Message(
+            publication, step, self._loop.now() + self._session.patience if until is None else until, answer
+        )
 
 
 def _goes_along(messages: Sequence[_Message], index: int) -> bool:

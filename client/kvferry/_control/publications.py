@@ -115,13 +115,6 @@ class Publication:
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A step of a publication that is to be sent: `HomeSession.offer` makes it, and `HomeSession.send` sends it."""
-
-    message: pb.Publish = field(repr=False)
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All publications that are not released, for a home that has lost its record of them.

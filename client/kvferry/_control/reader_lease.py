@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
 MARGIN_SECONDS = 0.010
 MARGIN_SHARE = 0.01
@@ -28,55 +28,32 @@ def deadline_after(sent_at: float, remaining: float) -> float:
 
 
 class ReaderLease:
-    """One lease, as its reader keeps it. Thread-safe.
+    """One lease, as its reader keeps it. The client's event loop changes it; any thread may read it.
 
     The deadline only moves forward, and only until it has passed: a late acknowledgement does not revive the lease.
+
+    Attributes:
+        lease_id: the home's id of the lease; it changes when the lease is acquired again.
+        renew_every: seconds between renewals.
+        deadline: time on the reader's clock; bytes that arrive later do not count.
+        ended: its read has ended, so that the lease is no longer needed.
+        source_lost: its home has said that the source is lost: what has not arrived does not come any more.
+        changed: called after each change of the deadline, or of `source_lost`.
     """
 
     def __init__(self, lease_id: bytes, sent_at: float, remaining: float, renew_every: float) -> None:
-        self._lease_id = lease_id
+        self.lease_id = lease_id
         self.renew_every = min(renew_every, LONGEST_LEASE / 3)
-        self._deadline = deadline_after(sent_at, remaining)
+        self.deadline = deadline_after(sent_at, remaining)
+        self.ended = self.source_lost = False
+        self.changed: Callable[[], object] = _nothing
         self._next_renewal = sent_at + self.renew_every
         self._renewable = True
-        self._ended = False
-        self._source_lost = False
-        self._lock = threading.Lock()
-
-    @property
-    def lease_id(self) -> bytes:
-        """The home's id of the lease; it changes when the lease is acquired again."""
-        with self._lock:
-            return self._lease_id
-
-    @property
-    def deadline(self) -> float:
-        """Time on the reader's clock; bytes that arrive later do not count."""
-        with self._lock:
-            return self._deadline
 
     @property
     def next_renewal(self) -> float | None:
         """Time of the next renewal on the reader's clock; None: the home does not renew the lease any more."""
-        with self._lock:
-            return self._next_renewal if self._renewable else None
-
-    @property
-    def ended(self) -> bool:
-        """Whether its read has ended, so that the lease is no longer needed."""
-        with self._lock:
-            return self._ended
-
-    @property
-    def source_lost(self) -> bool:
-        """Whether its home has said that the source is lost: what has not arrived does not come any more."""
-        with self._lock:
-            return self._source_lost
-
-    def lose_source(self) -> None:
-        """Record that its home says so."""
-        with self._lock:
-            self._source_lost = True
+        return self._next_renewal if self._renewable else None
 
     def live(self, now: float) -> bool:
         """Return whether bytes that arrive now count."""
@@ -84,15 +61,13 @@ class ReaderLease:
 
     def renewing(self, sent_at: float) -> None:
         """Record that a renewal is being sent. The next one is due after `renew_every`."""
-        with self._lock:
-            self._next_renewal = sent_at + self.renew_every
+        self._next_renewal = sent_at + self.renew_every
 
     def not_renewed(self, again_at: float) -> None:
         """Record a renewal without an answer, or a refused one. The next one is due at `again_at` at the latest."""
-        with self._lock:
-            self._next_renewal = min(self._next_renewal, again_at)
+        self._next_renewal = min(self._next_renewal, again_at)
 
-    def renewed(self, sent_at: float, now: float, remaining: float, *, more: bool) -> None:
+    def renewed(self, sent_at: float, now: float, remaining: float, *, more: bool, source_lost: bool = False) -> None:
         """Record an acknowledged renewal.
 
         A home may extend a lease by less than a whole term, or not at all: while it has lost the source, or the
@@ -103,19 +78,20 @@ class ReaderLease:
             now: time on the reader's clock when the answer came.
             remaining: seconds of the lease in the answer; 0: it has ended.
             more: whether the home will renew the lease again.
+            source_lost: whether the home says that the source is lost.
         """
-        with self._lock:
-            self._renewable = more and remaining > 0
-            if now < self._deadline:
-                self._deadline = max(self._deadline, deadline_after(sent_at, remaining))
-                left = self._deadline - now
-                if left < 2 * self.renew_every:
-                    self._next_renewal = min(self._next_renewal, now + max(RENEW_LEAST, left / 3))
+        self._renewable = more and remaining > 0
+        self.source_lost |= source_lost
+        if now < self.deadline:
+            self.deadline = max(self.deadline, deadline_after(sent_at, remaining))
+            left = self.deadline - now
+            if left < 2 * self.renew_every:
+                self._next_renewal = min(self._next_renewal, now + max(RENEW_LEAST, left / 3))
+        self.changed()
 
     def end(self) -> None:
         """Record that the read has ended, so that the lease is no longer needed."""
-        with self._lock:
-            self._ended = True
+        self.ended = True
 
     def acquired_again(self, lease_id: bytes, sent_at: float, now: float, remaining: float) -> bool:
         """Record that a home which had lost the lease has granted the same read again.
@@ -124,11 +100,15 @@ class ReaderLease:
             Whether the read may continue: only if the new lease came before the old deadline. If not, the source may
             have changed its blocks in between, and everything must be read again (PROTOCOL, Home restart).
         """
-        with self._lock:
-            if self._ended or now >= self._deadline:
-                return False
-            self._lease_id = lease_id
-            self._deadline = max(self._deadline, deadline_after(sent_at, remaining))
-            self._next_renewal = sent_at + self.renew_every
-            self._renewable = True
-            return True
+        if self.ended or now >= self.deadline:
+            return False
+        self.lease_id = lease_id
+        self.deadline = max(self.deadline, deadline_after(sent_at, remaining))
+        self._next_renewal = sent_at + self.renew_every
+        self._renewable = True
+        self.changed()
+        return True
+
+
+def _nothing() -> None:
+    """Nobody has to know."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 
-from kvferry._threads import start_thread
-from kvferry._work_queue import WorkQueue
+from kvferry._threads import guarded, start_thread
 from kvferry.errors import LimitReached
 
 logger = logging.getLogger(__name__)
@@ -25,24 +25,26 @@ class Callbacks:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._work: WorkQueue | None = None
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._closed = False
 
     def start(self) -> None:
         """Start the thread if it is not running yet; raises `LimitReached` if the system refuses it."""
         with self._lock:
-            if self._work is None and not self._closed:
-                self._work = WorkQueue(self._name)
+            if self._thread is None and not self._closed:
+                self._thread = start_thread(self._run, self._name)
 
-    def do(self, callback: Callable[[], None]) -> None:
+    def do(self, callback: Callable[[], object]) -> None:
         """Run a callback on the thread, or, if that has ended, on a new one; never on the caller's."""
         with self._lock:
-            work = self._work
-        if work is None or not work.do(callback):
-            try:
-                start_thread(callback, f"{self._name}-late")
-            except LimitReached as error:
-                logger.error("a callback of a read, which ended after its cache was closed, is lost: %s", error.message)
+            if self._thread is not None and not self._closed:
+                self._queue.put(callback)
+                return
+        try:
+            start_thread(callback, f"{self._name}-late")
+        except LimitReached as error:
+            logger.error("a callback of a read, which ended after its cache was closed, is lost: %s", error.message)
 
     def close(self, timeout: float) -> None:
         """End the thread after the queued callbacks. Idempotent.
@@ -52,6 +54,11 @@ class Callbacks:
         """
         with self._lock:
             self._closed = True
-            work = self._work
-        if work is not None:
-            work.close(timeout)
+            thread = self._thread
+            self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while (callback := self._queue.get()) is not None:
+            guarded(callback, f"a callback on thread {self._name}")

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import asyncio
 import logging
-import math
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from kvferry._clock import now
-from kvferry._control.backoff import Backoff
-from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Control
+from kvferry._control.connection import Control
+from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
+from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._threads import guarded, settle, start_loop
+from kvferry._threads import guarded, settle
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, InvalidField, KvferryError, PublicationReleased, PublicationStale, Unreachable
+from kvferry.errors import Closed, InvalidField, KvferryError, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
@@ -40,34 +38,28 @@ PAGE_PARTS = 1024
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Sums to compute and to send, in pages. Those that the home does not take yet are kept for the next attempt.
+    """Sums to compute and to send, in pages.
 
     Attributes:
-        publication: whose blocks are summed.
         pages: computes the pages.
-        page: the page that was not sent yet; None: the next one.
-        deadline, silent_until: when it fails, and when a warning says what it waits for, on `kvferry._clock`.
+        deadline: when it fails, on the loop's clock.
         done: its future; running from its first attempt.
-        sent: number of sums in its pages so far.
     """
 
-    publication: int
     pages: Iterator[pb.PublishChecksums]
     deadline: float
-    silent_until: float
     done: Future[int] = field(default_factory=Future)
-    page: pb.PublishChecksums | None = None
-    sent: int = 0
-    backoff: Backoff = field(default_factory=lambda: Backoff(jitter=0.5))
 
 
 class Checksummer:
-    """Sums the published blocks of one rank. Thread-safe; one thread does the work, and starts with the first call.
+    """Sums the published blocks of one rank. `submit` and `close` may be called from any thread; the rest belongs to
+    the client's event loop, and threads compute the sums, one at a time.
 
     Publications do not wait for each other: while the home does not take the sums of one, those of others are sent. The
     sums of one are sent in the order in which they came: the last say that there are no more.
 
     Args:
+        loop: the loop.
         home: the engine's home.
         spec, token: the engine.
         rank: geometry of the rank.
@@ -77,6 +69,7 @@ class Checksummer:
 
     def __init__(
         self,
+        loop: Loop,
         home: Control,
         spec: EngineSpec,
         token: EngineToken,
@@ -84,19 +77,17 @@ class Checksummer:
         memory: RankMemory,
         options: IntegrityOptions,
     ) -> None:
+        self._loop = loop
         self._home = home
         self._spec = spec
         self._token = token
         self._rank = rank
         self._memory = memory
         self._share = options.share
-        self._changed = threading.Condition()
-        self._orders: list[tuple[float, int, _Order]] = []
-        """A heap, with one order per publication: when its next attempt is due, on `kvferry._clock`, then by age."""
-        self._later: dict[int, deque[_Order]] = {}
-        """What follows the orders of the heap, and the one that is worked on, by publication."""
-        self._age = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._waiting: dict[int, deque[_Order]] = {}
+        """What is sent of each publication, and what follows that."""
+        self._senders: set[asyncio.Task[None]] = set()
+        self._computing = asyncio.Lock()
         self._closing = False
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
@@ -107,109 +98,83 @@ class Checksummer:
             return nothing
         planes = [self._planes(name, listed) for name, listed in blocks.items()]
         parts = [part for found in planes for part in found]
-        began = now()
-        order = _Order(publication, self._pages(publication, parts, last), began + timeout, began + SILENCE)
-        with self._changed:
-            if self._closing:
-                raise Closed(f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed")
-            if self._thread is None:
-                self._thread = start_loop(self._turn, "kvferry-checksums")
-            if publication in self._later:
-                self._later[publication].append(order)
-            else:
-                self._later[publication] = deque()
-                heapq.heappush(self._orders, (began, next(self._age), order))
-                self._changed.notify()
+        order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
+        if self._closing or not self._loop.call(partial(self._queue, publication, order)):
+            raise self._closed()
         return order.done
 
     def close(self) -> None:
-        """Drop the queued work, and wait for the call in progress. Idempotent."""
-        with self._changed:
-            self._closing = True
-            orders = [order for _, _, order in self._orders]
-            orders += [order for later in self._later.values() for order in later]
-            self._orders, self._later = [], {}
-            thread, self._thread = self._thread, None
-            self._changed.notify()
-        for order in orders:
-            self._drop(order)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        """Drop the queued work. Idempotent."""
+        self._closing = True
+        if self._senders:
+            self._loop.run(self._end())
 
-    def _turn(self) -> bool:
-        order = self._next()
-        if order is None:
-            return False
-        if not order.done.running() and not order.done.set_running_or_notify_cancel():
-            self._go_on(order)
-            return True
+    async def _end(self) -> None:
+        for sender in self._senders:
+            sender.cancel()
+        await asyncio.wait(self._senders)
+
+    def _queue(self, publication: int, order: _Order) -> None:
+        if publication in self._waiting:
+            self._waiting[publication].append(order)
+            return
+        self._waiting[publication] = deque([order])
+        sender = self._loop.spawn(self._send_all(publication), f"the sums of publication {publication}")
+        self._senders.add(sender)
+        sender.add_done_callback(self._senders.discard)
+
+    async def _send_all(self, publication: int) -> None:
+        orders = self._waiting[publication]
         try:
-            pause = self._attempt(order)
-        except BaseException as error:
-            self._go_on(order)
-            settle(order.done, error)
-            return True
-        if pause is None:
-            self._go_on(order)
-            settle(order.done, order.sent)
-            return True
-        with self._changed:
-            closing = self._closing
-            if not closing:
-                heapq.heappush(self._orders, (now() + pause, next(self._age), order))
-        if closing:
-            self._drop(order)
-        return True
+            while orders:
+                order = orders[0]
+                result: int | KvferryError = self._closed()
+                if order.done.set_running_or_notify_cancel():
+                    try:
+                        result = await self._send(order)
+                    except KvferryError as error:
+                        result = error
+                    # The future's callbacks are the caller's, and may wait.
+                    await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
+                orders.popleft()
+        finally:
+            del self._waiting[publication]
+            for order in orders:
+                self._drop(order)
 
-    def _go_on(self, ended: _Order) -> None:
-        """Let the next order of a publication take the place of one that has ended."""
-        with self._changed:
-            later = self._later.get(ended.publication)
-            if later:
-                heapq.heappush(self._orders, (now(), next(self._age), later.popleft()))
-            else:
-                self._later.pop(ended.publication, None)
-
-    def _next(self) -> _Order | None:
-        """Wait until an order is due, and take it; None: the checksummer was closed."""
-        with self._changed:
-            while not self._closing:
-                pause = self._orders[0][0] - now() if self._orders else None
-                if pause is not None and pause <= 0:
-                    return heapq.heappop(self._orders)[2]
-                self._changed.wait(pause)
-        return None
-
-    def _attempt(self, order: _Order) -> float | None:
-        """Send the pages of an order. Returns the seconds until the next attempt; None: it is done."""
+    async def _send(self, order: _Order) -> int:
+        """Send the pages of an order; returns how many sums they were."""
+        sent = 0
         try:
             while True:
-                if order.page is None:
-                    order.page = next(order.pages, None)
-                    if order.page is None:
-                        return None
-                    order.sent += sum(len(part.sums) for part in order.page.checksums)
-                self._send(order.page, order.deadline)
-                order.page = None
+                async with self._computing:
+                    page = await self._loop.on_thread(partial(next, order.pages, None), "kvferry-checksums")
+                if page is None:
+                    return sent
+                sent += sum(len(part.sums) for part in page.checksums)
+                await self._send_page(page, order.deadline)
         except (PublicationReleased, PublicationStale):
             # The publication has been released, so nobody needs the sums.
-            return None
-        except KvferryError as error:
-            pause = order.backoff.next(error.retry_after)
-            if not error.retryable or now() + pause >= order.deadline:
-                raise
-            if not isinstance(error, Unreachable) and now() >= order.silent_until:
-                logger.warning("checksums: still failing after %.0f s: %s", SILENCE, error.message)
-                order.silent_until = math.inf
-            return pause
+            return sent
+
+    async def _send_page(self, page: pb.PublishChecksums, deadline: float) -> None:
+        request = pb.NotifyRequest(
+            sender=engine_ref(self._token),
+            session_secret=self._token.session_secret,
+            notifications=[pb.Notification(checksums=page)],
+        )
+        await retrying(lambda left: self._home.notify_one(request, left), deadline)
 
     def _drop(self, order: _Order) -> None:
         """End an order that was not done when the checksummer was closed."""
         if order.done.running():
-            problem = f"sums of rank {self._rank.rank} of engine {self._spec.engine_id!r} were not sent"
-            settle(order.done, Closed(f"{problem}: the cache is closed"))
+            settle(order.done, self._closed())
         else:
             guarded(order.done.cancel, "a callback of a future")
+
+    def _closed(self) -> Closed:
+        problem = f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed"
+        return Closed(f"{problem}: sums were not sent")
 
     def _planes(self, name: str, blocks: Blocks) -> list[tuple[Plane, Blocks]]:
         group = self._spec.group(name)
@@ -262,13 +227,3 @@ class Checksummer:
                     place_counts=counts.tolist(),
                     sums=part.ravel().tolist(),
                 )
-
-    def _send(self, page: pb.PublishChecksums, deadline: float) -> None:
-        request = pb.NotifyRequest(
-            sender=engine_ref(self._token),
-            session_secret=self._token.session_secret,
-            notifications=[pb.Notification(checksums=page)],
-        )
-        if self._closing:
-            raise Closed(f"sums of publication {page.publication} were not sent: the cache is closed")
-        self._home.notify_one(request, max(0.001, min(CALL_TIMEOUT, deadline - now())))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.cancellation import Cancellation
+from kvferry._loop import Loop, Signal
 from kvferry._reads.read_times import ShareWork, Stamps
-from kvferry._tracing import NO_SPAN, Span
+from kvferry._tracing import NO_SPAN
 from kvferry.errors import KvferryError, PromptMismatch, TransferCancelled, TransferError
+from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +26,6 @@ class ReadStage(enum.Enum):
     READING = "reading"
     JUDGING = "judging"
     ENDED = "ended"
-
-
-UNDER_WAY = (ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING)
-"""Stages in which a read holds a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,17 @@ class ShareEnd:
     work: ShareWork = field(default_factory=ShareWork)
 
 
-@dataclass(slots=True, eq=False)
 class LeasedRead:
     """One read. Only its `LeasedReads` changes it, with the lock held.
 
-    Attributes:
+    Args:
+        loop: the client's event loop.
         request: the request for its lease.
         ranks: the ranks that read a share.
-        cancellation: interrupts the wait for its lease.
+
+    Attributes:
+        request: see above; of a router's reference, later the publication's own.
+        ranks: see above.
         stage: its stage.
         acquired: its lease and the blocks that the lease covers, once granted; of a progressive read the first of them.
         complete: all blocks are known.
@@ -63,32 +64,35 @@ class LeasedRead:
         error: why the read fails; None: it has not failed so far.
         ends: how the shares have ended, by rank.
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
-        ended_at: when the last share ended, on `kvferry._clock`.
+        ended_at: when the last share ended, on the loop's clock.
+        answered, verdict: its report was answered, by this verdict; None: by none.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
         disputed: it ended well on the reader's own deadline, and the home has said since that its lease had ended.
         stamps: when it reached its stages.
         span, acquiring, judging: the spans of a trace, of the whole read and of two of its parts.
+        news: wakes its coroutine after a change.
+        lead: its coroutine; None: not begun.
     """
 
-    request: AcquireRequest
-    ranks: frozenset[int]
-    cancellation: Cancellation
-    stage: ReadStage = ReadStage.WAITING
-    acquired: Acquired | None = None
-    complete: bool = False
-    until: int = 0
-    payload: bytes = b""
-    error: KvferryError | None = None
-    ends: dict[int, ShareEnd] = field(default_factory=dict)
-    not_quiet: set[int] = field(default_factory=set)
-    ended_at: float = 0.0
-    confirmed: bool = False
-    disputed: bool = False
-    stamps: Stamps = field(default_factory=Stamps)
-    span: Span = NO_SPAN
-    acquiring: Span = NO_SPAN
-    judging: Span = NO_SPAN
-    _judging_since: float = 0.0
+    def __init__(self, loop: Loop, request: AcquireRequest, ranks: frozenset[int]) -> None:
+        self.request = request
+        self.ranks = ranks
+        self.stage = ReadStage.WAITING
+        self.acquired: Acquired | None = None
+        self.complete = False
+        self.until = 0
+        self.payload = b""
+        self.error: KvferryError | None = None
+        self.ends: dict[int, ShareEnd] = {}
+        self.not_quiet: set[int] = set()
+        self.ended_at = 0.0
+        self.answered = False
+        self.verdict: pb.Verdict.ValueType | None = None
+        self.confirmed = self.disputed = False
+        self.stamps = Stamps()
+        self.span = self.acquiring = self.judging = NO_SPAN
+        self.news = Signal(loop)
+        self.lead: asyncio.Task[None] | None = None
 
     @property
     def read_id(self) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvferry._clock import now
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
+from kvferry._loop import Loop, Signal
 from kvferry._memory.tails import Tails
 from kvferry._reads.read_times import ShareWork
 from kvferry._reads.source_engines import SourceEngine
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._transport.transport import Transfer, TransferProgress, TransferState
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, TransferCancelled
 from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.plan import RequestParts
@@ -63,9 +62,9 @@ class RankOrder:
         lease: the lease of the read. If this process holds it, the transfer ends with the lease.
         granted: the source's blocks by group, as far as they were known.
         wanted: the part to read; its `tokens` are given unless the order is `complete`.
-        deadline: time on `kvferry._clock` at which the share fails.
+        deadline: time on the loop's clock at which the share fails.
         traceparent: of the read's span; empty: it is not traced.
-        complete: `granted` are all blocks. If False, `RankReads.add` brings the others.
+        complete: `granted` are all blocks. If False, `RankRead.add` brings the others.
         unfinished: the source's blocks after `granted` of which only some layers are complete.
     """
 
@@ -91,7 +90,7 @@ class RankOrder:
 
     @property
     def lease_deadline(self) -> float | None:
-        """The lease's deadline on `kvferry._clock`; None: another process judges it."""
+        """The lease's deadline on the loop's clock; None: another process judges it."""
         return self.lease.deadline if isinstance(self.lease, ReaderLease) else None
 
 
@@ -124,7 +123,7 @@ class Planned:
         )
 
 
-class Doing(enum.Enum):
+class Phase(enum.Enum):
     """What a share spends its time with; see `ShareWork`."""
 
     NOTHING = enum.auto()
@@ -138,34 +137,42 @@ _NOTHING = TransferProgress(TransferState.DONE, True, 0, 0, 0, 0, 0)
 
 
 class RankRead:
-    """One rank's share of a read, from its order to its end. The thread of its `RankReads` changes it; any thread may
-    read it.
+    """One rank's share of a read, from its order to its end. The coroutine of its `RankReads` changes it; any thread
+    may read it, `stop` it and `extend` it.
 
     It is moved by one transfer, or, if its source publishes in steps, by several, one after the other: each moves what
     was published while the one before moved.
 
     Args:
+        loop: the client's event loop.
         order: what to read.
-        cancellation: the cancellation of the read; None: the share has one of its own.
 
     Attributes:
         order: what to read.
+        task, entered: its coroutine, and whether that has begun to run.
+        cancelled: it was cancelled; see `stop`.
+        interrupted: the error with which its coroutine was ended early.
         ended: whether it has ended.
         error: why its bytes do not count; None: they count, or it has not ended.
-        ended_at: when it ended, on `kvferry._clock`; if all bytes have arrived, when the last was seen.
+        ended_at: when it ended, on the loop's clock; if all bytes have arrived, when the last was seen.
         planned: counts of its expansions so far; None before the first.
         verification: the result of integrity mode; None: not compared.
         span: of a trace, of its transfers.
         engine: the source; None: it is not known yet.
         parts: what was expanded of the request; None: nothing was.
-        told: blocks of the source that were not expanded, in the order of their steps.
-        unfinished: the source's blocks after those told of which only some layers are complete.
-        complete: `told` and what was expanded are all blocks.
-        moving: a transfer is under way.
+        received: blocks of the source that were not expanded, in the order of their steps.
+        unfinished: the source's blocks after those received of which only some layers are complete.
+        complete: `received` and what was expanded are all blocks.
+        clearing: a device may still be clearing its tails, and there is no way to find out.
+        news: wakes its coroutine.
     """
 
-    def __init__(self, order: RankOrder, cancellation: Cancellation | None = None) -> None:
+    def __init__(self, loop: Loop, order: RankOrder) -> None:
         self.order = order
+        self.task: asyncio.Task[None] | None = None
+        self.entered = False
+        self.cancelled = False
+        self.interrupted: KvferryError | None = None
         self.ended = False
         self.error: KvferryError | None = None
         self.ended_at = 0.0
@@ -174,27 +181,29 @@ class RankRead:
         self.span: Span = NO_SPAN
         self.engine: SourceEngine | None = None
         self.parts: RequestParts | None = None
-        self.told: list[Mapping[str, Blocks]] = [order.granted]
+        self.received: list[Mapping[str, Blocks]] = [order.granted]
         self.unfinished = order.unfinished
         self.complete = order.complete
-        self.moving = False
-        self._doing, self._since = Doing.NOTHING, 0.0
-        self._seconds = dict.fromkeys(Doing, 0.0)
-        self._cancellation = Cancellation(order.read_id) if cancellation is None else cancellation
-        self._lock = threading.Lock()
+        self.clearing = False
+        self.news = Signal(loop)
+        self._loop = loop
+        self._phase, self._since = Phase.NOTHING, 0.0
+        self._seconds = dict.fromkeys(Phase, 0.0)
         self._starting = False
-        """The transfer is being started: it may write already, and `_transfer` is not set yet."""
-        self._transfer: Transfer | None = None
-        """The present transfer, or the last. Those before it are DONE, and so quiet."""
-        self._before = _NOTHING
-        """The progress of the transfers before it, together."""
-        self._clearing = False
-        """A device may still be clearing its tails, and there is no way to find out."""
+        """The transfer is being started: it may write already, and `transfer` is not known yet."""
+        self._moving: tuple[Transfer | None, TransferProgress] = None, _NOTHING
+        """The present transfer, or the last; and the progress of those before it, which are DONE, and so quiet."""
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """The present transfer, or the last; None: none was started."""
+        return self._moving[0]
 
     @property
     def quiet(self) -> bool:
         """Whether nothing can write to its blocks any more (R4)."""
-        return self.ended and not self._clearing and (self._transfer is None or self._transfer.quiet)
+        transfer = self.transfer
+        return self.ended and not self.clearing and (transfer is None or transfer.quiet)
 
     @property
     def bytes(self) -> int:
@@ -207,10 +216,10 @@ class RankRead:
         """How much work it was; call this when it has ended."""
         planned = self.planned or Planned()
         return ShareWork(
-            handshake=self._seconds[Doing.HANDSHAKE],
-            plan=self._seconds[Doing.PLAN],
-            move=self._seconds[Doing.MOVE],
-            steps=self._seconds[Doing.STEPS],
+            handshake=self._seconds[Phase.HANDSHAKE],
+            plan=self._seconds[Phase.PLAN],
+            move=self._seconds[Phase.MOVE],
+            steps=self._seconds[Phase.STEPS],
             pieces=planned.pieces,
             descriptors=planned.descriptors,
             staged_bytes=planned.staged_bytes,
@@ -221,18 +230,17 @@ class RankRead:
     @property
     def expanded(self) -> bool:
         """Whether its transfers so far, the present one included, move all of it."""
-        return self.complete and not self.told
+        return self.complete and not self.received
 
-    def turn_to(self, doing: Doing, at: float | None = None) -> None:
+    def set_phase(self, phase: Phase, at: float | None = None) -> None:
         """Note what it does from now on, or from `at` on; for metrics."""
-        at = now() if at is None else at
-        self._seconds[self._doing] += max(0.0, at - self._since)
-        self._doing, self._since = doing, at
+        at = self._loop.now() if at is None else at
+        self._seconds[self._phase] += max(0.0, at - self._since)
+        self._phase, self._since = phase, at
 
     def progress(self) -> TransferProgress | None:
         """Return the progress of its transfers together; None before the first began."""
-        with self._lock:
-            transfer, before = self._transfer, self._before
+        transfer, before = self._moving
         if transfer is None:
             return None
         present = transfer.progress()
@@ -250,14 +258,28 @@ class RankRead:
         Args:
             timeout: seconds; None: no limit.
         """
-        transfer = self._transfer
+        transfer = self.transfer
         return (transfer is None or transfer.wait_quiet(timeout)) and self.quiet
 
     def extend(self) -> None:
         """Extend the deadline of the transfer after a renewal of the lease."""
-        transfer, deadline = self._transfer, self.order.lease_deadline
+        transfer, deadline = self.transfer, self.order.lease_deadline
         if transfer is not None and deadline is not None:
             transfer.extend(deadline)
+
+    def add(self, blocks: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> None:
+        """Add blocks that the source has published since; on the loop. Has no effect on a share that has ended, or
+        whose blocks are complete.
+
+        Args:
+            blocks: what groups have gained, each from where it ended.
+            unfinished: the blocks after these of which only some layers are complete.
+            last: no more follow.
+        """
+        if not (self.ended or self.complete):
+            self.received.append(blocks)
+            self.unfinished, self.complete = unfinished, last
+            self.news.set()
 
     def stop(self) -> bool:
         """Post nothing more. Only `RankReads.cancel`, which calls this, ends the share.
@@ -265,36 +287,35 @@ class RankRead:
         Returns:
             Whether its blocks are quiet already.
         """
-        self._cancellation.cancel()
-        with self._lock:
-            # `begin` checks the cancellation under the same lock: either it has seen the cancellation, or `_starting`
-            # or `_transfer` is set here.
-            transfer, starting = self._transfer, self._starting
-        if starting:
-            # `begin` cancels what it starts. The transfer before it, if any, says nothing of that one.
+        self.cancelled = True
+        # `begin` sets `_starting` before it looks at `cancelled`: one of the two sees the other.
+        if self._starting:
             return False
-        return transfer is None or (transfer.cancel() and not self._clearing)
+        transfer = self.transfer
+        return transfer is None or (transfer.cancel() and not self.clearing)
+
+    def check(self) -> None:
+        """Raise `TransferCancelled` if it was cancelled."""
+        if self.cancelled:
+            read_id = self.order.read_id
+            raise TransferCancelled(f"read {read_id} was cancelled", read_id=read_id)
 
     def refuse(self, error: KvferryError) -> None:
         """End a share that was never begun."""
-        self.ended_at, self.error, self.ended = now(), error, True
+        self.ended_at, self.error, self.ended = self._loop.now(), error, True
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
         """Start the transfer; raises `TransferCancelled` if the read was cancelled."""
-        with self._lock:
-            self._cancellation.check()
-            self._starting = True
-        transfer: Transfer | None = None
         before = self.progress() or _NOTHING
+        self._starting = True
         try:
+            self.check()
             transfer = start()
+            self._moving = transfer, before
         finally:
-            with self._lock:
-                self._starting = False
-                if transfer is not None:
-                    self._transfer, self._before = transfer, before
+            self._starting = False
         # While the transfer was starting, the lease may have been renewed, or the read cancelled.
         self.extend()
-        if self._cancellation.cancelled:
+        if self.cancelled:
             transfer.cancel()
         return transfer

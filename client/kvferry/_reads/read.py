@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from kvferry._clock import now
-from kvferry._control.cancellation import Cancellation
 from kvferry._forks import OneProcess
 from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.rank_read import RankRead
-from kvferry._threads import guarded
+from kvferry._threads import guarded, settle
 from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 from kvferry.planner.summed_blocks import Verification
 
@@ -91,90 +91,57 @@ class ReadTask:
         callbacks: runs the callbacks of its callers.
 
     Attributes:
-        cancellation: the cancellation of the read.
         share: the rank's share; None until the read is granted.
-        result, error: its result or error, once it has ended.
+        cancelled: it was cancelled.
+        on_cancel: called when it is cancelled.
         disputed: see `Read.disputed`.
+        ended: its result or error, once it has ended.
     """
 
     def __init__(self, read_id: str, reference: str, callbacks: Callbacks) -> None:
         self.read_id = read_id
         self.reference = reference
-        self.cancellation = Cancellation(read_id)
-        self.share: RankRead | None = None
-        self.result: ReadResult | None = None
-        self.error: KvferryError | None = None
-        self.disputed = False
         self.callbacks = callbacks
-        self._changed = threading.Condition()
-        self._final: ReadState | None = None
-        self._stop: Callable[[], bool] | None = None
-        self._at_end: list[Callable[[], None]] = []
+        self.share: RankRead | None = None
+        self.cancelled = self.disputed = False
+        self.on_cancel: Callable[[], object] = bool
+        self.ended: Future[ReadResult] = Future()
+        # Callers cancel the read, not its future.
+        self.ended.set_running_or_notify_cancel()
 
     @property
     def state(self) -> ReadState:
         """The state of the read."""
-        if self._final is not None:
-            return self._final
+        if self.ended.done():
+            error = self.ended.exception()
+            if error is None:
+                return ReadState.DONE
+            return ReadState.CANCELLED if isinstance(error, TransferCancelled) else ReadState.FAILED
         share = self.share
         return ReadState.WAITING if share is None or share.progress() is None else ReadState.READING
-
-    @property
-    def done(self) -> bool:
-        """Whether the read has ended."""
-        return self._final is not None
 
     @property
     def quiet(self) -> bool:
         """Whether it has ended, and nothing can write to its blocks any more."""
         share = self.share
-        return self.done and (share is None or share.quiet)
-
-    def granted(self, share: RankRead, stop: Callable[[], bool]) -> None:
-        """Set the share, before it begins.
-
-        Args:
-            share: the rank's share.
-            stop: cancels the share, and returns whether its blocks are quiet already.
-        """
-        self.share, self._stop = share, stop
+        return self.ended.done() and (share is None or share.quiet)
 
     def cancel(self) -> bool:
         """See `Read.cancel`."""
-        if self.done:
+        if self.ended.done():
             return self.quiet
-        self.cancellation.cancel()
-        # Read after cancelling: a share that is set later finds the cancellation, and does not begin.
-        stop = self._stop
-        return True if stop is None else stop()
+        self.cancelled = True
+        # Read after that: a share that is made later finds the cancellation, and does not begin.
+        share = self.share
+        quiet = True if share is None else share.stop()
+        self.on_cancel()
+        return quiet
 
     def end(self, result: ReadResult | None, error: KvferryError | None) -> None:
         """End the read with a result or an error."""
-        with self._changed:
-            self.result, self.error = result, error
-            if error is None:
-                self._final = ReadState.DONE
-            elif isinstance(error, TransferCancelled):
-                self._final = ReadState.CANCELLED
-            else:
-                self._final = ReadState.FAILED
-            at_end, self._at_end = self._at_end, []
-            self._changed.notify_all()
-        for run in at_end:
-            run()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait for the end; returns whether the read has ended."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout)
-
-    def when_done(self, run: Callable[[], None]) -> bool:
-        """Call `run`, which must not block, when the read ends. Returns False, and does nothing, if it has ended."""
-        with self._changed:
-            if self.done:
-                return False
-            self._at_end.append(run)
-            return True
+        if error is None and result is None:
+            error = TransferFailed(f"read {self.read_id} has no result")
+        settle(self.ended, result if error is None and result is not None else error or TransferFailed(self.read_id))
 
 
 class Read(OneProcess):
@@ -201,7 +168,7 @@ class Read(OneProcess):
 
     def done(self) -> bool:
         """Return whether the read has ended, with or without an error."""
-        return self._task.done
+        return self._task.ended.done()
 
     @property
     def quiet(self) -> bool:
@@ -226,13 +193,11 @@ class Read(OneProcess):
             TimeoutError: the read has not ended yet. It continues.
             KvferryError: the read failed, or was cancelled; its bytes do not count.
         """
-        self._wait(timeout)
-        if self._task.error is not None:
+        error = self.exception(timeout)
+        if error is not None:
             # Otherwise the traceback would grow, and keep the frames alive, with every call.
-            raise self._task.error.with_traceback(None)
-        if self._task.result is None:
-            raise TransferFailed(f"read {self.read_id} has no result")
-        return self._task.result
+            raise error.with_traceback(None)
+        return self._task.ended.result()
 
     def exception(self, timeout: float | None = None) -> KvferryError | None:
         """Wait for the end of the read, and return its error, or None.
@@ -243,8 +208,11 @@ class Read(OneProcess):
         Raises:
             TimeoutError: the read has not ended yet. It continues.
         """
-        self._wait(timeout)
-        return self._task.error
+        try:
+            error = self._task.ended.exception(timeout)
+        except FutureTimeoutError:
+            raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s") from None
+        return error if error is None or isinstance(error, KvferryError) else TransferFailed(repr(error))
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
         """Wait until the destination blocks may be reused.
@@ -256,7 +224,9 @@ class Read(OneProcess):
             Whether they may be reused.
         """
         until = None if timeout is None else now() + timeout
-        if not self._task.wait(timeout):
+        try:
+            self._task.ended.exception(timeout)
+        except FutureTimeoutError:
             return False
         share = self._task.share
         return share is None or share.wait_quiet(None if until is None else max(0.0, until - now()))
@@ -288,14 +258,13 @@ class Read(OneProcess):
             LimitReached: the system refused the thread for callbacks. The callback will not be called.
         """
 
-        def run() -> None:
-            guarded(partial(callback, self), f"a callback of read {self.read_id}")
-
+        run = partial(guarded, partial(callback, self), f"a callback of read {self.read_id}")
         callbacks = self._task.callbacks
-        if not self.done():
-            callbacks.start()
-        if not self._task.when_done(lambda: callbacks.do(run)):
+        if self.done():
             run()
+        else:
+            callbacks.start()
+            self._task.ended.add_done_callback(lambda _: callbacks.do(run))
 
     def __await__(self) -> Generator[object, None, ReadResult]:
         loop = asyncio.get_running_loop()
@@ -305,19 +274,16 @@ class Read(OneProcess):
             if not ended.done():
                 ended.set_result(None)
 
-        def on_done() -> None:
+        def on_done(_: object) -> None:
             # If nobody awaits the read any more, its loop may have been closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        if self._task.when_done(on_done):
+        self._task.ended.add_done_callback(on_done)
+        if not self.done():
             try:
                 yield from ended
             except asyncio.CancelledError:
                 self.cancel()
                 raise
         return self.result(0)
-
-    def _wait(self, timeout: float | None) -> None:
-        if not self._task.wait(timeout):
-            raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s")

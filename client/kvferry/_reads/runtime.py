@@ -3,9 +3,9 @@ module makes them and connects them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -17,15 +17,15 @@ from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
+from kvferry._loop import Loop
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.local_rank import LocalRank
 from kvferry._reads.meters import ReadMeter, ShareMeter
-from kvferry._reads.rank_read import RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
 from kvferry._reads.verifier import Verifier
-from kvferry._threads import settle, start_thread
+from kvferry._threads import settle
 from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo
@@ -35,8 +35,7 @@ from kvferry._transport.transport import Transport
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry._work_queue import WorkQueue
-from kvferry.errors import EngineUnknown, KvferryError
+from kvferry.errors import Closed, EngineUnknown, KvferryError
 from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.planner.summed_blocks import IntegrityOptions
@@ -58,6 +57,7 @@ class ClientRuntime:
     """The parts that all caches and ports of a client share.
 
     Attributes:
+        loop: the event loop.
         homes: connections to node servers.
         renewals: renews the leases of all reads.
         agents: makes the NIXL agents of all caches.
@@ -65,6 +65,7 @@ class ClientRuntime:
         reads, shares: measure all reads, and the shares of all ranks.
     """
 
+    loop: Loop
     homes: Homes
     renewals: Renewals
     agents: Agents
@@ -84,18 +85,25 @@ class ClientRuntime:
             token: token of the engine.
             rank: the rank that it acts for; None: all ranks.
         """
-        return LeaseHolder(self.homes, self.renewals, token, rank, self.confirm, self.prompt_check)
+        return LeaseHolder(self.loop, self.homes, self.renewals, token, rank, self.confirm, self.prompt_check)
 
 
 class RankRuntime:
     """The parts of one rank of an open engine: its registration, its source engines, and its reads.
 
-    Threading: every method may be called from any thread; `register`, `register_again` and `close` wait.
+    Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
+    loop; `close` waits.
 
     Args:
         client: runtime of the client.
         local: memory and agents of the rank.
         token: token of the engine.
+
+    Attributes:
+        loop: the client's event loop.
+        shares: the rank's shares of reads.
+        holder: holds the leases of `reads`.
+        reads: the reads of `Cache.read`.
 
     Raises:
         MessageTooLarge: the registration of the rank does not fit into one message.
@@ -107,7 +115,7 @@ class RankRuntime:
         self.token = token
         self.rank = rank
         self.homes = client.homes
-        self._lock = threading.Lock()
+        self.loop = client.loop
         self._closed = False
         self._whole: EngineGeometry | None = None
         self._registration = _registration(local, token)
@@ -122,29 +130,17 @@ class RankRuntime:
             device_memory=self._memory.devices,
         )
         costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
-        self._sources = SourceEngines(
-            spec, engine_ref(token), rank.rank, self._geometry, rule, costs.rule_of, self._drop
-        )
-        self.checksummer = Checksummer(client.homes.home_of(token), spec, token, rank, self._memory, client.integrity)
-        self._verifier = Verifier(engine_ref(token), self._memory, client.integrity) if client.integrity.share else None
-        self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
-        self._rank_reads: list[RankReads] = []
-        self._holder = client.lease_holder(token, rank.rank)
-        self._meter = client.shares
+        loop, reader, integrity = client.loop, engine_ref(token), client.integrity
+        self._sources = SourceEngines(loop, spec, reader, rank.rank, self._geometry, rule, costs.rule_of, self._drop)
+        self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, self._memory, integrity)
+        verifier = Verifier(loop, reader, self._memory, integrity) if integrity.share else None
+        self.shares = RankReads(loop, self.transport, self._sources, self._memory, verifier, client.shares)
+        self.holder = client.lease_holder(token, rank.rank)
         self.reads = CacheReads(
-            rank.rank, self._holder, self._sources, self._work, client.max_reads, self.rank_reads, client.reads
+            loop, rank.rank, self.holder, self._sources, self.shares, client.max_reads, client.reads
         )
 
-    def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
-        """Make a `RankReads` with these callbacks. It is closed with the rank."""
-        made = RankReads(
-            self.transport, self._sources, self._memory, self._verifier, self._work, ended, quiesced, self._meter
-        )
-        with self._lock:
-            self._rank_reads.append(made)
-        return made
-
-    def register(self, timeout: float) -> float:
+    async def register(self, timeout: float) -> float:
         """Register the rank at the node server.
 
         Args:
@@ -158,11 +154,12 @@ class RankRuntime:
         """
         own = self.homes.own
         what = f"the registration of rank {self.rank.rank} of engine {self.spec.engine_id!r} at {own.address}"
-        answer = retrying(lambda left: own.register_cache(self._registration, left), now() + timeout, what=what)
+        until = self.loop.now() + timeout
+        answer = await retrying(lambda left: own.register_cache(self._registration, left), until, what=what)
         self.homes.known_as(answer.advertise)
         return from_duration(answer.reuse_after)
 
-    def register_again(self) -> None:
+    async def register_again(self) -> None:
         """Register the rank again at a home that has lost its record of it. Idempotent.
 
         A refusal for good is logged.
@@ -174,7 +171,7 @@ class RankRuntime:
         if self._closed:
             return
         try:
-            self.register(REFILL_TIMEOUT)
+            await self.register(REFILL_TIMEOUT)
         except KvferryError as error:
             if error.retryable or isinstance(error, EngineUnknown):
                 raise
@@ -189,17 +186,21 @@ class RankRuntime:
         # Mark the future as running, so that callers cannot cancel it.
         done.set_running_or_notify_cancel()
 
-        def run() -> None:
+        async def run() -> None:
+            result: tuple[int, ...] | BaseException
             try:
-                source = self._sources.get(home, engine.engine_id, engine.incarnation, engine_reference, deadline)
+                source = await self._sources.get(home, engine.engine_id, engine.incarnation, engine_reference, deadline)
                 for agent in source.agents.values():
                     self.transport.warm(agent)
-            except BaseException as error:
-                settle(done, error)
-            else:
-                settle(done, tuple(source.agents))
+                result = tuple(source.agents)
+            except Exception as error:
+                result = error
+            except asyncio.CancelledError:
+                result = Closed("the client is closed")
+            # The future's callbacks are the caller's, and may wait.
+            await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
 
-        start_thread(run, f"kvferry-warm-{engine.engine_id}")
+        self.loop.submit(run())
         return done
 
     def close(self, timeout: float) -> None:
@@ -208,37 +209,28 @@ class RankRuntime:
         Args:
             timeout: seconds to wait until all blocks are quiet, and the homes have the reports.
         """
-        until = now() + timeout
+        until = self.loop.now() + timeout
         self.abandon(timeout)
-        self._local.close(max(0.0, until - now()))
+        self._local.close(max(0.0, until - self.loop.now()))
 
     def abandon(self, timeout: float = 0.0) -> None:
         """Cancel the reads; the memory stays registered with NIXL, for another attempt. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        until = now() + timeout
-        self.reads.close(timeout)
-        for shares in self._rank_reads:
-            shares.close(max(0.0, until - now()))
-        self._work.close(max(0.0, until - now()))
-        # Closed after the queue, whose work reports the ends of reads.
-        self._holder.close(max(0.0, until - now()))
+        if self._closed:
+            return
+        self._closed = True
+        until = self.loop.now() + timeout
+        self.reads.close(until)
+        self.loop.run(self.holder.close(max(0.0, until - self.loop.now())))
         self.checksummer.close()
 
-    def _geometry(self, deadline: float) -> EngineGeometry:
+    async def _geometry(self, deadline: float) -> EngineGeometry:
         """Return the geometry of the whole engine. It is fetched once: it does not change within an incarnation."""
         spec = self.spec
         if spec.num_ranks == 1:
             return EngineGeometry(spec.engine_id, spec.groups, (self.rank,), spec.identity, self.token.incarnation)
-        with self._lock:
-            whole = self._whole
-        if whole is None:
-            whole = whole_engine(self.homes.own, engine_ref(self.token), deadline)
-            with self._lock:
-                self._whole = whole
-        return whole
+        if self._whole is None:
+            self._whole = await whole_engine(self.homes.own, engine_ref(self.token), deadline)
+        return self._whole
 
     def _drop(self, source: SourceEngine) -> None:
         for agent in source.agents.values():

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvferry._clock import now
 from kvferry._control.breaker import Breaker
 from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
+from kvferry._loop import Loop
+from kvferry._tracing import start_span
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._wire.authority import has_agent_key
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_from_proto
 from kvferry._wire.handshake import Handshaken
-from kvferry.errors import AgentsWithheld, BadAgentMetadata, Unreachable, WrongState
+from kvferry.errors import (
+    AgentsWithheld,
+    BadAgentMetadata,
+    EngineUnknown,
+    KvferryError,
+    PeerRestarted,
+    PublicationReleased,
+    PublicationStale,
+    TransferFailed,
+    Unreachable,
+    WrongKey,
+    WrongState,
+)
 from kvferry.geometry.model import EngineGeometry
 from kvferry.planner.path_choice import PathRule
 from kvferry.planner.plan import ReadPlan, plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 BREAKER_THRESHOLD = 3
 BREAKER_FIRST = 0.5
@@ -33,6 +50,9 @@ PEER_IDLE = 600.0
 
 PARTS_KEPT = 256
 """How many parts of a plan are kept: more than a large model has layers."""
+
+REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
+"""Errors with which a home rejects a reference for good."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,41 +83,66 @@ class SourceEngine:
 
 
 @dataclass(slots=True)
-class _Slot:
-    """An engine with its handshake. The lock admits one handshake per engine at a time; others wait for its result."""
+class _Handshake:
+    """A handshake in progress, on which others wait, too.
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    Attributes:
+        reference: the reference that it is done with.
+        deadline: when it fails, on the loop's clock.
+        done: its result.
+    """
+
+    reference: str
+    deadline: float
+    done: asyncio.Future[SourceEngine]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """An engine with its handshake, of which there is one at a time.
+
+    Attributes:
+        source: the engine, after its handshake.
+        handshake: the handshake in progress.
+        breaker: admits handshakes.
+        used_at: when a read has asked for it last.
+        waiting: deadlines of those that wait for a handshake.
+    """
+
     source: SourceEngine | None = None
+    handshake: _Handshake | None = None
     breaker: Breaker = field(default_factory=lambda: Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST))
     used_at: float = 0.0
-    users: int = 0
-    """Calls of `SourceEngines.get` in progress."""
+    waiting: list[float] = field(default_factory=list)
 
 
 class SourceEngines:
-    """The source engines of one destination rank. Thread-safe; `get` waits for a handshake, `known` for nothing.
+    """The source engines of one destination rank. Belongs to the client's event loop.
 
     Args:
+        loop: the loop.
         spec, reader: the destination engine.
         rank: index of the destination rank.
         geometry: called with a deadline; returns the geometry of the whole destination engine. Called at the first
             handshake, when all of the engine's ranks have registered.
         rule: chooses the paths of reads.
-        measure: called with a home, an agent behind it and a deadline if costs are to be measured; returns a rule with
-            the measured costs, or None.
+        measure: called with a home, an agent behind it and a deadline if costs are to be measured, on a thread; returns
+            a rule with the measured costs, or None.
         drop: called with each engine that is dropped.
     """
 
     def __init__(
         self,
+        loop: Loop,
         spec: EngineSpec,
         reader: pb.EngineRef,
         rank: int,
-        geometry: Callable[[float], EngineGeometry],
+        geometry: Callable[[float], Awaitable[EngineGeometry]],
         rule: PathRule,
         measure: Callable[[str, AgentInfo, float], PathRule | None],
         drop: Callable[[SourceEngine], None],
     ) -> None:
+        self._loop = loop
         self._spec = spec
         self._reader = reader
         self._rank = rank
@@ -105,17 +150,25 @@ class SourceEngines:
         self._rule = rule
         self._measure = measure
         self._drop = drop
-        self._lock = threading.Lock()
         self._slots: dict[tuple[str, str, bytes], _Slot] = {}
 
-    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> SourceEngine:
-        """Return a source engine; does the handshake if it is new.
+    async def get(
+        self,
+        home: Control,
+        engine_id: str,
+        incarnation: bytes,
+        reference: str,
+        deadline: float,
+        traceparent: str = "",
+    ) -> SourceEngine:
+        """Return a source engine; does the handshake if it is new, once for all who wait for it.
 
         Args:
             home: connection to the engine's home.
             engine_id, incarnation: the engine.
             reference: reference of one of its publications, or of the engine.
-            deadline: time on `kvferry._clock`.
+            deadline: time on the loop's clock.
+            traceparent: of the trace that the handshake is part of.
 
         Raises:
             Incompatible: its cache cannot be read; the error says why.
@@ -125,59 +178,98 @@ class SourceEngines:
                 is not due yet.
         """
         key = (home.address, engine_id, incarnation)
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            slot.used_at = now()
-            slot.users += 1
+        slot = self._slots.setdefault(key, _Slot())
+        slot.used_at = self._loop.now()
+        slot.waiting.append(deadline)
+        self._drop_idle()
         try:
-            self._drop_idle()
-            return self._source(slot, home, engine_id, incarnation, reference, deadline)
+            while True:
+                handshake, mine = slot.handshake, False
+                if handshake is None:
+                    self._check_pause(slot, home, engine_id)
+                    if slot.source is not None:
+                        return slot.source
+                    handshake, mine = self._begin_handshake(slot, home, key, reference, traceparent), True
+                try:
+                    return await asyncio.shield(handshake.done)
+                except KvferryError as error:
+                    # Another one may have had a shorter time, or a reference that is gone.
+                    longer = error.retryable and deadline > max(handshake.deadline, self._loop.now())
+                    other = isinstance(error, REFERENCE_GONE) and reference != handshake.reference
+                    if mine or not (longer or other):
+                        raise
         finally:
-            with self._lock:
-                slot.users -= 1
-                # An engine that was never met is forgotten: a reference that nobody has checked may name any.
-                unknown = slot.source is None and not slot.users and not slot.breaker.failing_for(now())
-                if unknown and self._slots.get(key) is slot:
-                    del self._slots[key]
+            slot.waiting.remove(deadline)
+            self._forget_unknown(key, slot)
 
-    def _source(
-        self, slot: _Slot, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float
-    ) -> SourceEngine:
-        pause = slot.breaker.ask(now())
+    def _check_pause(self, slot: _Slot, home: Control, engine_id: str) -> None:
+        pause = slot.breaker.ask(self._loop.now())
         if pause > 0:
             message = f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
             raise Unreachable(message, retry_after=pause, address=home.address)
-        if not slot.lock.acquire(timeout=max(0.0, deadline - now())):
-            raise Unreachable(f"the handshake with engine {engine_id!r} did not end in time", address=home.address)
+
+    def _begin_handshake(
+        self, slot: _Slot, home: Control, key: tuple[str, str, bytes], reference: str, traceparent: str
+    ) -> _Handshake:
+        # Those that wait after another's has failed do one for all of them.
+        handshake = slot.handshake = _Handshake(reference, max(slot.waiting), self._loop.future())
+        what = f"the handshake with engine {key[1]}"
+        self._loop.spawn(self._shake_hands(slot, handshake, home, key, traceparent), what)
+        return handshake
+
+    async def _shake_hands(
+        self, slot: _Slot, handshake: _Handshake, home: Control, key: tuple[str, str, bytes], traceparent: str
+    ) -> None:
+        _, engine_id, incarnation = key
+        span = start_span("kvferry.handshake", traceparent, source=engine_id)
+        source: SourceEngine | None = None
+        failure: KvferryError = TransferFailed(f"the handshake with {engine_id} has no result")
         try:
-            if slot.source is None:
-                slot.source = self._handshake(home, engine_id, incarnation, reference, deadline)
-                self._drop_replaced((home.address, engine_id, incarnation))
-            return slot.source
-        finally:
-            slot.lock.release()
+            with span.calling():
+                source = await self._handshake(home, engine_id, incarnation, handshake.reference, handshake.deadline)
+        except KvferryError as error:
+            failure = error.with_traceback(None)
+        except Exception as error:
+            logger.exception("the handshake with %s failed", engine_id)
+            failure = TransferFailed(f"handshake: {error!r}")
+        slot.handshake = None
+        span.end(None if source is not None else failure)
+        if source is not None:
+            slot.source = source
+            self._drop_replaced(key)
+            handshake.done.set_result(source)
+            return
+        handshake.done.set_exception(failure)
+        # Marked as seen: nobody may wait any more.
+        handshake.done.exception()
+        if isinstance(failure, (PeerRestarted, EngineUnknown)):
+            self.gone(*key)
+        self._forget_unknown(key, slot)
+
+    def _forget_unknown(self, key: tuple[str, str, bytes], slot: _Slot) -> None:
+        """Forget an engine that was never met: a reference that nobody has checked may name any."""
+        busy = slot.waiting or slot.handshake is not None or slot.breaker.failing_for(self._loop.now())
+        if slot.source is None and not busy and self._slots.get(key) is slot:
+            del self._slots[key]
 
     def known(self, home: str, engine_id: str, incarnation: bytes) -> SourceEngine | None:
         """Return a source engine if that needs no handshake and no pause; None otherwise."""
-        with self._lock:
-            slot = self._slots.get((home, engine_id, incarnation))
-            if slot is None or slot.source is None or slot.breaker.ask(now()) > 0:
-                return None
-            slot.used_at = now()
-            return slot.source
+        slot = self._slots.get((home, engine_id, incarnation))
+        if slot is None or slot.source is None or slot.breaker.ask(self._loop.now()) > 0:
+            return None
+        slot.used_at = self._loop.now()
+        return slot.source
 
     def failed(self, home: str, engine_id: str, incarnation: bytes) -> None:
         """Record a failed transfer: the next read does a new handshake, after a pause if several have failed."""
-        with self._lock:
-            slot = self._slots.get((home, engine_id, incarnation))
-            if slot is not None:
-                slot.source = None
-                slot.breaker.failed(now())
+        slot = self._slots.get((home, engine_id, incarnation))
+        if slot is not None:
+            slot.source = None
+            slot.breaker.failed(self._loop.now())
 
     def succeeded(self, home: str, engine_id: str, incarnation: bytes) -> None:
         """Record a successful transfer."""
-        with self._lock:
-            slot = self._slots.get((home, engine_id, incarnation))
+        slot = self._slots.get((home, engine_id, incarnation))
         if slot is not None:
             slot.breaker.succeeded()
 
@@ -190,13 +282,12 @@ class SourceEngines:
 
     def _drop_idle(self) -> None:
         """Drop engines that have not been read from for a long time: nothing reports one that is gone for good."""
-        before = now() - PEER_IDLE
+        before = self._loop.now() - PEER_IDLE
         self._drop_where(lambda _, slot: slot.used_at < before)
 
     def _drop_where(self, chosen: Callable[[tuple[str, str, bytes], _Slot], bool]) -> None:
-        with self._lock:
-            keys = [key for key, slot in self._slots.items() if chosen(key, slot)]
-            dropped = [self._slots.pop(key).source for key in keys]
+        keys = [key for key, slot in self._slots.items() if chosen(key, slot)]
+        dropped = [self._slots.pop(key).source for key in keys]
         for source in dropped:
             if source is not None:
                 self._drop(source)
@@ -205,10 +296,10 @@ class SourceEngines:
         # Only at the same home: an engine at another home may have the same name.
         self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
-    def _handshake(
+    async def _handshake(
         self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float
     ) -> SourceEngine:
-        destination = self._geometry(deadline)
+        destination = await self._geometry(deadline)
         mine = next(rank for rank in destination.ranks if rank.rank == self._rank)
         request = pb.HandshakeRequest(
             engine_id=engine_id,
@@ -219,8 +310,16 @@ class SourceEngines:
             rank=rank_to_proto(mine),
             reference=reference,
         )
-        found = _handshaken(home, request, deadline)
-        source = found.geometry
+        found = await _handshaken(home, request, deadline)
+        # It takes long for engines of many ranks, and the costs may have to be measured.
+        return await self._loop.on_thread(
+            partial(self._planned, home, incarnation, destination, found, deadline), f"kvferry-plan-{engine_id}"
+        )
+
+    def _planned(
+        self, home: Control, incarnation: bytes, destination: EngineGeometry, found: Handshaken, deadline: float
+    ) -> SourceEngine:
+        source, engine_id = found.geometry, found.geometry.engine_id
         plan = plan_read(source, destination, self._rank, rule=self._rule)
         if not found.has_agents:
             message = (
@@ -255,12 +354,12 @@ def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Ag
     )
 
 
-def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:
+async def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:
     """Return the geometry of the reader's own engine; waits until all of its ranks have registered."""
     request = pb.HandshakeRequest(engine_id=token.engine_id, incarnation=token.incarnation, reader=token)
-    return _handshaken(control, request, deadline).geometry
+    return (await _handshaken(control, request, deadline)).geometry
 
 
-def _handshaken(home: Control, request: pb.HandshakeRequest, deadline: float) -> Handshaken:
+async def _handshaken(home: Control, request: pb.HandshakeRequest, deadline: float) -> Handshaken:
     what = f"the handshake with engine {request.engine_id!r} at {home.address}"
-    return retrying(lambda left: home.handshake(request, left), deadline, most=HANDSHAKE_TIMEOUT, what=what)
+    return await retrying(lambda left: home.handshake(request, left), deadline, most=HANDSHAKE_TIMEOUT, what=what)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
@@ -58,7 +59,7 @@ class Arrived:
         plan: the plan of the read.
         granted: the source's blocks by group.
         blocks, tokens: see `ReadPlan.expand`.
-        deadline: time on `kvferry._clock` after which the comparison does not wait.
+        deadline: time on the loop's clock after which the comparison does not wait.
         check: raises `TransferCancelled` if the read was cancelled.
     """
 
@@ -102,27 +103,29 @@ class _Compared:
 
 
 class Verifier:
-    """Compares checksums for one destination rank. Thread-safe; `verify` waits, so call it on a thread of its own.
+    """Compares checksums for one destination rank. Belongs to the client's event loop; sums are compared on threads.
 
     Args:
+        loop: the loop.
         reader: the destination engine.
         memory: sums the rank's memory.
         options: which blocks are compared, and how long to wait for sums.
     """
 
-    def __init__(self, reader: pb.EngineRef, memory: RankMemory, options: IntegrityOptions) -> None:
+    def __init__(self, loop: Loop, reader: pb.EngineRef, memory: RankMemory, options: IntegrityOptions) -> None:
+        self._loop = loop
         self._reader = reader
         self._memory = memory
         self._options = options
 
-    def verify(self, read: Arrived) -> Verification:
+    async def verify(self, read: Arrived) -> Verification:
         """Compare all sums that the source has sent.
 
         Raises:
             DataLoss: a sum differs from the source's.
             TransferCancelled: the read was cancelled.
         """
-        give_up = min(read.deadline, now() + self._options.patience)
+        give_up = min(read.deadline, self._loop.now() + self._options.patience)
         tasks, unverified = self._tasks(read)
         by_rank: dict[int, list[_Task]] = {}
         for task in tasks:
@@ -130,15 +133,14 @@ class Verifier:
         verified = wrong = 0
         first: DataLoss | None = None
         for rank, members in by_rank.items():
-            pages = self._sums_of(read, rank, members, give_up)
-            for task in members:
-                read.check()
-                for plane in task.lane.reads:
-                    compared = self._compare(task, plane, pages.get(plane.source.name, []))
-                    verified += compared.equal
-                    unverified += compared.unknown
-                    wrong += compared.wrong
-                    first = first or compared.first
+            pages = await self._sums_of(read, rank, members, give_up)
+            compare = partial(self._compare_all, read, members, pages)
+            name = f"kvferry-verify-{read.plan.source.engine_id}-{read.publication}"
+            for compared in await self._loop.on_thread(compare, name):
+                verified += compared.equal
+                unverified += compared.unknown
+                wrong += compared.wrong
+                first = first or compared.first
         if first is not None:
             first.values["mismatches"] = str(wrong)
             raise first
@@ -162,6 +164,14 @@ class Verifier:
                 tasks += [_Task(lane, moved[name], alike) for alike in held.alike]
         return tasks, unverified
 
+    def _compare_all(self, read: Arrived, tasks: list[_Task], pages: Mapping[str, list[_Page]]) -> list[_Compared]:
+        """Compare the planes of these tasks, on a thread."""
+        found = []
+        for task in tasks:
+            read.check()
+            found += [self._compare(task, plane, pages.get(plane.source.name, [])) for plane in task.lane.reads]
+        return found
+
     def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page]) -> _Compared:
         """Compare one plane of a task with the sums of these pages."""
         alike = task.alike
@@ -181,7 +191,7 @@ class Verifier:
         compared = int(np.count_nonzero(known))
         return _Compared(compared - len(unequal), known.size - compared, len(unequal), first)
 
-    def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
+    async def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
         """Fetch the sums of one source rank, by plane; returns those that the home has until `give_up`."""
         found: dict[str, list[_Page]] = {}
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
@@ -189,15 +199,15 @@ class Verifier:
         while requests:
             read.check()
             try:
-                left = min(CALL_TIMEOUT, read.deadline - now())
-                answer = read.home.read_checksums(requests[0], max(0.001, left))
+                left = min(CALL_TIMEOUT, read.deadline - self._loop.now())
+                answer = await read.home.read_checksums(requests[0], max(0.001, left))
                 pages = [(part.plane, _page(part)) for part in answer.checksums]
             except KvferryError as error:
                 # Sums that cannot be fetched count as unverified; they do not fail the read.
                 logger.info("could not fetch the sums of rank %d of publication %d: %s", rank, read.publication, error)
                 return found
-            if rank in answer.pending_ranks and now() + backoff.pause < give_up:
-                threading.Event().wait(backoff.next())
+            if rank in answer.pending_ranks and self._loop.now() + backoff.pause < give_up:
+                await asyncio.sleep(backoff.next())
                 continue
             for plane, page in pages:
                 found.setdefault(plane, []).append(page)

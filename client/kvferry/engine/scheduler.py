@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client, client_runtime_of
-from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._engine_spec import EngineSpec
@@ -92,10 +91,10 @@ class SchedulerPort(OneProcess):
         arguments.flag("hold_until_quiet", hold_until_quiet)
         self.spec = spec
         self._session = client.open_engine(spec, timeout=timeout)
-        home_session = home_session_of(self._session)
-        self._publications = PublicationSender(home_session)
+        home_session = self._publications = home_session_of(self._session)
         runtime = client_runtime_of(client)
         self._reads = Reads(
+            runtime.loop,
             spec,
             runtime.lease_holder(self._session.token),
             home_session.block_use.writes(),
@@ -137,7 +136,7 @@ class SchedulerPort(OneProcess):
                 read; or another argument is out of range.
             Closed: the engine's session has ended.
         """
-        return self._publications.publish(given)
+        return self._publications.publish_later(given)
 
     @arguments.takes(PublishMore)
     def publish_more(self, given: PublishMore) -> None:
@@ -151,11 +150,11 @@ class SchedulerPort(OneProcess):
             WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
-        self._publications.publish_more(given)
+        self._publications.publish_more_later(given)
 
     def abort(self, publication: Publication) -> None:
         """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""
-        self._publications.abort(
+        self._publications.abort_later(
             arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         )
 
@@ -164,7 +163,7 @@ class SchedulerPort(OneProcess):
 
         Each publication is returned exactly once (R3). Call this in every step.
         """
-        return self._publications.take_released()
+        return self._publications.released()
 
     # As a destination.
 
@@ -357,11 +356,12 @@ class SchedulerPort(OneProcess):
 
     def stats(self) -> SchedulerStats:
         """Return the counts of this engine's publications and reads."""
-        stages, counts = self._reads.stages(), self._reads.counts
+        stages, counts = self._reads.counted(), self._reads.counts
+        published, released, refused = self._publications.counts()
         return SchedulerStats(
-            published=self._publications.published,
-            released=self._publications.released,
-            refused=self._publications.refused,
+            published=published,
+            released=released,
+            refused=refused,
             done=counts["done"],
             failed=counts["failed"],
             cancelled=counts["cancelled"],
@@ -386,4 +386,3 @@ class SchedulerPort(OneProcess):
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._reads.close(timeout)
         self._publications.close(timeout)
-        self._session.close()

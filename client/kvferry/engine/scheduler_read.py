@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
-from kvferry._control.cancellation import Cancellation
+from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry.engine.values import GrantStep, Offer, ReadEnd, ReadSource
 from kvferry.geometry.blocks import joined, runs_of
@@ -24,8 +24,8 @@ class SchedulerRead(LeasedRead):
         written: the key of its claim on the blocks, see `Writes`.
     """
 
-    def __init__(self, request: AcquireRequest, request_id: str, ranks: frozenset[int]) -> None:
-        super().__init__(request, ranks, Cancellation(request.read_id))
+    def __init__(self, loop: Loop, request: AcquireRequest, request_id: str, ranks: frozenset[int]) -> None:
+        super().__init__(loop, request, ranks)
         self.request_id = request_id
         self.offer: Offer | None = None
         self.steps = 0

@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from kvferry._clock import now
 from kvferry._control.acquisition import MoreBlocks
 from kvferry._control.block_use import Writes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
+from kvferry._loop import Loop
 from kvferry._prompt import Prompt, check_within
-from kvferry._reads.leased_read import UNDER_WAY, ReadStage, ShareEnd
+from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter, kind_of
-from kvferry._work_queue import WorkQueue
 from kvferry.engine.scheduler_read import SchedulerRead, end_of, latest_offer, offer_of, step_of
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
@@ -39,10 +38,11 @@ CANCEL_AGAIN = 10.0
 """Seconds after which ranks are asked again to cancel a read that has ended and is not quiet."""
 
 
-class Reads:
-    """The reads of one engine. Thread-safe; only `close` waits.
+class Reads(LeasedReads[SchedulerRead]):
+    """The reads of one engine. Every method may be called from any thread; only `close` waits.
 
     Args:
+        loop: the client's event loop.
         spec: the engine.
         holder: holds the engine's leases.
         writes: records the blocks that the engine's reads write to.
@@ -58,6 +58,7 @@ class Reads:
 
     def __init__(
         self,
+        loop: Loop,
         spec: EngineSpec,
         holder: LeaseHolder,
         writes: Writes,
@@ -66,10 +67,10 @@ class Reads:
         hold_until_quiet: bool,
         meter: ReadMeter,
     ) -> None:
+        super().__init__(loop, holder, meter)
         self._spec = spec
         self._ranks = frozenset(range(spec.num_ranks))
         self._writes = writes
-        self._holder = holder
         self._max_waiting = max_waiting
         self._hold_until_quiet = hold_until_quiet
         self._by_request: dict[str, SchedulerRead] = {}
@@ -91,9 +92,6 @@ class Reads:
         self.counts: Counter[str] = Counter()
         self.bytes = 0
         self._closed = False
-        self._work = WorkQueue(f"kvferry-leases-{spec.engine_id}")
-        self._reads: LeasedReads[SchedulerRead] = LeasedReads(holder, self._work, self, meter)
-        self._lock = self._reads.lock
 
     def acquire(
         self,
@@ -119,8 +117,8 @@ class Reads:
             prompt=prompt,
             request_id=request_id,
         )
-        read = SchedulerRead(request, request_id, self._ranks)
-        with self._lock:
+        read = SchedulerRead(self._loop, request, request_id, self._ranks)
+        with self.lock:
             self._check_open()
             if request_id in self._by_request:
                 raise WrongState(
@@ -135,13 +133,13 @@ class Reads:
                     limit="max_waiting",
                     value=self._waiting,
                 )
+            self.start(read)
             self._waiting += 1
             self._by_request[request_id] = self._by_id[read_id] = read
-            self._reads.acquire(read)
 
     def granted(self, request_id: str) -> Offer | None:
         """See `SchedulerPort.granted`."""
-        with self._lock:
+        with self.lock:
             read = self._find(request_id)
             if read.stage is ReadStage.REFUSED and read.error is not None:
                 self._forget(read)
@@ -154,7 +152,7 @@ class Reads:
         if not self._changed:
             # Without the lock: an engine asks for each of its requests in each step.
             return []
-        with self._lock:
+        with self.lock:
             found = list(self._changed)
             self._changed.clear()
         return found
@@ -169,7 +167,7 @@ class Reads:
         prompt: Prompt = Prompt.unknown,
     ) -> Grant:
         """See `SchedulerPort.attach`."""
-        with self._lock:
+        with self.lock:
             read = self._find(request_id)
             if read.stage is ReadStage.REFUSED and read.error is not None:
                 self._forget(read)
@@ -186,7 +184,7 @@ class Reads:
             own = read.request.prompt
             check_within(prompt or own.prompt, tokens)
             own.prompt = prompt or own.prompt
-            error = self._reads.takes(read, taken_end(offered, blocks, tokens))
+            error = self.takes(read, taken_end(offered, blocks, tokens))
             if error is not None:
                 self._forget(read)
                 raise error
@@ -194,12 +192,12 @@ class Reads:
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
             local = runs_of(blocks)
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
-            self._reads.begin(read)
+            self.begin(read)
             return offer.attached(local, tokens, timeout=self._left(read))
 
     def take_steps(self) -> list[GrantStep]:
         """See `SchedulerPort.grant_steps`."""
-        with self._lock:
+        with self.lock:
             found = [step_of(read) for read in self._gained if read.stage is ReadStage.READING and read.error is None]
             self._gained.clear()
         return found
@@ -207,55 +205,52 @@ class Reads:
     def decline(self, reference: str, prompt: Prompt) -> None:
         """See `SchedulerPort.decline`."""
         self._holder.check(reference, prompt)
-        with self._lock:
+        with self.lock:
             self._check_open()
             reads = [read for read in self._by_id.values() if read.request.is_for(reference)]
             for read in reads:
                 if prompt and isinstance(read.error, PromptMismatch):
                     raise read.error
-            early = [read for read in reads if read.stage in (ReadStage.WAITING, ReadStage.GRANTED)]
-            leases = [read.acquired.lease for read in early if read.acquired is not None]
-            for read in early:
-                self._withdraw(read)
-        self._work.do(partial(self._holder.decline, reference, leases))
+            for read in reads:
+                if read.stage in (ReadStage.WAITING, ReadStage.GRANTED):
+                    self._withdraw(read)
+        self._loop.call(partial(self._holder.decline, reference))
 
     def cancel(self, request_id: str) -> bool:
         """See `SchedulerPort.cancel`."""
-        with self._lock:
+        with self.lock:
             read = self._by_request.get(request_id)
             if read is None:
                 return False
             if read.stage in (ReadStage.WAITING, ReadStage.GRANTED):
                 self._withdraw(read)
-                if read.acquired is not None:
-                    self._work.do(partial(self._holder.cancel, read.request.home, read.acquired.lease))
             elif read.stage is ReadStage.REFUSED:
                 self._forget(read)
             elif read.stage is ReadStage.READING:
-                self._reads.fail(read, TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id))
+                self.fail(read, TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id))
             return True
 
     def collect(self, output: WorkerOutput) -> None:
         """See `SchedulerPort.collect`."""
         if not 0 <= output.rank < self._spec.num_ranks:
             raise InvalidField("rank", output.rank, f"below {self._spec.num_ranks}")
-        with self._lock:
+        with self.lock:
             for end in (*output.ended, *output.failed):
                 read = self._by_id.get(end.read_id)
                 if read is not None:
                     share = ShareEnd(end.error(), end.quiet, end.bytes, end.work)
-                    self._reads.share_ended(read, output.rank, share, now())
+                    self.share_ended(read, output.rank, share, self._loop.now())
             for read_id in output.quiesced:
                 read = self._by_id.get(read_id)
                 if read is not None:
-                    self._reads.share_quiet(read, output.rank)
+                    self.share_quiet(read, output.rank)
 
     def take_cancels(self) -> list[str]:
         """See `SchedulerPort.cancels`."""
-        with self._lock:
+        with self.lock:
             found, self._cancels = self._cancels, []
             if self._not_quiet:
-                time = now()
+                time = self._loop.now()
                 for read in [read for read, at in self._not_quiet.items() if at <= time]:
                     self._not_quiet[read] = time + CANCEL_AGAIN
                     found.append(read.read_id)
@@ -263,7 +258,7 @@ class Reads:
 
     def take_finished(self) -> Finished:
         """See `SchedulerPort.finished`."""
-        with self._lock:
+        with self.lock:
             found = Finished(tuple(self._ended), tuple(self._quiesced), tuple(self._disputed))
             self._ended, self._quiesced, self._disputed = [], [], []
         return found
@@ -273,43 +268,43 @@ class Reads:
         self._news.wait(timeout)
         # The caller looks for what is new afterwards, so that nothing is lost. With the lock: what comes as the time
         # ends is told now or the next time.
-        with self._lock:
+        with self.lock:
             found = self._news.is_set()
             self._news.clear()
         return found
 
-    def stages(self) -> Counter[ReadStage]:
+    def counted(self) -> Counter[ReadStage]:
         """Count the reads by stage; those that have ended and are not quiet count as ENDED."""
-        with self._lock:
+        with self.lock:
             return Counter(read.stage for read in self._by_id.values())
 
     def close(self, timeout: float) -> None:
-        """Cancel all reads at their homes, then end the thread. Idempotent.
+        """Cancel all reads at their homes. Idempotent.
 
         Args:
             timeout: seconds to wait until the homes have the cancellations: a lease that was accepted pins its source
                 until it ends.
         """
-        deadline = now() + timeout
-        with self._lock:
+        deadline = self._loop.now() + timeout
+        with self.lock:
             if self._closed:
                 return
             self._closed = True
             for read in tuple(self._by_id.values()):
                 if read.stage is ReadStage.WAITING:
-                    # If its lease is granted nevertheless, the lease is given up.
                     self._withdraw(read)
-                elif read.stage in UNDER_WAY and read.acquired is not None:
-                    self._work.do(partial(self._holder.let_go, read.request.home, read.acquired))
-                    self._work.do(read.cancellation.cancel)
-        self._reads.wait_acquired(timeout)
-        self._work.close(max(0.0, deadline - now()))
-        self._holder.close(max(0.0, deadline - now()))
+                else:
+                    # A read under way gives its lease back.
+                    self.cancel_lead(read)
+        self._loop.run(self._end_all(deadline))
 
-    # `LeasedReads` calls these with the lock held.
+    async def _end_all(self, deadline: float) -> None:
+        await self.wait_ended(max(0.0, deadline - self._loop.now()))
+        await self._holder.close(max(0.0, deadline - self._loop.now()))
+
+    # `LeasedReads` calls these with the lock held; it says what they are for.
 
     def on_granted(self, read: SchedulerRead) -> None:
-        """See `leased_reads.Owner`."""
         self._waiting -= 1
         if read.acquired is not None:
             read.offer = offer_of(read, read.acquired)
@@ -317,7 +312,6 @@ class Reads:
         self._news.set()
 
     def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
-        """See `leased_reads.Owner`."""
         if read.more:
             # The latest says it all. A source may name thousands of layers one by one before the engine looks.
             read.more[-1] = replace(read.more[-1], unfinished=None)
@@ -328,11 +322,7 @@ class Reads:
             self._changed[read.request_id] = None
         self._news.set()
 
-    def on_renewed(self, read: SchedulerRead) -> None:
-        """See `leased_reads.Owner`. Does nothing: deadlines are looked up when they are needed."""
-
     def on_refused(self, read: SchedulerRead) -> None:
-        """See `leased_reads.Owner`."""
         if read.offer is None:
             self._waiting -= 1
         read.offer = None
@@ -341,11 +331,9 @@ class Reads:
         self._news.set()
 
     def on_stop(self, read: SchedulerRead) -> None:
-        """See `leased_reads.Owner`."""
         self._cancels.append(read.read_id)
 
     def overdue(self, read: SchedulerRead) -> TransferStuck:
-        """See `leased_reads.Owner`."""
         read_id = read.read_id
         if read.stage is ReadStage.GRANTED:
             message = f"request {read.request_id!r} was granted but not attached in time: attach it, or cancel it"
@@ -361,11 +349,10 @@ class Reads:
         return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
     def on_ended(self, read: SchedulerRead) -> None:
-        """See `leased_reads.Owner`."""
         self.counts[kind_of(read.error)] += 1
         self.bytes += read.bytes
         if read.not_quiet:
-            self._not_quiet[read] = now() + CANCEL_AGAIN
+            self._not_quiet[read] = self._loop.now() + CANCEL_AGAIN
         end = end_of(read)
         if read.not_quiet and self._hold_until_quiet:
             read.withheld = end
@@ -378,7 +365,6 @@ class Reads:
             self._forget(read)
 
     def on_quiesced(self, read: SchedulerRead) -> None:
-        """See `leased_reads.Owner`."""
         if read.withheld is not None:
             self._ended.append(replace(read.withheld, quiet=True))
         else:
@@ -387,7 +373,6 @@ class Reads:
         self._forget(read)
 
     def on_disputed(self, read: SchedulerRead) -> None:
-        """See `leased_reads.Owner`."""
         self.counts["disputed"] += 1
         problem = f"read {read.read_id}: the home says that its lease had ended"
         self._disputed.append(
@@ -412,7 +397,7 @@ class Reads:
         return read
 
     def _left(self, read: SchedulerRead) -> float:
-        return max(0.0, read.request.deadline - now())
+        return max(0.0, read.request.deadline - self._loop.now())
 
     def _forget(self, read: SchedulerRead) -> None:
         self._writes.end(read.written)
@@ -428,7 +413,7 @@ class Reads:
         """Forget a read that the engine no longer wants and that no worker has started."""
         if read.stage is ReadStage.WAITING:
             self._waiting -= 1
-        self._reads.withdraw(read)
+        self.withdraw(read)
         self.counts["cancelled"] += 1
         self._forget(read)
 

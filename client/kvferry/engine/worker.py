@@ -15,7 +15,6 @@ from kvferry._forks import OneProcess
 from kvferry._memory.tails import Tails
 from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
-from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
 from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
@@ -57,7 +56,6 @@ class WorkerPort(OneProcess):
         self._lock = threading.Lock()
         self._local: LocalRank | None = None
         self._cache: Cache | None = None
-        self._shares: RankReads | None = None
         self._reads: dict[str, RankRead] = {}
         self._steps = StepOrders()
         self._ended: dict[str, RankEnd] = {}
@@ -190,7 +188,6 @@ class WorkerPort(OneProcess):
                 rank=self.rank,
             )
         cache = announce(self._client, self._local, self._token if token is None else token, timeout)
-        self._shares = runtime_of(cache).rank_reads(self._share_ended, self._share_quiesced)
         self._cache = cache
         return cache
 
@@ -232,11 +229,12 @@ class WorkerPort(OneProcess):
                 request_id=request_id,
             )
         arguments.instance("grant", grant, Grant, "the Grant that SchedulerPort.attach returned")
+        runtime = runtime_of(self.cache)
         mine = grant.local_blocks() if local_blocks is None else blocks_by_group("local_blocks", local_blocks)
         order = RankOrder(
             read_id=grant.read_id,
             request_id=grant.request_id,
-            home=runtime_of(self.cache).homes.get(arguments.text("home", grant.home)),
+            home=runtime.homes.get(arguments.text("home", grant.home)),
             engine_id=grant.engine_id,
             incarnation=grant.incarnation,
             publication=grant.publication,
@@ -265,11 +263,10 @@ class WorkerPort(OneProcess):
                     request_id=grant.request_id,
                     read_id=grant.read_id,
                 )
-            if self._shares is not None:
-                read = RankRead(order)
-                self._shares.start(read)
-                self._reads[grant.read_id] = read
-                self._pass_on(grant.read_id)
+            read = RankRead(runtime.loop, order)
+            runtime.shares.start(read, self._share_ended, self._share_quiesced)
+            self._reads[grant.read_id] = read
+            self._pass_on(grant.read_id)
 
     def add_step(self, step: GrantStep) -> None:
         """Read the blocks that the source of a grant has published since.
@@ -284,7 +281,7 @@ class WorkerPort(OneProcess):
             WrongState: the rank is not registered.
         """
         arguments.instance("step", step, GrantStep, "a GrantStep, as SchedulerPort.grant_steps returned it")
-        if self._shares is None:
+        if self._cache is None:
             raise self._unregistered()
         with self._lock:
             if step.read_id in self._done:
@@ -306,8 +303,8 @@ class WorkerPort(OneProcess):
                 # again, would fill the memory with them.
                 self._steps.forget(read_id)
                 self._nothing_left(read_id)
-            elif self._shares is not None:
-                self._shares.cancel(read)
+            else:
+                runtime_of(self.cache).shares.cancel(read)
 
     def poll(self) -> WorkerOutput:
         """Return what has happened and was not acknowledged yet.
@@ -397,11 +394,11 @@ class WorkerPort(OneProcess):
     def _pass_on(self, read_id: str) -> None:
         """Hand on the steps whose turn it is, if their read was started. Called with the lock held."""
         read = self._reads.get(read_id)
-        if read is not None and self._shares is not None:
+        if read is not None:
             for step in self._steps.take(read_id):
                 if step.lease_id and isinstance(read.order.lease, SchedulersLease):
                     read.order.lease.lease_id = step.lease_id
-                self._shares.add(read, step.blocks(), step.unfinished, last=step.last)
+                runtime_of(self.cache).shares.add(read, step.blocks(), step.unfinished, last=step.last)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
@@ -424,7 +421,7 @@ class WorkerPort(OneProcess):
         if len(self._done) > MAX_DONE:
             del self._done[next(iter(self._done))]
 
-    # These run on the rank's work queue, or on a thread of the transport.
+    # These run on the client's event loop, or on a thread of the transport.
 
     def _share_ended(self, read: RankRead) -> None:
         order, error = read.order, read.error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -33,15 +32,12 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         deadline: deadline on `kvferry._clock`; None: none.
     """
 
-    def __init__(
-        self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None, callbacks: Executor
-    ) -> None:
+    def __init__(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> None:
         super().__init__()
         self.method = method
         self.request = request
         self.deadline = None if timeout is None else now() + timeout
         self._decode = decode
-        self._callbacks = callbacks
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
         self._status: tuple[grpc.StatusCode, str] | None = None
@@ -126,12 +122,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         return None if self.code() is grpc.StatusCode.OK else self
 
     def add_done_callback(self, callback: Callable[[grpc.Future[Any]], object]) -> None:
-        with self._changed:
-            if self._status is None:
-                # Not on the thread of the home: a callback that made a call would wait for its own thread.
-                self._on_end.append(lambda _: self._callbacks.submit(callback, self))
-                return
-        callback(self)
+        self.at_end(callback)
 
     def cancel(self) -> bool:
         self.end(grpc.StatusCode.CANCELLED, "Locally cancelled by application!", cancelled=True)
@@ -187,19 +178,17 @@ class InProcessChannel(grpc.Channel):
 
     Args:
         begin: hands a call to the home, or ends it. Called on any thread; returns at once.
-        callbacks: runs the callbacks of calls.
     """
 
-    def __init__(self, begin: Callable[[InProcessCall], None], callbacks: Executor) -> None:
+    def __init__(self, begin: Callable[[InProcessCall], None]) -> None:
         self._begin = begin
-        self._callbacks = callbacks
         self._lock = threading.Lock()
         self._calls: set[InProcessCall] = set()
         self._closed = False
 
     def call(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> InProcessCall:
         """Start a call. Raises `ValueError` once the channel is closed, as gRPC does."""
-        call = InProcessCall(method, request, decode, timeout, self._callbacks)
+        call = InProcessCall(method, request, decode, timeout)
         with self._lock:
             if self._closed:
                 raise ValueError("Cannot invoke RPC on closed channel!")

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -80,7 +79,6 @@ class Fabric(OneProcess):
         self._closed = False
         self._home: InProcessHome | None = None
         """Used on the event loop only."""
-        self._callbacks = ThreadPoolExecutor(1, "kvferry-fabric-callbacks")
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread(self._run, "kvferry-fabric")
         self.start_home()
@@ -220,7 +218,6 @@ class Fabric(OneProcess):
         for member in members:
             member.kill()
         self._await(self._stop_home())
-        self._callbacks.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -234,7 +231,7 @@ class Fabric(OneProcess):
 
     def _join(self) -> Network:
         """Make the network of a new client."""
-        member = _Member(self.address, self._wire, self._begin, self._callbacks)
+        member = _Member(self.address, self._wire, self._begin)
         # Costs measured within one process would not be those of a network, and would differ from run to run.
         network = Network(member.dial, Agents(member.process), Costs())
         with self._lock:
@@ -305,18 +302,15 @@ class Fabric(OneProcess):
 class _Member:
     """One client's channels and agents on a fabric. Thread-safe."""
 
-    def __init__(
-        self, address: str, wire: Wire, begin: Callable[[InProcessCall], None], callbacks: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, address: str, wire: Wire, begin: Callable[[InProcessCall], None]) -> None:
         self.process = Process(wire)
         self._address = address
         self._begin = begin
-        self._callbacks = callbacks
         self._channels: list[InProcessChannel] = []
 
     def dial(self, address: str, tls: TlsContent | None) -> InProcessChannel:
         """Make a channel. Calls fail unless the address is that of the fabric's home."""
-        channel = InProcessChannel(partial(self._hand_over, address), self._callbacks)
+        channel = InProcessChannel(partial(self._hand_over, address))
         self._channels.append(channel)
         return channel
 

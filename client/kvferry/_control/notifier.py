@@ -1,0 +1,159 @@
+"""Sends notifications to homes, and repeats them until the home has answered or they are useless."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry._control.backoff import Backoff
+from kvferry._control.batches import batches
+from kvferry._control.connection import Control
+from kvferry._loop import Loop, Signal
+from kvferry._threads import guarded
+from kvferry._tracing import NO_SPAN, Span
+from kvferry._wire.status import from_notification_error
+from kvferry.errors import InternalError, KvferryError
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+NOTIFY_TIMEOUT = 5.0
+"""Seconds for one attempt."""
+
+MAX_WAITING = 16_384
+MAX_WAITING_AT_HOME = 4096
+"""Most notifications that wait for another attempt, for all homes and for one; further ones are dropped. The limit per
+home keeps a home that never answers from using up the room of the others."""
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A notification for a home.
+
+    Attributes:
+        notification: the notification.
+        until: time on the loop's clock after which it is useless.
+        answered: called with each result that is not an error, and with None after each failed attempt.
+        again_at: time of the next attempt.
+        backoff: the pauses between attempts.
+    """
+
+    notification: pb.Notification
+    until: float
+    answered: Callable[[pb.NotificationResult | None], None] | None = None
+    again_at: float = 0.0
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class Notifier:
+    """Sends the notifications of one reader. Belongs to the client's event loop.
+
+    Args:
+        loop: the loop.
+        sender: the reader.
+    """
+
+    def __init__(self, loop: Loop, sender: pb.EngineRef) -> None:
+        self._loop = loop
+        self._sender = sender
+        self._waiting: dict[Control, list[Message]] = {}
+        """What waits for another attempt. A coroutine of each home makes the attempts."""
+        self._news: dict[Control, Signal] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def send(
+        self, home: Control, messages: Iterable[Message], *, timeout: float = NOTIFY_TIMEOUT, span: Span = NO_SPAN
+    ) -> None:
+        """Send notifications to a home at once, in as few calls as possible, and repeat those whose errors are
+        retryable.
+
+        Args:
+            home: connection to the home.
+            messages: the notifications.
+            timeout: seconds for the first attempt.
+            span: the span that the calls belong to.
+
+        Raises:
+            MessageTooLarge: a notification does not fit into one message; nothing was sent.
+        """
+        left = list(messages)
+        for request in tuple(batches(self._sender, [each.notification for each in left])):
+            batch, left = left[: len(request.notifications)], left[len(request.notifications) :]
+            call = self._loop.spawn(self._attempt(home, request, batch, timeout, span), f"a call to {home.address}")
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def close(self, timeout: float) -> None:
+        """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
+        self._closed = True
+        self._waiting.clear()
+        for signal in self._news.values():
+            signal.set()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=timeout)
+
+    async def _attempt(
+        self, home: Control, request: pb.NotifyRequest, batch: Sequence[Message], timeout: float, span: Span
+    ) -> None:
+        try:
+            with span.calling():
+                results = await home.notify(request, timeout)
+            if len(results) != len(batch):
+                raise InternalError(f"{len(results)} results for {len(batch)} notifications")
+        except KvferryError as error:
+            for message in batch:
+                self._failed(home, message, error)
+            return
+        for message, result in zip(batch, results, strict=True):
+            if result.WhichOneof("kind") == "error":
+                self._failed(home, message, from_notification_error(result.error))
+            else:
+                _answer(home, message, result)
+
+    def _failed(self, home: Control, message: Message, error: KvferryError) -> None:
+        """Plan the next attempt of a failed notification, or drop it if repeating cannot help."""
+        _answer(home, message, None)
+        pause, kind = message.backoff.next(error.retry_after), message.notification.WhichOneof("kind")
+        message.again_at = self._loop.now() + pause
+        if not error.retryable or message.again_at >= message.until:
+            level = logging.WARNING if error.retryable else logging.INFO
+            logger.log(level, "%s did not accept a notification (%s): %s", home.address, kind, error.message)
+            return
+        if self._closed:
+            return
+        waiting = self._waiting.setdefault(home, [])
+        if len(waiting) >= MAX_WAITING_AT_HOME or sum(map(len, self._waiting.values())) >= MAX_WAITING:
+            logger.warning("a notification to %s (%s) is dropped: %d others wait", home.address, kind, len(waiting))
+            return
+        waiting.append(message)
+        if home in self._news:
+            self._news[home].set()
+        else:
+            self._news[home] = Signal(self._loop)
+            self._loop.spawn(self._repeat(home), f"notifications to {home.address}")
+
+    async def _repeat(self, home: Control) -> None:
+        """Make the next attempts of what waits for a home, until nothing does."""
+        try:
+            while waiting := self._waiting.get(home):
+                time = self._loop.now()
+                due = [message for message in waiting if message.again_at <= time]
+                if due:
+                    self._waiting[home] = [message for message in waiting if message.again_at > time]
+                    self.send(home, due)
+                else:
+                    await self._news[home].wait(min(message.again_at for message in waiting))
+        finally:
+            del self._news[home]
+            with suppress(KeyError):
+                del self._waiting[home]
+
+
+def _answer(home: Control, message: Message, result: pb.NotificationResult | None) -> None:
+    if message.answered is not None:
+        guarded(partial(message.answered, result), f"a callback for the answer of {home.address}")

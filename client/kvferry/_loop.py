@@ -1,0 +1,251 @@
+"""The event loop of a client: one thread, on which all of its control runs as coroutines.
+
+It has no sockets: gRPC's and NIXL's threads hand over what they have, and callers what they ask for. So its time can be
+a clock that also counts the time in which the host is suspended, since leases run on; uvloop has a clock of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
+from functools import partial
+from typing import Any, TypeVar
+
+from kvferry._clock import now
+from kvferry._threads import guarded, start_thread
+from kvferry.errors import Closed
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+LONGEST_SLEEP = 1.0
+"""Seconds after which the loop looks at its timers again: a thread that sleeps does not notice that its host was
+suspended."""
+
+RESTART_AFTER = 0.02
+"""Seconds after which the loop goes on that something has stopped, such as `SystemExit` in a handler of a logger."""
+
+
+class Loop:
+    """One event loop and its thread, which starts with the first work.
+
+    Threading: `call`, `submit`, `run` and `close` may be called from any thread, everything else on the loop only.
+
+    Args:
+        name: name of the thread.
+        clock: the time of all timers, in seconds; see `Clock`.
+    """
+
+    def __init__(self, name: str = "kvferry-loop", clock: Callable[[], float] = now) -> None:
+        self.now = clock
+        self._name = name
+        self._events = _Events(clock)
+        self._events.set_exception_handler(_log)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def call(self, work: Callable[[], object]) -> bool:
+        """Do work on the loop, as soon as it gets to it. What the work raises is logged.
+
+        Returns:
+            Whether it will be done: not after `close`.
+
+        Raises:
+            LimitReached: the system refused the thread.
+        """
+        with self._lock:
+            if self._runs():
+                self._events.call_soon_threadsafe(guarded, work, "work of the event loop")
+            return not self._closed
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine on the loop. Its result is that of the future; cancelling the future cancels the coroutine.
+
+        Raises:
+            Closed: the loop has ended.
+            LimitReached: the system refused the thread.
+        """
+        with ExitStack() as unused:
+            unused.callback(coroutine.close)
+            with self._lock:
+                if not self._runs():
+                    raise Closed("the client is closed")
+                running = asyncio.run_coroutine_threadsafe(coroutine, self._events)
+            unused.pop_all()
+        return running
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine on the loop, and wait for its result. Raises as `submit`, and what the coroutine raises."""
+        running = self.submit(coroutine)
+        try:
+            return running.result()
+        except CancelledError:
+            raise Closed("the client is closed") from None
+        except BaseException:
+            running.cancel()
+            raise
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Start a coroutine beside the one that runs. What it raises is logged. If it is cancelled before its first
+        step, nothing of it runs.
+
+        Args:
+            coroutine: the coroutine.
+            what: its name in the log.
+        """
+        task = self._events.create_task(coroutine, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def on_thread(self, work: Callable[[], Result], name: str) -> Result:
+        """Run work that waits or computes for long on a thread of its own. If the caller is cancelled, the thread goes
+        on, and its result is dropped.
+
+        Raises:
+            LimitReached: the system refused the thread.
+        """
+        done: asyncio.Future[Result] = self._events.create_future()
+        context = copy_context()
+
+        def run() -> None:
+            try:
+                result = context.run(work)
+            except BaseException as error:
+                self.call(partial(_fail, done, error))
+            else:
+                self.call(partial(_settle, done, result))
+
+        start_thread(run, name)
+        return await done
+
+    def at(self, when: float, work: Callable[[], object]) -> asyncio.TimerHandle:
+        """Do work at a time of the loop's clock. What the work raises is logged."""
+        return self._events.call_at(when, guarded, work, "work of the event loop")
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Do work after what the loop has to do now. What the work raises is logged."""
+        self._events.call_soon(guarded, work, "work of the event loop")
+
+    def future(self) -> asyncio.Future[Any]:
+        """Make a future of this loop."""
+        return self._events.create_future()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel what still runs, and end the thread. Idempotent.
+
+        Args:
+            timeout: seconds to wait for the thread; on the thread itself this does not wait.
+        """
+        with self._lock:
+            if not self._closed and self._thread is not None:
+                self._events.call_soon_threadsafe(self._events.stop)
+            self._closed = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+
+    def _runs(self) -> bool:
+        """Start the thread with the first work; returns whether there is one. Called with the lock held."""
+        if self._thread is None and not self._closed:
+            self._thread = start_thread(self._run, self._name)
+        return not self._closed
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not guarded(self._events.run_forever, f"thread {self._name}"):
+                time.sleep(RESTART_AFTER)
+        for task in asyncio.all_tasks(self._events):
+            task.cancel()
+        guarded(partial(self._events.run_until_complete, asyncio.sleep(0)), f"the end of thread {self._name}")
+        self._events.close()
+
+
+class Signal:
+    """Wakes the one coroutine that waits for it. `set` may be called from any thread."""
+
+    __slots__ = ("_loop", "_set", "_waiting")
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._set = False
+        self._waiting: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """End the wait, or the next one."""
+        if not self._set:
+            self._set = True
+            self._loop.call(self._wake)
+
+    async def wait(self, until: float) -> None:
+        """Wait for `set`, at most until this time on the loop's clock."""
+        if not self._set and until > self._loop.now():
+            waiting = self._waiting = self._loop.future()
+            timer = self._loop.at(until, self._wake)
+            try:
+                await waiting
+            finally:
+                timer.cancel()
+                self._waiting = None
+        self._set = False
+
+    def _wake(self) -> None:
+        if self._waiting is not None:
+            _settle(self._waiting, None)
+
+
+class _Events(asyncio.BaseEventLoop):
+    """An event loop that waits for its timers and for other threads, and for nothing else."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._now = clock
+        self._selector = self
+        self._woken = threading.Lock()
+        self._woken.acquire()
+
+    def time(self) -> float:
+        return self._now()
+
+    def select(self, timeout: float | None) -> tuple[()]:
+        """Wait as a selector without files would; called by the base class."""
+        self._woken.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, LONGEST_SLEEP)))
+        return ()
+
+    def _process_events(self, _: tuple[()]) -> None: ...
+
+    def _write_to_self(self) -> None:
+        # Released already: it is about to wake.
+        with suppress(RuntimeError):
+            self._woken.release()
+
+    def __del__(self) -> None:
+        """It holds nothing that has to be closed."""
+
+
+def _settle(future: asyncio.Future[Any], result: object) -> None:
+    """End a future, unless nobody waits for it any more."""
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _log(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    logger.error("the event loop: %s", context.get("message"), exc_info=context.get("exception"))
