@@ -53,6 +53,11 @@ class Loop:
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    @property
+    def here(self) -> bool:
+        """Whether this runs on the loop's thread."""
+        return self._thread is threading.current_thread()
+
     def call(self, work: Callable[[], object]) -> bool:
         """Do work on the loop, as soon as it gets to it. What the work raises is logged.
 
@@ -188,7 +193,10 @@ class Signal:
         """End the wait, or the next one."""
         if not self._set:
             self._set = True
-            self._loop.call(self._wake)
+            if self._loop.here:
+                self._wake()
+            else:
+                self._loop.call(self._wake)
 
     async def wait(self, until: float) -> None:
         """Wait for `set`, at most until this time on the loop's clock."""

@@ -95,25 +95,38 @@ class _Complaint:
     next_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Call(Generic[Answer]):
-    """A unary call in progress.
+    """A unary call in progress. Belongs to the client's event loop, but for `cancel`.
 
-    Attributes:
-        cancel: cancels the call, which then ends with an error.
+    Args:
+        loop: the loop.
+        future: gRPC's future of the call.
+        take: returns the answer of the call once it has ended, or raises its error.
     """
 
-    cancel: Callable[[], object]
-    _answered: asyncio.Future[None]
-    _take: Callable[[], Answer]
+    def __init__(self, loop: Loop, future: _Future[Answer], take: Callable[[], Answer]) -> None:
+        self.cancel = future.cancel
+        """Cancels the call, which then ends with an error."""
+        self._loop = loop
+        self._take = take
+        self._ended = False
+        self._waiting: asyncio.Future[None] | None = None
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self._ended = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def answer(self) -> Answer:
-        """Wait for the answer. A caller that is cancelled leaves the call as it is.
+        """Wait for the answer. A caller that is cancelled leaves the call as it is, and may wait again.
 
         Raises:
             KvferryError: the call has failed.
         """
-        await asyncio.shield(self._answered)
+        if not self._ended:
+            self._waiting = self._loop.future()
+            await self._waiting
         return self._take()
 
 
@@ -261,12 +274,6 @@ class Control:
     def _start(self, call: Callable[[KVTransferStub], _Future[Answer]]) -> Call[Answer]:
         """Begin a unary call."""
         shared, future = self._begin(call)
-        answered: asyncio.Future[None] = self._loop.future()
-
-        def end() -> None:
-            shared.end()
-            if not answered.done():
-                answered.set_result(None)
 
         def take() -> Answer:
             try:
@@ -282,11 +289,17 @@ class Control:
                 failure = error
             raise self._typed(failure)
 
+        made = Call(self._loop, future, take)
+
+        def end() -> None:
+            shared.end()
+            made.end()
+
         def on_done(_: object) -> None:
             self._loop.call(end)
 
         future.add_done_callback(on_done)
-        return Call(future.cancel, answered, take)
+        return made
 
     async def _messages(self, start: Callable[[KVTransferStub], object]) -> AsyncGenerator[Answer, None]:
         """Yield the messages of a stream, which a thread reads: gRPC has no callback for them."""

@@ -133,7 +133,10 @@ class Watcher:
             self._news.set()
 
     def _warn(self, error: KvferryError) -> None:
-        """Warn of an error other than an unreachable node server; once while the error stays the same."""
+        """Warn of an error other than an unreachable node server or the client being closed; once while it stays the
+        same."""
+        if isinstance(error, Closed):
+            return
         if self._is_refusal(error):
             logger.warning("the watch of %s at %s ended: %s", self._name, self._control.address, error)
         elif not error.retryable and type(self._failure) is not type(error):
