@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from kvferry import _arguments as arguments
 from kvferry._clock import now
 from kvferry._control.block_use import BlockUse
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.rank_read import Wanted
 from kvferry._reads.read import Read, ReadTask
@@ -27,7 +27,7 @@ READ_TIMEOUT = 120.0
 """Default seconds for a read, its wait for the publication included."""
 
 
-class Cache(OneProcess):
+class Cache(Closing):
     """The registered cache of one rank: reads publications into it. Made by `Client.register_cache`.
 
     The memory must stay mapped, and its tensors referenced, until the process ends: NIXL cannot revoke the access of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
@@ -19,7 +18,7 @@ from kvferry._control.right_prompt import PromptCheck, checked_prompts
 from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._loop import Loop
 from kvferry._network import network_of
 from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
@@ -44,7 +43,7 @@ CLOSE_TIMEOUT = 10.0
 """Seconds for ending the agents of memory that was never announced."""
 
 
-class Client(OneProcess):
+class Client(Closing):
     """Connects a process to the node server of its node, and to the homes of the engines that it reads from.
 
     It opens connections and starts threads when they are first needed. A client cannot be used after a fork: in the
@@ -289,14 +288,6 @@ class Client(OneProcess):
         self._loop.call(self._homes.close)
         self._loop.close()
         self._homes.join(CLOSE_TIMEOUT)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _register_memory(
         self,

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from kvferry.errors import ForkedClient
@@ -75,3 +76,19 @@ def _forked(made: OneProcess, ends: bool) -> bool:
         made_in=made._made_in,
         used_in=here,
     )
+
+
+class Closing(OneProcess):
+    """Base class of public objects that end with `close`. As a context manager, the object is closed at the end."""
+
+    def close(self) -> None:
+        """End it; each subclass says how."""
+        raise NotImplementedError
+
+    def __enter__(self: Made) -> Made:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import KW_ONLY, dataclass
 
 from kvferry import _arguments as arguments
@@ -10,8 +11,11 @@ from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._wire.token import EngineToken
+
+LOOK_EVERY = 1.0
+"""Seconds after which `EngineSession.releases` looks whether a final deadline has passed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class SessionPublishMore(PublishMore):
     timeout: float = CALL_TIMEOUT
 
 
-class EngineSession(OneProcess):
+class EngineSession(Closing):
     """The session of one incarnation of an engine with its home: publishes blocks, and reports their releases.
 
     Made by `Client.open_engine`, in one process of the engine.
@@ -123,6 +127,14 @@ class EngineSession(OneProcess):
             timeout: seconds to wait for the first one; 0: do not wait.
         """
         return self._session.released(now() + arguments.seconds("timeout", timeout, zero=True))
+
+    async def releases(self) -> AsyncIterator[Release]:
+        """Yield releases in asyncio as they come, on any event loop, until the session is closed: ``async for release
+        in session.releases()``. What this yields, `released` does not return."""
+        while not self._session.closed:
+            for release in self._session.released():
+                yield release
+            await self._session.news.arrive(LOOK_EVERY)
 
     def unreleased(self) -> tuple[Publication, ...]:
         """Return the publications whose blocks are still pinned."""

@@ -17,9 +17,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from kvferry._arguments import takes
 from kvferry._cache import Cache
 from kvferry._client import Client
+from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._session import EngineSession
 from kvferry._wire.token import EngineToken
+from kvferry.engine.scheduler import SchedulerPort
 
 Sync = TypeVar("Sync")
 Given = ParamSpec("Given")
@@ -114,6 +116,8 @@ class AsyncSession(_Async[EngineSession]):
     """Withdraw a publication. See `EngineSession.abort`."""
     released = _on_thread(EngineSession.released)
     """Return the publications released since the last call. See `EngineSession.released`."""
+    releases = _direct(EngineSession.releases)
+    """Yield releases as they come. See `EngineSession.releases`."""
     unreleased = _on_thread(EngineSession.unreleased)
     """Return the publications whose blocks are still pinned. See `EngineSession.unreleased`."""
     close = _on_thread(EngineSession.close)
@@ -157,6 +161,75 @@ class AsyncCache(_Async[Cache]):
     """Cancel the reads and end the NIXL agents. See `Cache.close`."""
 
 
+class AsyncSchedulerPort(_Async[SchedulerPort]):
+    """`SchedulerPort` for an event loop. Made by `AsyncClient.scheduler_port`. Workers have their `WorkerPort`: what it
+    does while an engine runs returns at once.
+
+    Attributes:
+        sync: the synchronous port.
+        spec: the engine.
+    """
+
+    def __init__(self, port: SchedulerPort) -> None:
+        super().__init__(port)
+        self.spec = port.spec
+
+    @property
+    def token(self) -> EngineToken:
+        """The token with which workers join this engine. Secret."""
+        return self.sync.token
+
+    @property
+    def engine_reference(self) -> str:
+        """The engine's reference. See `SchedulerPort.engine_reference`."""
+        return self.sync.engine_reference
+
+    publish = _direct(SchedulerPort.publish)
+    """Publish a request's blocks. See `SchedulerPort.publish`."""
+    publish_more = _direct(SchedulerPort.publish_more)
+    """Publish the next blocks of a publication. See `SchedulerPort.publish_more`."""
+    abort = _direct(SchedulerPort.abort)
+    """Withdraw a publication. See `SchedulerPort.abort`."""
+    released = _direct(SchedulerPort.released)
+    """Return the publications released since the last call. See `SchedulerPort.released`."""
+    acquire = _direct(SchedulerPort.acquire)
+    """Start to acquire a publication. See `SchedulerPort.acquire`."""
+    granted = _direct(SchedulerPort.granted)
+    """Return the source's blocks for a request once its lease is granted. See `SchedulerPort.granted`."""
+    news = _direct(SchedulerPort.news)
+    """Return the requests of which `granted` says something else than before. See `SchedulerPort.news`."""
+    attach = _direct(SchedulerPort.attach)
+    """Give a granted request the blocks to read into. See `SchedulerPort.attach`."""
+    grant_steps = _direct(SchedulerPort.grant_steps)
+    """Return what sources have published since. See `SchedulerPort.grant_steps`."""
+    decline = _direct(SchedulerPort.decline)
+    """Tell the source's home that nobody will read a publication. See `SchedulerPort.decline`."""
+    cancel = _direct(SchedulerPort.cancel)
+    """Cancel the read of a request. See `SchedulerPort.cancel`."""
+    collect = _direct(SchedulerPort.collect)
+    """Take the report of a worker. See `SchedulerPort.collect`."""
+    cancels = _direct(SchedulerPort.cancels)
+    """Return the read_ids to cancel on every worker. See `SchedulerPort.cancels`."""
+    finished = _direct(SchedulerPort.finished)
+    """Return the reads that have ended on all ranks. See `SchedulerPort.finished`."""
+    stats = _direct(SchedulerPort.stats)
+    """Return the counts of this engine's publications and reads. See `SchedulerPort.stats`."""
+    close = _on_thread(SchedulerPort.close)
+    """End the engine's session. See `SchedulerPort.close`."""
+
+    async def until_news(self, timeout: float) -> bool:
+        """Wait until there may be something new. See `SchedulerPort.wait_news`."""
+        return await self.sync.until_news(timeout)
+
+    async def __aenter__(self) -> AsyncSchedulerPort:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
 class AsyncClient(_Async[Client]):
     """`kvferry.Client` for an event loop. Arguments and errors are the same.
 
@@ -176,6 +249,11 @@ class AsyncClient(_Async[Client]):
     """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
     register_cache = _wrapped(_on_thread(Client.register_cache), AsyncCache)
     """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
+
+    async def scheduler_port(self, spec: EngineSpec, **options: Any) -> AsyncSchedulerPort:
+        """Open an engine's session, for its scheduler. Arguments and errors are those of `SchedulerPort`."""
+        return AsyncSchedulerPort(await asyncio.to_thread(SchedulerPort, self.sync, spec, **options))
+
     decline = _on_thread(Client.decline)
     """Tell a publication's home that nobody will read it. See `Client.decline`."""
     close = _on_thread(Client.close)

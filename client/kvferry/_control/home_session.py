@@ -21,6 +21,7 @@ from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._loop import Loop
+from kvferry._news import News
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.reference import router_reference
@@ -67,7 +68,9 @@ class HomeSession:
         spec: the engine.
         advertise: the home's address for readers, once the session is open.
         block_use: records the blocks that are published, or that reads of this process write to.
+        news: of what `released` returns.
         lock: guards the publications, and the queue of what is to be sent.
+        closed: it was closed.
         patience: seconds for which a step is sent again that the home does not take: for as long as the home would hold
             it for readers.
     """
@@ -82,7 +85,7 @@ class HomeSession:
         self._control = control
         self._secret = new_session_secret()
         self._engine = pb.EngineRef(engine_id=spec.engine_id, incarnation=incarnation_of(self._secret))
-        self._news = threading.Condition(self.lock)
+        self.news = News()
         self._offers = Offers(self._engine, self._secret)
         self._sender = PublicationSender(loop, self)
         self._spans: dict[int, Span] = {}
@@ -94,7 +97,7 @@ class HomeSession:
         self._acknowledging: asyncio.Task[None] | None = None
         self._declines = Notifier(loop, self._engine)
         self._refills: list[Callable[[], Awaitable[None]]] = []
-        self._closed = False
+        self.closed = False
         request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
         self._watcher = Watcher(loop, control, request, self._on_event, spec.engine_id)
         self._home_in_references = home_in_references
@@ -201,18 +204,18 @@ class HomeSession:
         Args:
             deadline: time on the loop's clock until which to wait for the first one; in the past: do not wait.
         """
-        with self._news:
-            while True:
+        while True:
+            with self.lock:
                 self._offers.advance(self._loop.now())
-                left = deadline - self._loop.now()
-                if self._offers.news or self._sender.refused_now or self._closed or left <= 0:
-                    found = self._offers.take_released()
-                    self.block_use.released(release.publication for release in found)
-                    self._trace_released(found)
-                    found += self._sender.take_refused()
-                    self._taken += len(found)
-                    return found
-                self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - self._loop.now())))
+                found = self._offers.take_released()
+                self.block_use.released(release.publication for release in found)
+                self._trace_released(found)
+                found += self._sender.take_refused()
+                self._taken += len(found)
+            left = min(deadline, self._offers.next_deadline()) - self._loop.now()
+            if found or self.closed or deadline <= self._loop.now():
+                return found
+            self.news.wait(max(0.001, min(LONGEST, left)))
 
     def unreleased(self) -> tuple[Publication, ...]:
         """See `EngineSession.unreleased`."""
@@ -222,7 +225,7 @@ class HomeSession:
     def stats(self) -> SourceStats:
         """Count the publications. Those of a session that was closed are not held by anybody here."""
         with self.lock:
-            held = 0 if self._closed else len(self._offers.unreleased())
+            held = 0 if self.closed else len(self._offers.unreleased())
             return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
     def counts(self) -> tuple[int, int, int]:
@@ -242,11 +245,11 @@ class HomeSession:
         Args:
             timeout: seconds to go on sending what is queued.
         """
-        with self._news:
-            if self._closed:
+        with self.lock:
+            if self.closed:
                 return
-            self._closed = True
-            self._news.notify_all()
+            self.closed = True
+        self.news.tell()
         self._loop.run(self._close(timeout))
 
     async def _close(self, timeout: float) -> None:
@@ -333,7 +336,7 @@ class HomeSession:
         if error is not None and not taken_back:
             self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
         self._offers.sent(step.publication, self._loop.now())
-        self._news.notify_all()
+        self.news.tell()
         span = self._spans.get(step.publication, NO_SPAN)
         if taken_back and step.step == 0:
             self._spans.pop(step.publication, None)
@@ -401,7 +404,7 @@ class HomeSession:
         return pb.NotifyRequest(sender=self._engine, session_secret=self._secret, notifications=notifications)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise Closed(f"the session of engine {self.spec.engine_id!r} is closed")
         failure = self._watcher.failure
         if failure is not None:
@@ -427,9 +430,9 @@ class HomeSession:
             await self._refill()
 
     def _on_released(self, released: pb.Released) -> None:
-        with self._news:
+        with self.lock:
             self._offers.released(released)
-            self._news.notify_all()
+        self.news.tell()
         self._unacknowledged.add(released.publication)
         if self._acknowledging is None:
             name = f"acknowledgements of engine {self.spec.engine_id}"
@@ -465,15 +468,15 @@ class HomeSession:
             snapshot = self._offers.snapshot()
         try:
             for request in batches(self._engine, snapshot.notifications, session_secret=self._secret):
-                if self._closed:
+                if self.closed:
                     return
                 await self._refill_with(request)
             await self._refill_with(self._request([snapshot.end]))
         finally:
             # Also after a failure: the home may have accepted notifications that it did not answer.
-            with self._news:
+            with self.lock:
                 self._offers.snapshot_sent(snapshot, self._loop.now())
-                self._news.notify_all()
+            self.news.tell()
 
     async def _refill_with(self, request: pb.NotifyRequest) -> None:
         for result in await self._control.notify(request):

@@ -231,6 +231,13 @@ class Read(OneProcess):
         share = self._task.share
         return share is None or share.wait_quiet(None if until is None else max(0.0, until - now()))
 
+    async def until_quiet(self) -> None:
+        """Wait in asyncio until the destination blocks may be reused; see `quiet`."""
+        await self._in_asyncio(self._task.ended.add_done_callback)
+        share = self._task.share
+        if share is not None and share.transfer is not None and not share.quiet:
+            await self._in_asyncio(share.transfer.add_quiet_callback)
+
     def progress(self) -> ReadProgress:
         """Return the progress of the read."""
         share = self._task.share
@@ -267,23 +274,26 @@ class Read(OneProcess):
             self._task.ended.add_done_callback(lambda _: callbacks.do(run))
 
     def __await__(self) -> Generator[object, None, ReadResult]:
+        try:
+            yield from self._in_asyncio(self._task.ended.add_done_callback).__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.result(0)
+
+    async def _in_asyncio(self, when: Callable[[Callable[[object], None]], object]) -> None:
+        """Wait on the running event loop; `when` calls its argument once, perhaps on another thread."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        came: asyncio.Future[None] = loop.create_future()
 
         def wake() -> None:
-            if not ended.done():
-                ended.set_result(None)
+            if not came.done():
+                came.set_result(None)
 
-        def on_done(_: object) -> None:
+        def on_event(_: object) -> None:
             # If nobody awaits the read any more, its loop may have been closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        self._task.ended.add_done_callback(on_done)
-        if not self.done():
-            try:
-                yield from ended
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-        return self.result(0)
+        when(on_event)
+        await came

@@ -11,7 +11,7 @@ from kvferry._client import Client, client_runtime_of
 from kvferry._control.publications import Publication, Release
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._engine_spec import EngineSpec
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._prompt import Prompt
 from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
@@ -57,7 +57,7 @@ class SchedulerStats:
     uncertain: int
 
 
-class SchedulerPort(OneProcess):
+class SchedulerPort(Closing):
     """The port of an engine's scheduler: publishes the engine's blocks, and holds the leases of its ranks' reads.
 
     An engine has one. It opens the engine's session and decides whether the bytes of each read count (PROTOCOL,
@@ -352,7 +352,11 @@ class SchedulerPort(OneProcess):
         Returns:
             Whether there may be something new.
         """
-        return self._reads.wait_news(arguments.seconds("timeout", timeout, zero=True))
+        return self._reads.news.wait(arguments.seconds("timeout", timeout, zero=True))
+
+    async def until_news(self, timeout: float) -> bool:
+        """Do what `wait_news` does, in asyncio, on any event loop."""
+        return await self._reads.news.arrive(arguments.seconds("timeout", timeout, zero=True))
 
     def stats(self) -> SchedulerStats:
         """Return the counts of this engine's publications and reads."""

@@ -4,7 +4,6 @@ read once. See `kvferry._reads.leased_reads` for the stages of a read."""
 from __future__ import annotations
 
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from kvferry._control.block_use import Writes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
 from kvferry._loop import Loop
+from kvferry._news import News
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.leased_read import ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
@@ -51,6 +51,7 @@ class Reads(LeasedReads[SchedulerRead]):
         meter: measures the reads.
 
     Attributes:
+        news: of what `granted`, `take_steps` or `take_finished` return.
         counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused"; "disputed"
             is a part of "done".
         bytes: bytes read by all ranks since the start.
@@ -87,8 +88,7 @@ class Reads(LeasedReads[SchedulerRead]):
         """Attached reads whose sources have published blocks since."""
         self._changed: dict[str, None] = {}
         """Requests of which `granted` says something new."""
-        self._news = threading.Event()
-        """Set when `granted` or `take_finished` has something new."""
+        self.news = News()
         self.counts: Counter[str] = Counter()
         self.bytes = 0
         self._closed = False
@@ -263,16 +263,6 @@ class Reads(LeasedReads[SchedulerRead]):
             self._ended, self._quiesced, self._disputed = [], [], []
         return found
 
-    def wait_news(self, timeout: float) -> bool:
-        """See `SchedulerPort.wait_news`."""
-        self._news.wait(timeout)
-        # The caller looks for what is new afterwards, so that nothing is lost. With the lock: what comes as the time
-        # ends is told now or the next time.
-        with self.lock:
-            found = self._news.is_set()
-            self._news.clear()
-        return found
-
     def counted(self) -> Counter[ReadStage]:
         """Count the reads by stage; those that have ended and are not quiet count as ENDED."""
         with self.lock:
@@ -309,7 +299,7 @@ class Reads(LeasedReads[SchedulerRead]):
         if read.acquired is not None:
             read.offer = offer_of(read, read.acquired)
         self._changed[read.request_id] = None
-        self._news.set()
+        self.news.tell()
 
     def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
         if read.more:
@@ -320,7 +310,7 @@ class Reads(LeasedReads[SchedulerRead]):
             self._gained[read] = None
         else:
             self._changed[read.request_id] = None
-        self._news.set()
+        self.news.tell()
 
     def on_refused(self, read: SchedulerRead) -> None:
         if read.offer is None:
@@ -328,7 +318,7 @@ class Reads(LeasedReads[SchedulerRead]):
         read.offer = None
         self._changed[read.request_id] = None
         self.counts["refused"] += 1
-        self._news.set()
+        self.news.tell()
 
     def on_stop(self, read: SchedulerRead) -> None:
         self._cancels.append(read.read_id)
@@ -358,7 +348,7 @@ class Reads(LeasedReads[SchedulerRead]):
             read.withheld = end
             return
         self._ended.append(end)
-        self._news.set()
+        self.news.tell()
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]
         if not read.not_quiet:
@@ -369,7 +359,7 @@ class Reads(LeasedReads[SchedulerRead]):
             self._ended.append(replace(read.withheld, quiet=True))
         else:
             self._quiesced.append(read.request_id)
-        self._news.set()
+        self.news.tell()
         self._forget(read)
 
     def on_disputed(self, read: SchedulerRead) -> None:
@@ -378,7 +368,7 @@ class Reads(LeasedReads[SchedulerRead]):
         self._disputed.append(
             replace(end_of(read), error=TransferExpired(problem, read_id=read.read_id), lost=read.lost)
         )
-        self._news.set()
+        self.news.tell()
 
     # Call these with the lock held.
 

@@ -11,8 +11,9 @@ from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_memory
 from kvferry._clock import now
 from kvferry._engine_spec import EngineSpec
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._memory.tails import Tails
+from kvferry._news import News
 from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._wire.token import EngineToken
@@ -29,7 +30,7 @@ MAX_DONE = 65_536
 That is hours of reads; a repeated delivery comes within seconds."""
 
 
-class WorkerPort(OneProcess):
+class WorkerPort(Closing):
     """The port of one worker: registers its rank's memory, and reads the rank's share of what the scheduler grants.
 
     An engine that knows its token when its workers get their memory calls `register`. One that does not calls
@@ -61,8 +62,7 @@ class WorkerPort(OneProcess):
         self._ended: dict[str, RankEnd] = {}
         self._failed: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
-        self._news = threading.Event()
-        """Set when `poll` has something new."""
+        self._news = News()
         self._done: dict[str, bool] = {}
         """read_ids of acknowledged reads, the latest last: a grant that comes twice must not be read twice. True: it
         was cancelled before it came, and must never be read."""
@@ -344,13 +344,11 @@ class WorkerPort(OneProcess):
         Returns:
             Whether `finished` may have something new.
         """
-        self._news.wait(arguments.seconds("timeout", timeout, zero=True))
-        # The caller asks `finished` afterwards, so that nothing is lost. With the lock: what comes as the time ends is
-        # told now or the next time.
-        with self._lock:
-            found = self._news.is_set()
-            self._news.clear()
-        return found
+        return self._news.wait(arguments.seconds("timeout", timeout, zero=True))
+
+    async def until_news(self, timeout: float) -> bool:
+        """Do what `wait_news` does, in asyncio, on any event loop."""
+        return await self._news.arrive(arguments.seconds("timeout", timeout, zero=True))
 
     def running(self) -> int:
         """Return the number of shares that have not ended."""
@@ -414,7 +412,7 @@ class WorkerPort(OneProcess):
         message = f"read {read_id} was cancelled, and rank {self.rank} has no share of it"
         cancelled = TransferCancelled.__name__
         self._failed[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
-        self._news.set()
+        self._news.tell()
 
     def _remember(self, read_id: str, *, refused: bool) -> None:
         self._done[read_id] = refused
@@ -442,9 +440,9 @@ class WorkerPort(OneProcess):
         )
         with self._lock:
             (self._ended if error is None else self._failed)[order.read_id] = end
-            self._news.set()
+            self._news.tell()
 
     def _share_quiesced(self, read: RankRead) -> None:
         with self._lock:
             self._quiesced[read.order.read_id] = None
-            self._news.set()
+            self._news.tell()

@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
@@ -15,7 +14,7 @@ import grpc
 from kvferry import _arguments as arguments
 from kvferry._client import MAX_READS, Client
 from kvferry._clock import now
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._network import FABRICS, Network, add_fabric, remove_fabric
 from kvferry._threads import start_thread
 from kvferry._transport.agents import Agents
@@ -37,7 +36,7 @@ TIMES = Times()
 _numbers = itertools.count(1)
 
 
-class Fabric(OneProcess):
+class Fabric(Closing):
     """Runs a home in this process, and moves bytes between arrays of this process, for the tests of engines.
 
     The clients of a fabric are real: the planner, the leases, the ports and the home are those of production, and
@@ -220,14 +219,6 @@ class Fabric(OneProcess):
         self._await(self._stop_home())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-
-    def __enter__(self) -> Fabric:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _join(self) -> Network:
         """Make the network of a new client."""

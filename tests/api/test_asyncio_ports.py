@@ -1,0 +1,110 @@
+"""What asyncio programs wait for: releases, quiet blocks, and the news of an engine's ports."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import AsyncClient, Blocks, Cache, EngineSession, EngineSpec, Group, SchedulerPort, WorkerPort
+from kvferry.errors import TransferCancelled, WrongState
+from kvferry.testing import Fabric
+
+AXES = ("kv", "block", "head", "token", "content")
+SOON = 20.0
+
+
+def spec(name: str) -> EngineSpec:
+    return EngineSpec(name, (Group("full", block_tokens=16, num_blocks=8),))
+
+
+def memory(value: float) -> Any:
+    return np.full((2, 8, 1, 16, 4), value, np.float32)
+
+
+def test_releases_are_yielded_as_they_come_until_the_session_is_closed() -> None:
+    async def main(fabric: Fabric) -> list[str]:
+        found: list[str] = []
+        async with AsyncClient(fabric.address) as source, AsyncClient(fabric.address) as reader:
+            prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+            decode = await reader.register_cache(spec("d"), tensors={"layer": memory(0)}, axes=AXES)
+
+            async def collect() -> None:
+                async for release in prefill.session.releases():
+                    found.append(release.request_id)
+                    if len(found) == 2:
+                        await prefill.session.close()
+
+            collecting = asyncio.create_task(collect())
+            for name in ("one", "two"):
+                publication = await prefill.session.publish(name, {"full": Blocks([1])})
+                await decode.read(publication.reference, {"full": Blocks([2])})
+            await asyncio.wait_for(collecting, SOON)
+        return found
+
+    with Fabric() as fabric:
+        assert asyncio.run(main(fabric)) == ["one", "two"]
+
+
+def test_a_cancelled_read_is_awaited_until_nothing_writes_to_its_blocks() -> None:
+    async def main(fabric: Fabric) -> None:
+        source, reader = fabric.client(), fabric.client()
+        prefill = source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+        decode = reader.register_cache(spec("d"), tensors={"layer": memory(0)}, axes=AXES)
+        publication = await asyncio.to_thread(prefill.session.publish, "mine", {"full": Blocks([1])})
+        with fabric.hold_reads() as held:
+            read = decode.read(publication.reference, {"full": Blocks([2])})
+            await asyncio.to_thread(held.wait)
+            read.cancel()
+            quiet = asyncio.create_task(read.until_quiet())
+            with pytest.raises(TransferCancelled):
+                await read
+            assert not quiet.done()
+            assert not read.quiet
+        await asyncio.wait_for(quiet, SOON)
+        assert read.quiet
+
+    with Fabric() as fabric:
+        asyncio.run(main(fabric))
+
+
+def test_a_scheduler_in_asyncio_waits_for_its_news() -> None:
+    async def main(fabric: Fabric) -> float:
+        mine = memory(0)
+        async with AsyncClient(fabric.address) as source, AsyncClient(fabric.address) as client:
+            prefill = await source.register_cache(spec("p"), tensors={"layer": memory(7)}, axes=AXES)
+            async with await client.scheduler_port(spec("d")) as port:
+                worker = WorkerPort(client.sync, port.spec)
+                await asyncio.to_thread(worker.register, {"layer": mine}, axes=AXES)
+                publication = await prefill.session.publish("mine", {"full": Blocks([1])})
+                port.acquire("mine", publication.reference)
+                while port.granted("mine") is None:
+                    assert await port.until_news(SOON)
+                worker.start(port.attach("mine", {"full": Blocks([2])}))
+                while not (ended := port.finished().reads):
+                    port.collect(worker.finished())
+                    await asyncio.wait(
+                        [asyncio.ensure_future(each.until_news(SOON)) for each in (port, worker)],
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                assert ended[0].error is None
+                assert not await port.until_news(0.0)
+        return float(mine[0, 2, 0, 0, 0])
+
+    with Fabric() as fabric:
+        assert asyncio.run(main(fabric)) == 7
+
+
+def test_ports_sessions_and_caches_close_at_the_end_of_a_with_block() -> None:
+    with Fabric() as fabric:
+        client = fabric.client()
+        with SchedulerPort(client, spec("d")) as port, WorkerPort(client, port.spec) as worker:
+            worker.register({"layer": memory(0)}, axes=AXES)
+        with pytest.raises(WrongState):
+            port.granted("mine")
+        with client.open_engine(spec("e")) as session:
+            assert isinstance(session, EngineSession)
+        with client.register_cache(spec("f"), tensors={"layer": memory(0)}, axes=AXES) as cache:
+            assert isinstance(cache, Cache)
