@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 from kvferry import _arguments as arguments
-from kvferry._clock import now
 from kvferry._control.block_use import BlockUse
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt, check_within
@@ -225,7 +224,7 @@ class Cache(Closing):
             ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
-        deadline = now() + arguments.seconds("timeout", timeout)
+        deadline = self._runtime.loop.now() + arguments.seconds("timeout", timeout)
         return self._runtime.warm(arguments.text("engine_reference", engine_reference), deadline)
 
     def gauges(self) -> TransportGauges:

@@ -103,7 +103,9 @@ class Client(Closing):
         allowed = arguments.texts("allowed_homes", allowed_homes)
         self._home_in_references = arguments.flag("home_in_references", home_in_references)
         self._directory = open_directory(directory) if directory else None
-        self._loop = Loop()
+        self._loop = Loop(clock=network.clock)
+        if network.looping is not None:
+            network.looping(self._loop)
         self._homes = Homes(address, self._loop, tls, allowed, network.dial, self._directory)
         self._runtime = ClientRuntime(
             loop=self._loop,
@@ -309,6 +311,7 @@ class Client(Closing):
             options=runtime.options,
             staging=runtime.staging,
             serve=serve,
+            clock=self._loop.now,
         )
         with self._lock:
             late = self._closed

@@ -145,6 +145,12 @@ class Loop:
         """Make a future of this loop."""
         return self._events.create_future()
 
+    def settle(self) -> None:
+        """Let the loop do what is due now, and wait for that. Does nothing if it does not run."""
+        if self._thread is not None and not self._closed:
+            with suppress(Closed):
+                self.run(asyncio.sleep(0))
+
     def close(self, timeout: float = 5.0) -> None:
         """Cancel what still runs, and end the thread. Idempotent.
 

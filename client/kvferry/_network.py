@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry._clock import now
+from kvferry._loop import Loop
 from kvferry._transport.agents import NIXL, Agents
 from kvferry._wire.channel import Dial, connect
 from kvferry.errors import InvalidField
@@ -22,11 +24,15 @@ class Network:
         dial: makes a channel to a node server.
         agents: makes the NIXL agents of its caches.
         costs: fixed costs of reads, if they are not to be measured; None: they are measured.
+        clock: the time of all that waits, in seconds.
+        looping: called with the client's event loop.
     """
 
     dial: Dial = connect
     agents: Agents = NIXL
     costs: Costs | None = None
+    clock: Callable[[], float] = now
+    looping: Callable[[Loop], object] | None = None
 
 
 _fabrics: dict[str, Callable[[], Network]] = {}

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import KW_ONLY, dataclass
 
 from kvferry import _arguments as arguments
-from kvferry._clock import now
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release
@@ -126,7 +125,7 @@ class EngineSession(Closing):
         Args:
             timeout: seconds to wait for the first one; 0: do not wait.
         """
-        return self._session.released(now() + arguments.seconds("timeout", timeout, zero=True))
+        return self._session.released(arguments.seconds("timeout", timeout, zero=True))
 
     async def releases(self) -> AsyncIterator[Release]:
         """Yield releases in asyncio as they come, on any event loop, until the session is closed: ``async for release

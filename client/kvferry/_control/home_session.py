@@ -198,12 +198,9 @@ class HomeSession:
         with self.lock:
             self._sender.put(publication, None, until, sent)
 
-    def released(self, deadline: float = 0.0) -> list[Release]:
-        """See `EngineSession.released`.
-
-        Args:
-            deadline: time on the loop's clock until which to wait for the first one; in the past: do not wait.
-        """
+    def released(self, timeout: float = 0.0) -> list[Release]:
+        """See `EngineSession.released`."""
+        deadline = self._loop.now() + timeout
         while True:
             with self.lock:
                 self._offers.advance(self._loop.now())

@@ -89,7 +89,7 @@ class LeasedRead:
         self.answered = False
         self.verdict: pb.Verdict.ValueType | None = None
         self.confirmed = self.disputed = False
-        self.stamps = Stamps()
+        self.stamps = Stamps(loop.now())
         self.span = self.acquiring = self.judging = NO_SPAN
         self.news = Signal(loop)
         self.lead: asyncio.Task[None] | None = None

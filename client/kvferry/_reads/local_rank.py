@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry import _arguments as arguments
@@ -51,6 +51,7 @@ class LocalRank:
         agents: makes its agents.
         options, staging: see `Client`.
         serve: whether other ranks may read it.
+        clock: the time of deadlines, in seconds.
 
     Attributes:
         memory: its memory, by address space.
@@ -75,6 +76,7 @@ class LocalRank:
         options: NixlOptions,
         staging: StagingOptions,
         serve: bool,
+        clock: Callable[[], float],
     ) -> None:
         check_rank(spec.groups, rank)
         check_unshared(spec.groups, rank)
@@ -92,7 +94,7 @@ class LocalRank:
             name = agent_name(self.agent_key, spec.engine_id, rank.rank)
             self.agent = agents.serving(name, owned.regions, options)
         self.transport = Transport(
-            owned.regions, options, agents=agents, staging=staging, memory=self.memory, keep=owned.keep
+            owned.regions, options, agents=agents, staging=staging, memory=self.memory, keep=owned.keep, clock=clock
         )
 
     def check_open(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvferry._clock import now
-
 
 @dataclass(frozen=True, slots=True)
 class ShareWork:
@@ -63,7 +61,7 @@ class ReadTimes:
 
 
 class Stamps:
-    """When a read has reached its stages, on `kvferry._clock`; 0: it has not.
+    """When a read has reached its stages, on its loop's clock; 0: it has not.
 
     Attributes:
         asked, accepted, granted, begun, ended, judged: its lease was asked for; the home promised the blocks; all
@@ -73,8 +71,8 @@ class Stamps:
 
     __slots__ = ("accepted", "asked", "begun", "ended", "granted", "judged")
 
-    def __init__(self) -> None:
-        self.asked = now()
+    def __init__(self, asked: float) -> None:
+        self.asked = asked
         self.accepted = self.granted = self.begun = self.ended = self.judged = 0.0
 
     def times(self, shares: Collection[ShareWork]) -> ReadTimes:

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_memory
-from kvferry._clock import now
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
 from kvferry._memory.tails import Tails
@@ -246,7 +245,7 @@ class WorkerPort(Closing):
                 tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
                 tails=arguments.instance("tails", tails, Tails, "a Tails"),
             ),
-            deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
+            deadline=runtime.loop.now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
             complete=arguments.flag("complete", grant.complete),
             unfinished=grant.unfinished,

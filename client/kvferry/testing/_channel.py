@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
-from kvferry._clock import now
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -29,14 +28,22 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
     Attributes:
         method: path of the method.
         request: the encoded request.
-        deadline: deadline on `kvferry._clock`; None: none.
+        deadline: deadline on the fabric's clock; None: none.
     """
 
-    def __init__(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> None:
+    def __init__(
+        self,
+        method: str,
+        request: bytes,
+        decode: Callable[[bytes], Any],
+        timeout: float | None,
+        clock: Callable[[], float],
+    ) -> None:
         super().__init__()
         self.method = method
         self.request = request
-        self.deadline = None if timeout is None else now() + timeout
+        self._clock = clock
+        self.deadline = None if timeout is None else clock() + timeout
         self._decode = decode
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
@@ -154,7 +161,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         return ()
 
     def time_remaining(self) -> float:
-        return float("inf") if self.deadline is None else max(0.0, self.deadline - now())
+        return float("inf") if self.deadline is None else max(0.0, self.deadline - self._clock())
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         raise _unused("add_callback")
@@ -178,17 +185,19 @@ class InProcessChannel(grpc.Channel):
 
     Args:
         begin: hands a call to the home, or ends it. Called on any thread; returns at once.
+        clock: the fabric's clock.
     """
 
-    def __init__(self, begin: Callable[[InProcessCall], None]) -> None:
+    def __init__(self, begin: Callable[[InProcessCall], None], clock: Callable[[], float]) -> None:
         self._begin = begin
+        self._clock = clock
         self._lock = threading.Lock()
         self._calls: set[InProcessCall] = set()
         self._closed = False
 
     def call(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> InProcessCall:
         """Start a call. Raises `ValueError` once the channel is closed, as gRPC does."""
-        call = InProcessCall(method, request, decode, timeout)
+        call = InProcessCall(method, request, decode, timeout, self._clock)
         with self._lock:
             if self._closed:
                 raise ValueError("Cannot invoke RPC on closed channel!")

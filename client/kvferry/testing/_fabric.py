@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
 
 import grpc
 
 from kvferry import _arguments as arguments
 from kvferry._client import MAX_READS, Client
-from kvferry._clock import now
 from kvferry._forks import Closing
+from kvferry._loop import Loop
 from kvferry._network import FABRICS, Network, add_fabric, remove_fabric
-from kvferry._threads import start_thread
 from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -28,11 +26,16 @@ from kvferry.testing._channel import InProcessCall, InProcessChannel
 from kvferry.testing._held import HeldReads
 from kvferry.testing._home import InProcessHome
 from kvferry.testing._memory import Process, Wire
+from kvferry.testing._time import FabricClock
 from kvferry_server.domain.times import Times
 
-T = TypeVar("T")
-
 TIMES = Times()
+STEPS_OF_TTL = 24
+"""How many steps of `Fabric.advance` a ttl has: renewals, which come three times in it, keep leases."""
+
+HANDED_OVER = 4
+"""How often the event loops get their turns in each step, so that what is due is asked, answered and acted upon."""
+
 _numbers = itertools.count(1)
 
 
@@ -78,8 +81,10 @@ class Fabric(Closing):
         self._closed = False
         self._home: InProcessHome | None = None
         """Used on the event loop only."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = start_thread(self._run, "kvferry-fabric")
+        self._clock = FabricClock()
+        self._loop = Loop("kvferry-fabric", self._clock.now)
+        self._loops = [self._loop]
+        """That of the home, and those of the clients."""
         self.start_home()
         add_fabric(self.address, self._join)
 
@@ -165,6 +170,30 @@ class Fabric(Closing):
         member.kill()
         client.close()
 
+    def advance(self, seconds: float) -> None:
+        """Let time pass for the home and all clients of the fabric, at once: leases are renewed or end, holds and
+        timeouts run out. What the bytes of reads take is not shortened.
+
+        A single step of the code under test does not take longer for it: time passes between its steps.
+
+        Args:
+            seconds: how much time passes.
+
+        Raises:
+            InvalidField: it is negative.
+        """
+        self._check_open()
+        left = arguments.seconds("seconds", seconds, zero=True)
+        while left > 0:
+            step = min(left, self._times.ttl / STEPS_OF_TTL)
+            left -= step
+            self._clock.add(step)
+            for _ in range(HANDED_OVER):
+                with self._lock:
+                    loops = tuple(self._loops)
+                for loop in loops:
+                    loop.settle()
+
     def wait_until_waiting(self, count: int = 1, timeout: float = 10.0) -> None:
         """Wait until exactly so many reads wait at the home for a publication under a router's key (see
         `kvferry.router_reference`).
@@ -180,7 +209,7 @@ class Fabric(Closing):
             InvalidField: `count` is negative.
         """
         self._check_open()
-        self._await(self._until_waiting(arguments.integer("count", count, 0), arguments.seconds("timeout", timeout)))
+        self._loop.run(self._until_waiting(arguments.integer("count", count, 0), arguments.seconds("timeout", timeout)))
 
     def stop_home(self) -> None:
         """Stop the home at once, as if its node server was killed. Idempotent.
@@ -188,7 +217,7 @@ class Fabric(Closing):
         Calls fail with `Unreachable`, and the home's records are lost. Reads that were posted continue.
         """
         self._check_open()
-        self._await(self._stop_home())
+        self._loop.run(self._stop_home())
 
     def start_home(self) -> None:
         """Start the home again after `stop_home`.
@@ -199,7 +228,7 @@ class Fabric(Closing):
             WrongState: the home was not stopped.
         """
         self._check_open()
-        self._await(self._start_home())
+        self._loop.run(self._start_home())
 
     def close(self) -> None:
         """Close the clients that `client` made, disconnect all others, and stop the home. Idempotent."""
@@ -216,24 +245,21 @@ class Fabric(Closing):
             members = tuple(self._members.values())
         for member in members:
             member.kill()
-        self._await(self._stop_home())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.run(self._stop_home())
+        self._loop.close()
 
     def _join(self) -> Network:
         """Make the network of a new client."""
-        member = _Member(self.address, self._wire, self._begin)
+        member = _Member(self.address, self._wire, self._begin, self._clock)
         # Costs measured within one process would not be those of a network, and would differ from run to run.
-        network = Network(member.dial, Agents(member.process), Costs())
+        network = Network(member.dial, Agents(member.process), Costs(), self._clock.now, self._loops.append)
         with self._lock:
             self._members[network] = member
         return network
 
     def _begin(self, call: InProcessCall) -> None:
         """Hand a call to the home. May be called on any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._serve, call)
-        except RuntimeError:
+        if not self._loop.call(partial(self._serve, call)):
             call.end(grpc.StatusCode.UNAVAILABLE, "the fabric is closed")
 
     def _serve(self, call: InProcessCall) -> None:
@@ -248,19 +274,19 @@ class Fabric(Closing):
         timer = None
         if call.deadline is not None:
             late = partial(call.end, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-            timer = self._loop.call_later(max(0.0, call.deadline - now()), late)
+            timer = self._loop.at(call.deadline, late)
 
         def left() -> None:
             home.leave(call)
             if timer is not None:
                 timer.cancel()
 
-        call.at_end(lambda _: self._loop.call_soon_threadsafe(left))
+        call.at_end(lambda _: self._loop.call(left))
 
     async def _start_home(self) -> None:
         if self._home is not None:
             raise WrongState("the home runs already: stop_home() first")
-        self._home = InProcessHome(self.address, self._times)
+        self._home = InProcessHome(self.address, self._times, self._clock)
 
     async def _stop_home(self) -> None:
         home, self._home = self._home, None
@@ -268,22 +294,11 @@ class Fabric(Closing):
             await home.stop()
 
     async def _until_waiting(self, count: int, timeout: float) -> None:
-        until = now() + timeout
+        until = self._clock.now() + timeout
         while (waiting := 0 if self._home is None else self._home.waiting) != count:
-            if now() >= until:
+            if self._clock.now() >= until:
                 raise TimeoutError(f"{waiting} reads wait after {timeout:g} s, and {count} were expected")
             await asyncio.sleep(0.001)
-
-    def _await(self, what: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -293,7 +308,8 @@ class Fabric(Closing):
 class _Member:
     """One client's channels and agents on a fabric. Thread-safe."""
 
-    def __init__(self, address: str, wire: Wire, begin: Callable[[InProcessCall], None]) -> None:
+    def __init__(self, address: str, wire: Wire, begin: Callable[[InProcessCall], None], clock: FabricClock) -> None:
+        self._clock = clock
         self.process = Process(wire)
         self._address = address
         self._begin = begin
@@ -301,7 +317,7 @@ class _Member:
 
     def dial(self, address: str, tls: TlsContent | None) -> InProcessChannel:
         """Make a channel. Calls fail unless the address is that of the fabric's home."""
-        channel = InProcessChannel(partial(self._hand_over, address))
+        channel = InProcessChannel(partial(self._hand_over, address), self._clock.now)
         self._channels.append(channel)
         return channel
 

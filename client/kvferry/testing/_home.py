@@ -9,8 +9,7 @@ from typing import Any, Protocol, cast
 import grpc
 import grpc.aio
 
-from kvferry._clock import now
-from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
 from kvferry_server.node.guard import Guard
@@ -45,10 +44,12 @@ class InProcessHome:
     Args:
         address: the home's address in references.
         times: the home's durations.
+        clock: its time.
     """
 
-    def __init__(self, address: str, times: Times) -> None:
-        self._home = Home(BootClock(), times, address)
+    def __init__(self, address: str, times: Times, clock: Clock) -> None:
+        self._clock = clock
+        self._home = Home(clock, times, address)
         self._worker = Worker()
         self._guard = Guard(CallLimits(), TRUSTED, Requests(self._worker, self._home.time_slices))
         self._calls: dict[IncomingCall, asyncio.Task[None]] = {}
@@ -95,7 +96,7 @@ class InProcessHome:
         handler = await self._guard.intercept_service(
             self._handler, cast(grpc.HandlerCallDetails, _Details(call.method))
         )
-        context = _Context(call, handler.response_serializer)
+        context = _Context(call, handler.response_serializer, self._clock)
         try:
             # The guard makes the requests of every handler a stream, and answers bytes where there is one answer.
             if handler.response_streaming:
@@ -130,8 +131,9 @@ class _Details:
 class _Context:
     """The part of gRPC's servicer context that the guard and the servicers use."""
 
-    def __init__(self, call: IncomingCall, encode: Callable[[Any], bytes] | None) -> None:
+    def __init__(self, call: IncomingCall, encode: Callable[[Any], bytes] | None, clock: Clock) -> None:
         self._call = call
+        self._clock = clock
         self._encode = encode
         self._read = False
         self._at_end: list[Callable[[object], None]] = []
@@ -147,7 +149,7 @@ class _Context:
         return ()
 
     def time_remaining(self) -> float | None:
-        return None if self._call.deadline is None else max(0.0, self._call.deadline - now())
+        return None if self._call.deadline is None else max(0.0, self._call.deadline - self._clock.now())
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         self._at_end.append(callback)

@@ -1,0 +1,20 @@
+"""The time of a fabric, which a test may move forward."""
+
+from __future__ import annotations
+
+from kvferry._clock import now
+
+
+class FabricClock:
+    """This host's clock, and what a test has added to it."""
+
+    def __init__(self) -> None:
+        self._added = 0.0
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return now() + self._added
+
+    def add(self, seconds: float) -> None:
+        """Move the time forward."""
+        self._added += seconds
