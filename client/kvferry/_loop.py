@@ -67,6 +67,9 @@ class Loop:
         Raises:
             LimitReached: the system refused the thread.
         """
+        if self.here:
+            self.soon(work)
+            return True
         with self._lock:
             if self._runs():
                 self._events.call_soon_threadsafe(guarded, work, "work of the event loop")

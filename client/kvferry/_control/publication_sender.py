@@ -15,24 +15,23 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._engine_spec import EngineSpec
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
-
-if TYPE_CHECKING:
-    from kvferry._control.home_session import HomeSession
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +90,22 @@ class _Message:
             settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
 
 
+class Publisher(Protocol):
+    """The session that a sender sends for; see `HomeSession`."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+    @property
+    def lock(self) -> threading.Lock: ...
+    @property
+    def patience(self) -> float: ...
+    async def attempt(
+        self, notifications: Sequence[pb.Notification], timeout: float
+    ) -> tuple[list[KvferryError | None], KvferryError | None]: ...
+    def ended(self, step: pb.Publish, error: KvferryError | None) -> bool: ...
+    def complain(self, error: KvferryError) -> None: ...
+
+
 class PublicationSender:
     """Sends what one engine publishes. `put`, `take_refused` and `refused_now` are called with the session's lock held,
     on any thread; a coroutine on the client's event loop does the rest, as long as there is something to send.
@@ -103,7 +118,7 @@ class PublicationSender:
         refused: number of publications that the home did not accept, and for whose answer nobody waited.
     """
 
-    def __init__(self, loop: Loop, session: HomeSession) -> None:
+    def __init__(self, loop: Loop, session: Publisher) -> None:
         self.refused = 0
         self._loop = loop
         self._session = session
