@@ -113,7 +113,7 @@ WITHOUT_SGLANG = {
 """What needs no SGLang; by module."""
 WITH_SGLANG = {
     "pools": ("tests/integrations/sglang/test_pools.py",),
-    "holding": ("tests/integrations/sglang/test_endings.py",),
+    "hooks": ("tests/integrations/sglang/test_endings.py",),
     "receiver": ("tests/integrations/sglang/test_endings.py",),
     "sender": ("tests/integrations/sglang/test_endings.py",),
     "manager": ("tests/integrations/sglang/test_endings.py",),
