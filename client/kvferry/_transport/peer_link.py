@@ -155,7 +155,8 @@ class Link:
         more than its time-out and the fence time."""
         if self._warming is not None and now > self._opened_at + self._options.warm_up_timeout + self._fence:
             return True
-        return any(_abandoned(chunk, now - self._fence) for chunk in self.posted if not chunk.lost)
+        ended = (chunk.owner.ended_at for chunk in self.posted if not chunk.lost)
+        return any(at is not None and at < now - self._fence for at in ended)
 
     def fence_at(self) -> float | None:
         """When the agent may be destroyed as far as this peer is concerned; None: at once. Reads that gave an error do
@@ -287,10 +288,7 @@ class Link:
 
     def fail_all(self, error: KvferryError) -> None:
         """Fail all work that is queued or posted."""
-        queued = tuple(self.queued)
-        self.queued.clear()
-        for work in queued:
-            work.owner.fail(error)
+        self._fail_queued(error)
         for chunk in tuple(self.posted):
             chunk.owner.fail(error)
 
@@ -392,10 +390,13 @@ class Link:
         if self.state is not LinkState.BROKEN:
             logger.info("peer %s is broken: %s", self.info.name, error)
         self.state = LinkState.BROKEN
+        self._fail_queued(self._failed(error))
+
+    def _fail_queued(self, error: KvferryError) -> None:
         queued = tuple(self.queued)
         self.queued.clear()
         for work in queued:
-            work.owner.fail(self._failed(error))
+            work.owner.fail(error)
 
     def _failed(self, error: KvferryError) -> KvferryError:
         """The error as the transfer reports it: NIXL's as a `TransferFailed`, others unchanged."""
@@ -427,8 +428,3 @@ def _called(name: str) -> str:
     if len(parts) < 4 or parts[0] != "kvferry.agent":
         return f"peer {name!r}"
     return f"rank {parts[-1]} of engine {'/'.join(parts[2:-1])!r}"
-
-
-def _abandoned(chunk: PostedChunk, before: float) -> bool:
-    ended_at = chunk.owner.ended_at
-    return ended_at is not None and ended_at < before

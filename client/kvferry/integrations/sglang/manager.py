@@ -19,13 +19,13 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_mod
 from sglang.srt.utils.network import NetworkAddress
 from transformers import AutoConfig
 
-from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read, Release, SchedulerPort
+from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read, Release, SchedulerPort, shard
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
 from kvferry.integrations.sglang.counts import Counts
 from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, tells_prompts
-from kvferry.integrations.sglang.pools import FULL, Pools, TensorRank, describe_pools
+from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
 
@@ -93,9 +93,10 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._settings = Settings.of()
         model = ModelConfig.from_server_args(server_args)
         self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, int(model.vocab_size))
-        place = TensorRank(parallel.tp_rank, parallel.tp_size, model.get_total_num_kv_heads())
+        heads = model.get_total_num_kv_heads()
+        held = shard(parallel.tp_rank, parallel.tp_size, heads)
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
-        self.pools: Pools = describe_pools(pool, place, window, self._settings.layer_names)
+        self.pools: Pools = describe_pools(pool, held, heads, window, self._settings.layer_names)
         engine_id = self._settings.engine_id or f"sglang-{mode}-{socket.gethostname()}-{get_serving().port}"
         described = identity(model, _config_of(model), str(get_model().kv_cache_dtype))
         spec = EngineSpec(engine_id, self.pools.groups, parallel.tp_size, described)

@@ -56,11 +56,6 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         if problem:
             self.fail(problem)
 
-    @property
-    def supports_host_destination(self) -> bool:
-        """Whether it can read into SGLang's host pool."""
-        return False
-
     def expect_prompt(self, rid: str, tokens: int, prompt: Prompt) -> None:
         """Take SGLang's id of the request, how many tokens its prompt has, and what is known of it: see `prompts`."""
         self._name = request_name(self.bootstrap_room, rid)
