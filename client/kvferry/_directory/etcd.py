@@ -70,7 +70,6 @@ class EtcdDirectory(Directory):
     # For node servers.
 
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
-        """See `Directory.publish`."""
         self._ttl = ttl
         self._wanted = {_key(self._prefix, "homes", checked_home(home)): b"{}"} | {
             _key(self._prefix, "engines", listing.engine_id, listing.home): listing.to_json() for listing in engines
@@ -78,7 +77,6 @@ class EtcdDirectory(Directory):
         self._write()
 
     def renew(self) -> None:
-        """See `Directory.renew`."""
         if self._lease:
             request = etcd.LeaseKeepAliveRequest(ID=self._lease)
             answer = self._writing.call("Lease/LeaseKeepAlive", request, etcd.LeaseKeepAliveResponse)
@@ -88,7 +86,6 @@ class EtcdDirectory(Directory):
         self._write()
 
     def withdraw(self) -> None:
-        """See `Directory.withdraw`."""
         lease, self._lease = self._lease, 0
         self._wanted, self._written = {}, {}
         if lease:

@@ -179,7 +179,6 @@ class StagedWork(PeerWork):
         transfer.add_done_callback(self._ended)
 
     def next(self, options: NixlOptions) -> Chunk | None:
-        """See `PeerWork`."""
         self.blocked = False
         if self._parts:
             return self._parts.popleft()
@@ -208,7 +207,6 @@ class StagedWork(PeerWork):
         return self._parts.popleft()
 
     def step_back(self) -> None:
-        """See `PeerWork`."""
         if self.blocked:
             self._pool.leave(self)
 
@@ -274,21 +272,17 @@ class _Arrival:
 
     @property
     def label(self) -> str:
-        """See `ChunkOwner`, as for all that follows."""
         return self._transfer.label
 
     @property
     def deadline(self) -> float | None:
-        """Its transfer's."""
         return self._transfer.deadline
 
     @property
     def ended_at(self) -> float | None:
-        """Its transfer's."""
         return self._transfer.ended_at
 
     def begin(self) -> bool:
-        """A chunk is about to be posted into the slot."""
         with self._lock:
             if not self._given_up and self._transfer.goes_on():
                 self._using += 1
@@ -317,16 +311,13 @@ class _Arrival:
         self._unused(given_up=complete)
 
     def fenced(self) -> None:
-        """The agent of a chunk was destroyed."""
         self._unused(given_up=True)
 
     def fail(self, error: KvferryError) -> None:
-        """The transfer cannot succeed."""
         self._transfer.fail(error)
         self.give_up()
 
     def settle(self, now: float) -> None:
-        """See `ChunkOwner`."""
         self._transfer.settle(now)
 
     def give_up(self) -> None:

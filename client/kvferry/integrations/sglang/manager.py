@@ -92,7 +92,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
             raise InvalidField("enable_memory_saver", True, "False: it unmaps memory that others read")
         self._settings = Settings.of()
         model = ModelConfig.from_server_args(server_args)
-        self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, int(model.vocab_size))
+        self.aux = AuxRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), int(model.vocab_size))
         heads = model.get_total_num_kv_heads()
         held = shard(parallel.tp_rank, parallel.tp_size, heads)
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)

@@ -57,7 +57,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             self.fail(problem)
 
     def expect_prompt(self, rid: str, tokens: int, prompt: Prompt) -> None:
-        """Take SGLang's id of the request, how many tokens its prompt has, and what is known of it: see `prompts`."""
+        """Take SGLang's id of the request, how many tokens its prompt has, and what is known of it: see `hooks`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt_tokens = tokens
         self._prompt = prompt

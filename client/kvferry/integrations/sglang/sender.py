@@ -51,7 +51,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._reference = room_reference(mgr.own_source, bootstrap_room) if claimed else ""
 
     def expect_prompt(self, rid: str, prompt: Prompt) -> None:
-        """Take SGLang's id of the request, and its prompt: see `prompts`."""
+        """Take SGLang's id of the request, and its prompt: see `hooks`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt = prompt
 
