@@ -65,6 +65,16 @@ def test_published_engines_are_resolved_and_withdrawn(etcd: Etcd, opened: Open) 
     assert etcd.keys() == []
 
 
+def test_a_prefix_may_have_any_characters(etcd: Etcd, opened: Open) -> None:
+    url = f"etcd://{etcd.address}/fl%C3%B6te/a%20b"
+    home, reader = opened(url), opened(url)
+    listing = Listing("prefill/0 ö", HERE)
+    home.publish(HERE, [listing], 30.0)
+    until(lambda: lists(reader, listing.engine_id))
+    assert reader.listed() == Listed(frozenset({HERE}), (listing,))
+    home.withdraw()
+
+
 def test_listings_that_are_not_renewed_end_with_their_ttl(etcd: Etcd, opened: Open) -> None:
     renewing, silent, reader = opened(etcd.url), opened(etcd.url), opened(etcd.url)
     renewing.publish(HERE, [Listing("stays", HERE)], 1.0)
