@@ -15,7 +15,6 @@ import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict
 
 from kvferry._forks import OneProcess
@@ -32,16 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXTRA = {
-    "aiohttp",
-    "cryptography",
-    "grpc_health",
-    "grpc_reflection",
-    "prometheus_client",
-    "pydantic",
-    "pydantic_settings",
-    "uvloop",
-}
+EXTRA = {"aiohttp", "cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic"}
+EXTRA |= {"pydantic_settings", "uvloop"}
 """Top-level packages of the extra ``server``."""
 
 
@@ -190,9 +181,7 @@ class EmbeddedServer(OneProcess):
     def __enter__(self) -> EmbeddedServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, server_type: type[NodeServer], config: NodeConfig) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,6 +63,16 @@ def test_published_engines_are_resolved_and_withdrawn(etcd: Etcd, opened: Open) 
     assert all(before != after for before, after in pairwise(told))
     # Nothing is left over, and another prefix was never touched.
     assert etcd.keys() == []
+
+
+def test_a_prefix_may_have_any_characters(etcd: Etcd, opened: Open) -> None:
+    url = f"etcd://{etcd.address}/fl%C3%B6te/a%20b"
+    home, reader = opened(url), opened(url)
+    listing = Listing("prefill/0 ö", HERE)
+    home.publish(HERE, [listing], 30.0)
+    until(lambda: lists(reader, listing.engine_id))
+    assert reader.listed() == Listed(frozenset({HERE}), (listing,))
+    home.withdraw()
 
 
 def test_listings_that_are_not_renewed_end_with_their_ttl(etcd: Etcd, opened: Open) -> None:
@@ -150,19 +159,19 @@ def test_a_watch_that_begins_before_a_compaction_starts_over(
     home, reader = opened(etcd.url), opened(etcd.url)
     home.publish(HERE, [Listing("early", HERE)], 30.0)
     asked: list[int] = []
-    whole = EtcdDirectory._all
+    whole = EtcdDirectory._read_all
 
-    def compacted_behind(directory: EtcdDirectory) -> Any:
-        found, revision = whole(directory)
+    def compacted_behind(directory: EtcdDirectory) -> int:
+        revision = whole(directory)
         if not asked:
             home.publish(HERE, [Listing("late", HERE)], 30.0)
             home.publish(HERE, [Listing("late", HERE), Listing("last", HERE)], 30.0)
             now = etcd.ctl("get", "x", "-w", "fields").stdout.split('"Revision" : ')[1].split()[0]
             etcd.ctl("compact", now)
         asked.append(revision)
-        return found, revision
+        return revision
 
-    monkeypatch.setattr(EtcdDirectory, "_all", compacted_behind)
+    monkeypatch.setattr(EtcdDirectory, "_read_all", compacted_behind)
     until(lambda: lists(reader, "last"))
     assert len(asked) == 2
     assert not lists(reader, "early")

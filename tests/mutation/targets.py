@@ -113,7 +113,7 @@ WITHOUT_SGLANG = {
 """What needs no SGLang; by module."""
 WITH_SGLANG = {
     "pools": ("tests/integrations/sglang/test_pools.py",),
-    "holding": ("tests/integrations/sglang/test_endings.py",),
+    "hooks": ("tests/integrations/sglang/test_endings.py",),
     "receiver": ("tests/integrations/sglang/test_endings.py",),
     "sender": ("tests/integrations/sglang/test_endings.py",),
     "manager": ("tests/integrations/sglang/test_endings.py",),
@@ -260,10 +260,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/reading_threads.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),
-    "client/kvferry/_transport/staging_pool.py": Target(
-        (SLOTS, STAGING),
-        {"StagedWork.__init__: False -> True": RESET},
-    ),
+    "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),
     "client/kvferry/_reads/rank_reads.py": Target(
         (RANK, PORTS),
         {

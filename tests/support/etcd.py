@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvferry._directory import etcd_v3_pb2
-from kvferry._directory.etcd_calls import PUT
+from kvferry._directory.etcd_calls import PACKAGE
 from kvferry._wire.channel import TlsConfig
 from tests.support.node_servers import free_port
 from tests.support.waiting import until
@@ -88,8 +88,9 @@ class Etcd:
     def put(self, key: str, value: bytes) -> None:
         """Write a value of any size; etcdctl takes small ones only."""
         with grpc.insecure_channel(self.address) as channel:
-            put = channel.unary_unary(PUT.path, etcd_v3_pb2.PutRequest.SerializeToString, PUT.decode)
-            put(etcd_v3_pb2.PutRequest(key=key.encode(), value=value), timeout=30)
+            request = etcd_v3_pb2.PutRequest(key=key.encode(), value=value)
+            put = channel.unary_unary(f"{PACKAGE}KV/Put", type(request).SerializeToString, etcd_v3_pb2.Done.FromString)
+            put(request, timeout=30)
 
     def keys(self, *flags: str) -> list[str]:
         """All keys of the fleet."""

@@ -52,7 +52,6 @@ ONCE = {
     "_reads/runtime.py": "a handshake ahead of time, with a future",
     "_reads/leased_reads.py": "work after its queue has ended",
     "_reads/callbacks.py": "a callback after its queue has ended",
-    "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request",
     "integrations/vllm/worker.py": "announces memory once",
     "testing/_fabric.py": "an event loop, which catches its tasks' errors",
 }
@@ -66,7 +65,8 @@ OWN = {
     "_control/acknowledger.py": "a timer for one call",
     "_cli/engines.py": "a program's own pool",
     "_cli/top.py": "a program's own pool",
-    "integrations/sglang/bootstrap.py": "a pool whose futures keep errors, and a timer",
+    "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request; "
+    "a pool whose futures keep errors; a timer",
     "testing/_fabric.py": "a pool whose futures keep errors",
 }
 """Where a thread is made in another way."""

@@ -411,9 +411,7 @@ def test_a_peer_is_called_by_its_rank_and_engine(name: str, called: str) -> None
 
 def test_a_share_that_waits_for_room_keeps_its_turn_and_one_that_is_through_does_not(world: World) -> None:
     class Blocked(PeerWork):
-        @property
-        def blocked(self) -> bool:
-            return True
+        blocked = True
 
     waits = Blocked(world.transfer(CHUNK), INFO, [], world.now)
     through = PeerWork(world.transfer(CHUNK), INFO, [], world.now)

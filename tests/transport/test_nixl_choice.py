@@ -158,7 +158,7 @@ def test_a_backend_that_nixl_does_not_have_is_named() -> None:
         ("backend", {"backend": ""}),
         ("backend", {"backend": 1}),
         ("backend_parameters", {"backend_parameters": ["a"]}),
-        ("backend_parameters", {"backend_parameters": {1: "a"}}),
+        ("backend_parameters key", {"backend_parameters": {1: "a"}}),
         ("backend_parameters['a']", {"backend_parameters": {"a": 1}}),
     ],
 )

@@ -20,20 +20,7 @@ from typing import Any
 import numpy as np
 
 import kvferry
-from kvferry import (
-    Blocks,
-    Cache,
-    Client,
-    EngineGeometry,
-    EngineSession,
-    EngineSpec,
-    Group,
-    GroupKind,
-    KvferryError,
-    NixlOptions,
-    RankGeometry,
-    Release,
-)
+from kvferry import Blocks, EngineGeometry, EngineSpec, Group, GroupKind, KvferryError, RankGeometry, Release
 from kvferry._demo.pattern import POISON, blocks_view, expected, wanted
 from kvferry.errors import InvalidField
 from kvferry.geometry.file import rank_bytes, rebase
@@ -85,20 +72,13 @@ class DemoOutcome:
 
 
 class Engine:
-    """An engine of the demonstration: a session, and a process for each rank.
-
-    Args:
-        stack: ends them.
-        address: its node server.
-        geometry: its ranks.
-        role: source or destination; part of its engine_id, because both files may give the same one.
-        ucx_tls: UCX transports to use; empty: UCX's choice.
-    """
+    """An engine of the demonstration: a session, and a process for each rank. `stack` ends them."""
 
     def __init__(self, stack: ExitStack, address: str, geometry: EngineGeometry, role: str, ucx_tls: str) -> None:
+        # Both geometry files may give the same engine_id.
         name = f"{geometry.engine_id}-{role}"
         spec = EngineSpec(name, geometry.groups, len(geometry.ranks), geometry.identity, geometry.partial)
-        self.session: EngineSession = stack.enter_context(kvferry.Client(address)).open_engine(spec)
+        self.session = stack.enter_context(kvferry.Client(address)).open_engine(spec)
         self._ranks: list[tuple[Any, Any]] = []
         stack.callback(self._end)
         # Node servers run in this process: it must not fork.
@@ -183,15 +163,12 @@ def run_demo(
         until = time.monotonic() + RELEASE_TIMEOUT
         while len(releases) < len(published) and time.monotonic() < until:
             releases += prefill.session.released(timeout=1.0)
-    ranks = [
-        RankOutcome(rank, reads, *found) for rank, ((_, reads), found) in enumerate(zip(moved, verified, strict=True))
-    ]
-    failures = [f"rank {of.rank}, {read.request}: {read.error}" for of in ranks for read in of.reads if read.error]
-    failures += [
-        f"rank {of.rank}: {of.wrong} bytes are wrong, {of.strayed} were written unasked"
-        for of in ranks
-        if of.wrong or of.strayed
-    ]
+    ranks, failures = [], []
+    for rank, ((_, reads), (right, wrong, strayed)) in enumerate(zip(moved, verified, strict=True)):
+        ranks.append(RankOutcome(rank, reads, right, wrong, strayed))
+        failures += [f"rank {rank}, {read.request}: {read.error}" for read in reads if read.error]
+        if wrong or strayed:
+            failures.append(f"rank {rank}: {wrong} bytes are wrong, {strayed} were written unasked")
     return DemoOutcome(
         max(seconds for seconds, _ in first),
         max(seconds for seconds, _ in moved),
@@ -230,8 +207,8 @@ def _blocks(group: Group, free: list[int], tokens: int) -> Blocks:
     """Take the blocks of a request from those that are free."""
     first, count = 0, 1
     if group.kind is not GroupKind.STATE:
-        first = max(0, tokens - group.window_tokens) if group.kind is GroupKind.WINDOW else 0
-        first = first // group.block_tokens * group.block_tokens
+        window = group.window_tokens if group.kind is GroupKind.WINDOW else tokens
+        first = max(0, tokens - window) // group.block_tokens * group.block_tokens
         count = -(-(tokens - first) // group.block_tokens)
     if count > len(free):
         problem = f"enough blocks in group {group.name!r}; give fewer --requests or --tokens, or a larger cache"
@@ -279,56 +256,41 @@ class Moved:
 def run_rank(
     address: str, spec: EngineSpec, planned: RankGeometry, token: str, serve: bool, ucx_tls: str, pipe: Connection
 ) -> None:
-    """Run the process of a rank: it answers each message of the pipe with one, and ends when the pipe ends.
-
-    Args:
-        address: its node server.
-        spec: its engine.
-        planned: its planes, at the addresses of the geometry file; moved to where its memory is.
-        token: of the engine's session, which the scheduler has.
-        serve: it is read from; else it reads.
-        ucx_tls: UCX transports to use; empty: UCX's choice.
-        pipe: to the scheduler.
-    """
+    """Run the process of a rank: it answers each message of its scheduler's pipe with one, and ends when the pipe ends.
+    Its planes are those of the geometry file, moved to where its memory is."""
     # Ctrl-C reaches the whole foreground group; the scheduler decides what becomes of its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The scheduler may be gone at any moment, as when another rank cannot start.
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            _serve(address, spec, planned, token, serve, ucx_tls, pipe)
+            memory = HostMemory(rank_bytes(planned))
+            geometry = rebase(planned, memory.region.base)
+            with kvferry.Client(address, options=kvferry.NixlOptions(ucx_tls=ucx_tls)) as client:
+                cache = client.register_cache(
+                    spec,
+                    geometry.rank,
+                    planes=geometry.planes,
+                    regions=[memory.region],
+                    # The geometry says for each rank what it holds.
+                    replicated=True,
+                    keep=memory,
+                    labels=geometry.labels,
+                    token=token,
+                    serve=serve,
+                )
+                rank = _Rank(cache, memory, geometry)
+                pipe.send(None)
+                while True:
+                    command, requests = pipe.recv()
+                    pipe.send(getattr(rank, command)(requests))
         except KvferryError as error:
             pipe.send(error)
-
-
-def _serve(
-    address: str, spec: EngineSpec, planned: RankGeometry, token: str, serve: bool, ucx_tls: str, pipe: Connection
-) -> None:
-    memory = HostMemory(rank_bytes(planned))
-    geometry = rebase(planned, memory.region.base)
-    with Client(address, options=NixlOptions(ucx_tls=ucx_tls)) as client:
-        cache = client.register_cache(
-            spec,
-            geometry.rank,
-            planes=geometry.planes,
-            regions=[memory.region],
-            # The geometry says for each rank what it holds.
-            replicated=True,
-            keep=memory,
-            labels=geometry.labels,
-            token=token,
-            serve=serve,
-        )
-        rank = _Rank(cache, memory, geometry)
-        pipe.send(None)
-        while True:
-            command, requests = pipe.recv()
-            pipe.send(getattr(rank, command)(requests))
 
 
 class _Rank:
     """What a rank does; each method is a command of the scheduler."""
 
-    def __init__(self, cache: Cache, memory: HostMemory, geometry: RankGeometry) -> None:
+    def __init__(self, cache: kvferry.Cache, memory: HostMemory, geometry: RankGeometry) -> None:
         self._cache, self._memory = cache, memory.array
         self._groups = {group.name: group for group in cache.spec.groups}
         self._planes = [(plane, blocks_view(self._memory, memory.region.base, plane)) for plane in geometry.planes]

@@ -47,8 +47,7 @@ class Directory(OneProcess, ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._lock = threading.Lock()
-        self._answered = threading.Condition(self._lock)
+        self._answered = threading.Condition()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listed: Listed | None = None
@@ -67,7 +66,7 @@ class Directory(OneProcess, ABC):
             Closed: the directory is closed.
             LimitReached: the system refused a thread.
         """
-        with self._lock:
+        with self._answered:
             if self._stop.is_set():
                 raise Closed(f"the directory {self.name} is closed")
             if self._thread is None:
@@ -77,9 +76,8 @@ class Directory(OneProcess, ABC):
         """Wait until the directory has answered once, at most `timeout` seconds. Returns whether it has."""
         self.start()
         with self._answered:
-            return self._answered.wait_for(lambda: self._listed is not None or self._stop.is_set(), timeout) and (
-                self._listed is not None
-            )
+            self._answered.wait_for(lambda: self._listed is not None or self._stop.is_set(), timeout)
+            return self._listed is not None
 
     def listed(self) -> Listed:
         """Return all that the directory says. Does not wait.
@@ -89,7 +87,7 @@ class Directory(OneProcess, ABC):
             Closed: the directory is closed.
         """
         self.start()
-        with self._lock:
+        with self._answered:
             if self._listed is not None:
                 return self._listed
             problem = self._problem or "it has not answered yet"
@@ -124,7 +122,7 @@ class Directory(OneProcess, ABC):
         """
         key = object()
         with self._notifying:
-            with self._lock:
+            with self._answered:
                 self._watches[key] = changed
                 listed = self._listed
             if listed is not None:
@@ -132,7 +130,7 @@ class Directory(OneProcess, ABC):
         self.start()
 
         def end() -> None:
-            with self._lock:
+            with self._answered:
                 self._watches.pop(key, None)
 
         return end
@@ -222,23 +220,22 @@ class Directory(OneProcess, ABC):
         except Exception as error:
             logger.debug("following %s failed", self.name, exc_info=error)
             self._failed(repr(error))
-        with self._lock:
+        with self._answered:
             pause, self._pause = self._pause, min(2 * self._pause, FOLLOW_LAST)
         return not self._stop.wait(pause * random.uniform(0.5, 1.0))
 
     def _failed(self, problem: str) -> None:
         if self._stop.is_set():
             return
-        with self._lock:
+        with self._answered:
             first, self._problem = not self._problem, problem
             known = self._listed is not None
-        # Once per outage: nothing but discovery depends on it.
-        if first and known:
-            message = "the directory %s cannot be read: %s; what it said before stays in use"
-            logger.warning(message, self.name, problem)
-        elif first:
-            # Callers get an error, and need no second message.
-            logger.info("the directory %s cannot be read: %s; it has said nothing yet", self.name, problem)
+        if first:
+            # Once per outage: nothing but discovery depends on it. Before the first answer callers get an error, and
+            # need no second message.
+            level = logging.WARNING if known else logging.INFO
+            so_far = "what it said before stays in use" if known else "it has said nothing yet"
+            logger.log(level, "the directory %s cannot be read: %s; %s", self.name, problem, so_far)
 
     def _written_by_others(self) -> WrongState:
         return WrongState(f"node servers do not publish in {self.name}: it is written by others", directory=self.name)

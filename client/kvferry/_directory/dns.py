@@ -7,8 +7,9 @@ at one port, and no engine is listed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import dns.exception
-import dns.rdtypes.IN.SRV
 import dns.resolver
 
 from kvferry._directory.directory import Directory, unavailable
@@ -24,8 +25,6 @@ ASK_AT_MOST = 30.0
 
 QUESTION_TIMEOUT = 5.0
 """Seconds for one question, repetitions included."""
-
-NO_SUCH_RECORD = (dns.resolver.NoAnswer, dns.resolver.NXDOMAIN)
 
 
 class DnsDirectory(Directory):
@@ -63,37 +62,36 @@ class DnsDirectory(Directory):
             self._stop.wait(min(max(ttl, ASK_AT_LEAST), ASK_AT_MOST))
 
     def _ask(self, resolver: dns.resolver.Resolver) -> tuple[Listed, float]:
-        """Return what DNS says now, and for how many seconds it holds."""
-        try:
-            answer = resolver.resolve(f"{SERVICE}.{self._domain}", "SRV")
-        except NO_SUCH_RECORD:
-            addresses, ttl = self._addresses(resolver, self._domain)
+        """Return what DNS lists now, and for how many seconds that holds."""
+        services, ttl = _records(resolver, f"{SERVICE}.{self._domain}", "SRV")
+        if not services:
+            addresses, ttl = _records(resolver, self._domain, "A", "AAAA")
             if not addresses:
                 # Kubernetes says the same of a name that is misspelt and of a service without pods.
-                raise unavailable(self.name, "no SRV, A or AAAA record") from None
-            return Listed(frozenset(str(Address(host=address, port=self._port)) for address in addresses)), ttl
-        records = [record for record in answer if isinstance(record, dns.rdtypes.IN.SRV.SRV)]
-        ttl = float(answer.rrset.ttl if answer.rrset is not None else 0.0)
+                raise unavailable(self.name, "no SRV, A or AAAA record")
+            return Listed(frozenset(str(Address(host=str(address), port=self._port)) for address in addresses)), ttl
         homes: dict[str, Listing] = {}
         aliases: set[str] = set()
-        for record in records:
+        for record in services:
             host = record.target.to_text(omit_final_dot=True)
             home = str(Address(host=host, port=record.port))
             homes[home] = Listing(host.partition(".")[0], home)
             # References say what --advertise says, which may be the address that the name stands for.
-            found, lasts = self._addresses(resolver, host)
-            aliases.update(str(Address(host=address, port=record.port)) for address in found)
+            addresses, lasts = _records(resolver, host, "A", "AAAA")
+            aliases.update(str(Address(host=str(address), port=record.port)) for address in addresses)
             ttl = min(ttl, lasts)
         return Listed(frozenset(homes), tuple(homes[home] for home in sorted(homes)), frozenset(aliases)), ttl
 
-    def _addresses(self, resolver: dns.resolver.Resolver, host: str) -> tuple[set[str], float]:
-        found: set[str] = set()
-        ttls: list[float] = []
-        for kind in ("A", "AAAA"):
-            try:
-                answer = resolver.resolve(host, kind)
-            except NO_SUCH_RECORD:
-                continue
-            found.update(map(str, answer))
-            ttls.append(float(answer.rrset.ttl if answer.rrset is not None else 0.0))
-        return found, min(ttls, default=0.0)
+
+def _records(resolver: dns.resolver.Resolver, name: str, *kinds: str) -> tuple[list[Any], float]:
+    """Return the records of a name that have one of these kinds, and for how many seconds all of them hold."""
+    found: list[Any] = []
+    ttls: list[float] = []
+    for kind in kinds:
+        try:
+            answer = resolver.resolve(name, kind)
+        except (dns.resolver.NoAnswer, dns.resolver.NXDOMAIN):
+            continue
+        found += answer
+        ttls.append(answer.rrset.ttl if answer.rrset is not None else 0.0)
+    return found, min(ttls, default=0.0)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Collection
+from contextlib import closing
 from urllib.parse import quote, unquote
 
 from kvferry._directory import etcd_v3_pb2 as etcd
 from kvferry._directory.directory import Directory, unavailable
-from kvferry._directory.etcd_calls import DELETE, GRANT, KEEP_ALIVE, PUT, RANGE, REVOKE, WATCH, EtcdAccess, EtcdCalls
+from kvferry._directory.etcd_calls import EtcdAccess, EtcdCalls
 from kvferry._directory.listing import Listed, Listing, checked_home
 from kvferry.errors import DirectoryUnavailable, InvalidField, MessageTooLarge
 
@@ -58,8 +56,10 @@ class EtcdDirectory(Directory):
 
     def __init__(self, name: str, access: EtcdAccess, prefix: str) -> None:
         super().__init__(name)
-        self._keys = Keys(prefix)
-        self._entries = Entries(name, self._keys)
+        self._prefix = prefix
+        # The first key that may be there, and the first after all of them: "0" is the character after the slash.
+        self._begin, self._end = f"{prefix}/".encode(), f"{prefix}0".encode()
+        self._entries = Entries(name, prefix)
         self._reading = EtcdCalls(name, access)
         self._writing = EtcdCalls(name, access)
         self._lease = 0
@@ -70,43 +70,42 @@ class EtcdDirectory(Directory):
     # For node servers.
 
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
-        """See `Directory.publish`."""
-        home = checked_home(home)
         self._ttl = ttl
-        self._wanted = {self._keys.home(home): b"{}"} | {
-            self._keys.engine(listing): listing.to_json() for listing in engines
+        self._wanted = {_key(self._prefix, "homes", checked_home(home)): b"{}"} | {
+            _key(self._prefix, "engines", listing.engine_id, listing.home): listing.to_json() for listing in engines
         }
         self._write()
 
     def renew(self) -> None:
-        """See `Directory.renew`."""
         if self._lease:
-            answer = self._writing.ask_once(KEEP_ALIVE, etcd.LeaseKeepAliveRequest(ID=self._lease))
+            request = etcd.LeaseKeepAliveRequest(ID=self._lease)
+            answer = self._writing.call("Lease/LeaseKeepAlive", request, etcd.LeaseKeepAliveResponse)
             if answer.TTL <= 0:
                 # The lease has ended, with all its keys: etcd was out of reach for too long.
                 self._lease = 0
         self._write()
 
     def withdraw(self) -> None:
-        """See `Directory.withdraw`."""
         lease, self._lease = self._lease, 0
         self._wanted, self._written = {}, {}
         if lease:
-            self._writing.call(REVOKE, etcd.LeaseRevokeRequest(ID=lease), WITHDRAW_TIMEOUT)
+            request = etcd.LeaseRevokeRequest(ID=lease)
+            self._writing.call("Lease/LeaseRevoke", request, etcd.Done, WITHDRAW_TIMEOUT)
 
     def _write(self) -> None:
         if not self._wanted:
             return
         if not self._lease:
             self._written = {}
-            self._lease = self._writing.call(GRANT, etcd.LeaseGrantRequest(TTL=math.ceil(self._ttl))).ID
+            grant = etcd.LeaseGrantRequest(TTL=math.ceil(self._ttl))
+            self._lease = self._writing.call("Lease/LeaseGrant", grant, etcd.LeaseGrantResponse).ID
         try:
             for key, value in self._wanted.items():
                 if self._written.get(key) != value:
-                    self._writing.call(PUT, etcd.PutRequest(key=key, value=value, lease=self._lease))
+                    self._writing.call("KV/Put", etcd.PutRequest(key=key, value=value, lease=self._lease), etcd.Done)
                     self._written[key] = value
             for key in self._written.keys() - self._wanted.keys():
-                self._writing.call(DELETE, etcd.DeleteRangeRequest(key=key))
+                self._writing.call("KV/DeleteRange", etcd.DeleteRangeRequest(key=key), etcd.Done)
                 del self._written[key]
         except DirectoryUnavailable:
             # Perhaps because the lease has ended. The next attempt writes everything under another one; this one, if it
@@ -118,21 +117,21 @@ class EtcdDirectory(Directory):
 
     def _follow(self) -> None:
         while not self._stop.is_set():
-            entries, revision = self._all()
-            self._learn(entries.listed())
-            self._watch(entries, revision)
+            revision = self._read_all()
+            self._learn(self._entries.listed())
+            self._watch(revision)
 
     def _interrupt(self) -> None:
         self._reading.interrupt()
         self._writing.interrupt()
 
-    def _all(self) -> tuple[Entries, int]:
-        """Return all listings, and the revision at which they were so."""
+    def _read_all(self) -> int:
+        """Read all listings; returns the revision at which they were so."""
         self._entries.clear()
-        request = etcd.RangeRequest(key=self._keys.begin, range_end=self._keys.end, limit=PAGE)
+        request = etcd.RangeRequest(key=self._begin, range_end=self._end, limit=PAGE)
         while True:
             try:
-                answer = self._reading.call(RANGE, request)
+                answer = self._reading.call("KV/Range", request, etcd.RangeResponse)
             except MessageTooLarge as error:
                 if request.keys_only:
                     raise unavailable(self.name, f"it has a key that is itself too large: {error.message}") from None
@@ -149,74 +148,34 @@ class EtcdDirectory(Directory):
                 # The further pages are asked for as they were at this revision.
                 request.revision = answer.header.revision
             if not answer.more or not answer.kvs:
-                return self._entries, request.revision
+                return request.revision
             request.key = answer.kvs[-1].key + b"\0"
             request.keys_only, request.limit = False, min(PAGE, 2 * request.limit)
 
-    def _watch(self, entries: Entries, revision: int) -> None:
+    def _watch(self, revision: int) -> None:
         """Follow all changes after this revision. Returns when etcd has forgotten them, and must be asked for all."""
         # In fragments: a transaction of many changes would not fit an answer otherwise.
         asked = etcd.WatchCreateRequest(
-            key=self._keys.begin, range_end=self._keys.end, start_revision=revision + 1, fragment=True
+            key=self._begin, range_end=self._end, start_revision=revision + 1, fragment=True
         )
-        over = threading.Event()
-        try:
-            self._apply(self._reading.stream(WATCH, _requests(etcd.WatchRequest(create_request=asked), over)), entries)
-        finally:
-            over.set()
-
-    def _apply(self, answers: Iterator[etcd.WatchResponse], entries: Entries) -> None:
-        for answer in answers:
-            if answer.compact_revision:
-                return
-            if answer.canceled:
-                raise unavailable(self.name, f"etcd ended the watch: {answer.cancel_reason or 'it gave no reason'}")
-            for event in answer.events:
-                if event.type == etcd.Event.DELETE:
-                    entries.drop(event.kv.key)
-                else:
-                    entries.put(event.kv)
-            if answer.events and not answer.fragment:
-                self._learn(entries.listed())
+        with closing(self._reading.watch(etcd.WatchRequest(create_request=asked))) as answers:
+            for answer in answers:
+                if answer.compact_revision:
+                    return
+                if answer.canceled:
+                    raise unavailable(self.name, f"etcd ended the watch: {answer.cancel_reason or 'it gave no reason'}")
+                for event in answer.events:
+                    if event.type == etcd.Event.DELETE:
+                        self._entries.drop(event.kv.key)
+                    else:
+                        self._entries.put(event.kv)
+                if answer.events and not answer.fragment:
+                    self._learn(self._entries.listed())
         raise unavailable(self.name, "etcd ended the watch")
 
 
-def _requests(request: etcd.WatchRequest, over: threading.Event) -> Iterator[etcd.WatchRequest]:
-    """The requests of a watch. It lasts until its requests end; gRPC takes them on a thread of its own."""
-    yield request
-    over.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The names of the keys below a prefix.
-
-    Attributes:
-        prefix: what all keys begin with, without a slash at its end.
-    """
-
-    prefix: str
-
-    @property
-    def begin(self) -> bytes:
-        """The first key that may be there."""
-        return f"{self.prefix}/".encode()
-
-    @property
-    def end(self) -> bytes:
-        """The first key after all that begin with the prefix and a slash: "0" is the character after it."""
-        return f"{self.prefix}0".encode()
-
-    def home(self, home: str) -> bytes:
-        """The key of a node server."""
-        return self._key("homes", home)
-
-    def engine(self, listing: Listing) -> bytes:
-        """The key of an engine at its home."""
-        return self._key("engines", listing.engine_id, listing.home)
-
-    def _key(self, kind: str, *names: str) -> bytes:
-        return "/".join((self.prefix, kind, *(quote(name, safe="") for name in names))).encode()
+def _key(prefix: str, kind: str, *names: str) -> bytes:
+    return "/".join((prefix, kind, *(quote(name, safe="") for name in names))).encode()
 
 
 class Entries:
@@ -227,22 +186,20 @@ class Entries:
 
     Args:
         name: the directory's URL, for errors and the log.
-        keys: the names of its keys.
+        prefix: what its keys begin with.
     """
 
-    def __init__(self, name: str, keys: Keys) -> None:
+    def __init__(self, name: str, prefix: str) -> None:
         self._name = name
-        self._keys = keys
-        self._homes: dict[bytes, str] = {}
-        self._engines: dict[bytes, tuple[tuple[int, str, str], Listing]] = {}
-        """Each with what orders them: the revision at which it was listed, and the names for those of one revision."""
-        self._sizes: dict[bytes, int] = {}
+        self._prefix = prefix
+        self._found: dict[bytes, tuple[int, int, str | Listing]] = {}
+        """By key: bytes of key and value, the revision at which it was listed, and the home or the engine."""
         self._bytes = 0
         self._named: set[bytes] = set()
 
     def clear(self) -> None:
         """Forget all listings."""
-        self._homes, self._engines, self._sizes, self._bytes = {}, {}, {}, 0
+        self._found, self._bytes = {}, 0
 
     def put(self, entry: etcd.KeyValue) -> None:
         """Take a key and its value.
@@ -251,27 +208,27 @@ class Entries:
             DirectoryUnavailable: there are more listings, or larger ones, than a client takes.
         """
         self.drop(entry.key)
-        kind, *names = entry.key[len(self._keys.begin) :].split(b"/")
+        kind, *names = entry.key[len(self._prefix.encode()) + 1 :].split(b"/")
         if (kind, len(names)) not in ((b"homes", 1), (b"engines", 2)):
             return
         try:
-            self._parse(kind, names, entry)
+            found = self._parsed(entry, names[0] if kind == b"homes" else None)
         except (InvalidField, UnicodeDecodeError) as error:
             # A peer that may write there may write anything; the other entries are good all the same.
             self.skip(entry.key, str(error))
             return
-        size = self._sizes[entry.key] = len(entry.key) + len(entry.value)
+        size = len(entry.key) + len(entry.value)
+        self._found[entry.key] = size, entry.create_revision, found
         self._bytes += size
-        if len(self._sizes) > MAX_KEYS:
+        if len(self._found) > MAX_KEYS:
             raise unavailable(self._name, f"it has more than {MAX_KEYS} listings")
         if self._bytes > MAX_BYTES:
             raise unavailable(self._name, f"its listings have more than {MAX_BYTES} bytes")
 
     def drop(self, key: bytes) -> None:
         """Forget a key."""
-        self._homes.pop(key, None)
-        self._engines.pop(key, None)
-        self._bytes -= self._sizes.pop(key, 0)
+        size, *_ = self._found.pop(key, (0,))
+        self._bytes -= size
 
     def skip(self, key: bytes, problem: str) -> None:
         """Say once that a key has no listing."""
@@ -284,19 +241,21 @@ class Entries:
 
     def listed(self) -> Listed:
         """All that the directory says."""
-        engines = sorted(self._engines.values(), key=itemgetter(0))
-        homes = frozenset(self._homes.values()).union(listing.home for _, listing in engines)
+        homes = frozenset(found if isinstance(found, str) else found.home for *_, found in self._found.values())
+        engines = [(revision, found) for _, revision, found in self._found.values() if isinstance(found, Listing)]
+        # The newest last; the names order those of one revision.
+        engines.sort(key=lambda each: (each[0], each[1].engine_id, each[1].home))
         return Listed(homes, tuple(listing for _, listing in engines))
 
-    def _parse(self, kind: bytes, names: list[bytes], entry: etcd.KeyValue) -> None:
-        if kind == b"homes":
-            home = checked_home(unquote(names[0].decode(), errors="strict"))
-            meant = self._keys.home(home)
-            self._homes[entry.key] = home
+    def _parsed(self, entry: etcd.KeyValue, home_in_key: bytes | None) -> str | Listing:
+        """Return the home or the engine that an entry lists; raises `InvalidField` if it stands under another key."""
+        found: str | Listing
+        if home_in_key is not None:
+            found = checked_home(unquote(home_in_key.decode(), errors="strict"))
+            meant = _key(self._prefix, "homes", found)
         else:
-            listing = Listing.from_json(entry.value)
-            meant = self._keys.engine(listing)
-            self._engines[entry.key] = (entry.create_revision, listing.engine_id, listing.home), listing
+            found = Listing.from_json(entry.value)
+            meant = _key(self._prefix, "engines", found.engine_id, found.home)
         if meant != entry.key:
-            self.drop(entry.key)
             raise InvalidField("key", entry.key.decode(), f"{meant.decode()}, as the value says")
+        return found

@@ -72,10 +72,7 @@ def listed_in(path: Path) -> Listed:
         said: Any = _toml(content.decode()) if kind == "TOML" else json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InvalidField("directory", f"{path}", f"{kind} ({error})") from None
-    fields = mapping("directory", said, "a table with homes and engines")
-    unknown = sorted(map(str, fields.keys() - {"homes", "engines"}))
-    if unknown:
-        raise InvalidField("directory", unknown[0], "homes or engines")
+    fields = _table("directory", said, "a table with homes and engines", "homes", "engines")
     homes = frozenset(map(checked_home, texts("homes", fields.get("homes", []))))
     engines = tuple(
         _listing(text("engine_id", engine_id), entry)
@@ -86,12 +83,17 @@ def listed_in(path: Path) -> Listed:
 
 def _listing(engine_id: str, entry: object) -> Listing:
     where = f"engines.{engine_id}"
-    fields = mapping(where, entry, 'a table such as { home = "host:port" }')
-    unknown = sorted(map(str, fields.keys() - {"home", "labels"}))
-    if unknown:
-        raise InvalidField(where, unknown[0], "home or labels")
+    fields = _table(where, entry, 'a table such as { home = "host:port" }', "home", "labels")
     home = text(f"{where}.home", fields.get("home"))
     return Listing(engine_id, home, labels=string_map(f"{where}.labels", fields.get("labels", {})))
+
+
+def _table(where: str, value: object, expected: str, *names: str) -> dict[object, object]:
+    fields = mapping(where, value, expected)
+    unknown = sorted(map(str, fields.keys() - set(names)))
+    if unknown:
+        raise InvalidField(where, unknown[0], " or ".join(names))
+    return fields
 
 
 def _toml(content: str) -> object:

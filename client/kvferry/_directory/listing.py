@@ -64,14 +64,12 @@ class Listing:
         try:
             said = mapping("listing", json.loads(encoded), "a JSON object")
             incarnation = bytes.fromhex(text("incarnation", said.get("incarnation", "")))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, InvalidField):
-                raise
+        except InvalidField:
+            raise
+        except (ValueError, RecursionError):
             raise InvalidField("listing", f"{len(encoded)} bytes", "a JSON object") from None
-        home, labels = said.get("home"), said.get("labels", {})
-        return cls(
-            text("engine_id", said.get("engine_id")), text("home", home), incarnation, string_map("labels", labels)
-        )
+        engine_id, home = (text(name, said.get(name)) for name in ("engine_id", "home"))
+        return cls(engine_id, home, incarnation, string_map("labels", said.get("labels", {})))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvferry._arguments import text
 from kvferry._directory.directory import Directory
@@ -42,7 +42,7 @@ def open_directory(url: str) -> Directory:
         InvalidField: the URL has another form, or names a file or package that is needed and missing.
     """
     given = text("directory", url)
-    if any(not character.isprintable() for character in given):
+    if not given.isprintable():
         raise InvalidField("directory", ascii(given)[:80], FORMS)
     try:
         parts = urlsplit(given)
@@ -77,34 +77,29 @@ def _dns(url: str, parts: SplitResult) -> Directory:
     if not domain or "/" in domain:
         raise InvalidField("directory", url, expected)
     port = _address(parts.path.lstrip("/"), url, expected).port if colon else DEFAULT_PORT
-    if not parts.netloc:
-        return DnsDirectory(url, domain.rstrip("."), port, None)
-    server = _server(parts.netloc, url, expected)
-    return DnsDirectory(url, domain.rstrip("."), port, (server.host, server.port))
-
-
-def _server(netloc: str, url: str, expected: str) -> Address:
-    has_port = netloc.rpartition(":")[1] and not netloc.endswith("]")
-    server = _address(netloc if has_port else f"{netloc}:53", url, expected)
-    try:
-        ipaddress.ip_address(server.host)
-    except ValueError:
-        raise InvalidField("directory", url, expected) from None
-    return server
+    server = None
+    if parts.netloc:
+        has_port = ":" in parts.netloc and not parts.netloc.endswith("]")
+        asked = _address(parts.netloc if has_port else f"{parts.netloc}:53", url, expected)
+        try:
+            ipaddress.ip_address(asked.host)
+        except ValueError:
+            raise InvalidField("directory", url, expected) from None
+        server = asked.host, asked.port
+    return DnsDirectory(url, domain.rstrip("."), port, server)
 
 
 def _etcd(url: str, parts: SplitResult) -> Directory:
-    given = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name, value in given.items():
         if name not in OF_ETCD or not value:
             raise InvalidField("directory", _shown(url), f"parameters {', '.join(OF_ETCD)} with a value, not {name!r}")
-    endpoints = tuple(
-        str(_address(each, url, "etcd://HOST:PORT,HOST:PORT/PREFIX")) for each in parts.netloc.split(",") if each
-    )
+    form = "etcd://HOST:PORT,HOST:PORT/PREFIX"
+    endpoints = tuple(str(_address(each, url, form)) for each in parts.netloc.split(",") if each)
     if not 1 <= len(endpoints) <= MAX_ENDPOINTS:
         raise InvalidField("directory", url, f"1 to {MAX_ENDPOINTS} endpoints: {FORMS}")
-    files = {name: Path(given[name]) if name in given else None for name in ("ca", "cert", "key")}
-    if parts.scheme == "etcd" and any(files.values()):
+    files = {name: Path(given[name]) for name in ("ca", "cert", "key") if name in given}
+    if parts.scheme == "etcd" and files:
         raise InvalidField("directory", url, "etcds://, because certificates are given")
     if ("user" in given) != ("password_file" in given):
         raise InvalidField("directory", url, "both user and password_file, or neither")

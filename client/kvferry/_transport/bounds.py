@@ -52,15 +52,14 @@ class RegionMap:
         for region in self.regions:
             space = spaces.setdefault((region.memory_kind, region.device), [])
             space.append((region.base, region.base + region.length))
-        self._bases: dict[tuple[MemoryKind, int], npt.NDArray[np.uint64]] = {}
-        self._ends: dict[tuple[MemoryKind, int], npt.NDArray[np.uint64]] = {}
+        self._ranges: dict[tuple[MemoryKind, int], tuple[Addresses, Addresses]] = {}
+        """By address space, where its regions begin, and the furthest end of all regions that begin there or before: so
+        it is right also where regions overlap. The first end is for addresses below every region."""
         for key, ranges in spaces.items():
             both = np.array(sorted(ranges), np.uint64)
-            self._bases[key] = both[:, 0].copy()
-            # The furthest end of all regions that begin here or before, which is right also where regions overlap. The
-            # first is for addresses below every region.
-            self._ends[key] = np.concatenate((np.zeros(1, np.uint64), np.maximum.accumulate(both[:, 1])))
-        self._lists = {key: (self._bases[key].tolist(), self._ends[key].tolist()) for key in spaces}
+            ends = np.concatenate((np.zeros(1, np.uint64), np.maximum.accumulate(both[:, 1])))
+            self._ranges[key] = both[:, 0].copy(), ends
+        self._lists = {key: (bases.tolist(), ends.tolist()) for key, (bases, ends) in self._ranges.items()}
 
     def check_ranges(self, field: str, kind: MemoryKind, device: int, address: Addresses, length: Addresses) -> None:
         """Raise `InvalidField` unless every ``[address, address + length)`` lies inside a region."""
@@ -101,10 +100,9 @@ class RegionMap:
 
     def _ends_at(self, field: str, kind: MemoryKind, device: int, address: Addresses) -> Addresses:
         """For each address the end of the region it lies in; 0 if it lies in none."""
-        key = (kind, device)
-        if key not in self._bases:
+        if (kind, device) not in self._ranges:
             raise InvalidField(f"{field} memory", f"{kind.name} {device}", f"memory registered by {self.owner}")
-        bases, ends = self._bases[key], self._ends[key]
+        bases, ends = self._ranges[kind, device]
         highest = int(_most(address))
         if highest >= ADDRESS_LIMIT:
             raise InvalidField(f"{field} address", hex(highest), "below 2**63")

@@ -294,16 +294,13 @@ class _Measurement:
         shares = self._shares[self._taken : self._taken + max(1, reads.size // SHARE)]
         self._taken += len(shares)
         part = reads.part(shares, np.concatenate(places))
-        return self._timed(part, deadline, slots)
-
-    def _timed(self, part: SourceDescriptors, deadline: float, slots: int) -> float:
-        """Seconds of a transfer that writes to the first `slots` of the borrowed slots."""
         began = now()
         transfer = self._transport.start(
             [(self._peer, part)], deadline=deadline, label="measuring", spaces=(self._pool.space,)
         )
         if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
             transfer.cancel()
+            # Until then it may write to the first slots.
             for slot in [self._slots.popleft() for _ in range(slots)]:
                 transfer.add_quiet_callback(partial(_release, self._pool, slot))
             raise _Failed

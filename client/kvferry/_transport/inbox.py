@@ -18,36 +18,30 @@ class Inbox:
 
     The thread sleeps on a lock and not on a condition: whoever is woken by a condition first has to wait for the
     condition's own lock, which the thread that woke it still holds.
+
+    Attributes:
+        open: whether it takes messages.
+        woken: whether `wake` was called since `take_wake` was.
     """
 
     def __init__(self) -> None:
+        self.open = True
+        self.woken = False
         self._lock = threading.Lock()
         self._messages: list[Message] = []
-        self._woken = False
-        self._open = True
         self._bell = threading.Lock()
         """Released when something has come, and taken by `wait` and `take`."""
         self._bell.acquire()
-
-    @property
-    def open(self) -> bool:
-        """Whether it takes messages."""
-        return self._open
 
     @property
     def empty(self) -> bool:
         """Whether no message waits to be taken."""
         return not self._messages
 
-    @property
-    def woken(self) -> bool:
-        """Whether `wake` was called since `take_wake` was."""
-        return self._woken
-
     def put(self, message: Message) -> bool:
         """Add a message. False: it is closed, and takes none."""
         with self._lock:
-            if not self._open:
+            if not self.open:
                 return False
             self._messages.append(message)
         self._ring()
@@ -55,13 +49,13 @@ class Inbox:
 
     def wake(self) -> None:
         """End the thread's `wait`, now or the next time."""
-        self._woken = True
+        self.woken = True
         self._ring()
 
     def close(self) -> None:
         """Take no more messages; those that wait can still be taken. Idempotent."""
         with self._lock:
-            self._open = False
+            self.open = False
 
     def take(self) -> list[Message]:
         """The messages that wait."""
@@ -75,14 +69,14 @@ class Inbox:
 
     def take_wake(self) -> bool:
         """Whether `wake` was called since the last time."""
-        if not self._woken:
+        if not self.woken:
             return False
-        self._woken = False
+        self.woken = False
         return True
 
     def wait(self, seconds: float | None) -> None:
         """Wait for a message or `wake`, at most so many seconds; None: for ever."""
-        if not self._messages and not self._woken:
+        if not self._messages and not self.woken:
             self._bell.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
 
     def _ring(self) -> None:

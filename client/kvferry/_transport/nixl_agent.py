@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import enum
-import functools
 import gc
 import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -25,19 +24,11 @@ from kvferry._transport.sockets import open_sockets, tcp_since
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
-from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
+from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors
 
-__all__ = [
-    "AgentInfo",
-    "HandleState",
-    "NixlError",
-    "NixlMissing",
-    "NixlOptions",
-    "ReadHandle",
-    "ReadingAgent",
-    "ServingAgent",
-    "WrongThread",
-]
+# Some are here for callers that need nothing else of this folder.
+__all__ = ["AgentInfo", "HandleState", "NixlError", "NixlMissing", "NixlOptions", "ReadHandle", "ReadingAgent"]
+__all__ += ["ServingAgent", "WrongThread"]
 
 WARM_UP_BYTES = 64
 TABLES_PER_PEER = 64
@@ -126,24 +117,6 @@ def chosen_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> int 
     return device if device is None or options.cuda_device is None else options.cuda_device
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _owned(
-    method: Callable[Concatenate[ReadingAgent, P], T],
-) -> Callable[Concatenate[ReadingAgent, P], T]:
-    """Let a method run on the owner's thread only."""
-
-    @functools.wraps(method)
-    def checked(self: ReadingAgent, *args: P.args, **kwargs: P.kwargs) -> T:
-        self.check_owner(method.__name__)
-        return method(self, *args, **kwargs)
-
-    # The type that `wraps` gives names the first parameter, which a `Callable` type cannot.
-    return cast("Callable[Concatenate[ReadingAgent, P], T]", checked)
-
-
 class ReadHandle:
     """One read: made, posted once, checked until it has ended, released.
 
@@ -163,23 +136,24 @@ class ReadHandle:
 
     def post(self) -> HandleState:
         """Start it. May copy all bytes before it returns (CMA). Raises `NixlError`; the read may still write."""
-        return self._agent.post(self.number("post"), self.peer)
+        return self._ask("post", "postXferReq", b"")
 
     def check(self) -> HandleState:
         """Its state. This also makes the agent's reads progress. Raises `NixlError`; the read may still write."""
-        return self._agent.check(self.number("check"), self.peer)
+        return self._ask("check", "getXferStatus")
 
     def release(self) -> None:
         """Give it back to NIXL. Idempotent."""
         if self._number is not None and not self._agent.destroyed:
-            self._agent.release(self._number)
+            self._agent.check_owner("release")
+            self._agent.call("releaseXferReq", "", self._number)
         self._number = None
 
-    def number(self, call: str) -> int:
-        """NIXL's number of it; raises `Closed`."""
+    def _ask(self, name: str, call: str, *given: object) -> HandleState:
         if self._number is None or self._agent.destroyed:
-            raise Closed(f"{call} of a read from {self.peer!r} that was released")
-        return self._number
+            raise Closed(f"{name} of a read from {self.peer!r} that was released")
+        self._agent.check_owner(name)
+        return self._agent.state(self._agent.call(call, self.peer, self._number, *given))
 
 
 @dataclass(slots=True)
@@ -235,7 +209,7 @@ class ReadingAgent:
         return self._agent is None
 
     def check_owner(self, call: str) -> None:
-        """Raise `WrongThread` on any thread but the owner, `Closed` after the end."""
+        """Raise `WrongThread` on any thread but the owner, `Closed` after the end. `call` is for the error."""
         if threading.get_ident() != self._owner:
             raise WrongThread(
                 f"{call} of agent {self.name!r} on another thread than its own", agent=self.name, call=call
@@ -243,15 +217,14 @@ class ReadingAgent:
         if self._agent is None:
             raise Closed(f"agent {self.name!r} was destroyed")
 
-    @_owned
     def add_space(self, space: StagingSpace) -> None:
         """Register more memory that is read into. Idempotent; raises `NixlError`."""
+        self.check_owner("add_space")
         if space not in self._spaces:
             nixl_binding.register(self._nixl, self._agent, self._backend, (space.region,))
             self._spaces.append(space)
             self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
-    @_owned
     def add_peer(self, info: AgentInfo) -> None:
         """Load a peer's metadata, after checking them.
 
@@ -259,9 +232,10 @@ class ReadingAgent:
             BadAgentMetadata: they are not those that were announced.
             NixlError: the peer cannot be reached.
         """
+        self.check_owner("add_peer")
         info.check()
         sockets = open_sockets()
-        answer = self._call("loadRemoteMD", info.name, lambda: self._agent.loadRemoteMD(info.metadata))
+        answer = self.call("loadRemoteMD", info.name, info.metadata)
         answered = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
         try:
             problem = f"its metadata are those of {answered[:80]!r}" if answered != info.name else self._unknown(info)
@@ -269,37 +243,36 @@ class ReadingAgent:
             problem = str(error)
         if problem:
             if answered not in self._added:
-                self._call("invalidateRemoteMD", info.name, lambda: self._agent.invalidateRemoteMD(answered))
+                self.call("invalidateRemoteMD", info.name, answered)
             raise BadAgentMetadata(f"agent {info.name!r}: {problem}", agent=info.name, problem=problem)
         self._added[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), sockets, OrderedDict())
 
-    @_owned
     def over_tcp(self, peer: str) -> bool:
         """Whether the connection to a peer that has answered may be one of TCP. True also where that is not known:
         something else of this process may have opened a TCP connection meanwhile, and only of UCX it is known that it
         opens one for each peer."""
+        self.check_owner("over_tcp")
         return not self._ucx or tcp_since(self._added[peer].sockets)
 
-    @_owned
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Only when no read from it is under way, since this stops none."""
+        self.check_owner("remove_peer")
         added = self._added.pop(peer)
         for _, local, remote in added.tables.values():
             self._release_table(local, remote)
-        self._call("invalidateRemoteMD", peer, lambda: self._agent.invalidateRemoteMD(peer))
+        self.call("invalidateRemoteMD", peer, peer)
 
-    @_owned
     def warm_up(self, peer: str) -> ReadHandle:
         """A read of a few bytes into the agent's own memory. The first read from a peer connects, which takes the
         peer's progress thread."""
+        self.check_owner("warm_up")
         region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
         here = self._scratch_region
-        local = self._segments(here.memory_kind, np.array([[here.base, length, here.device]], np.uint64))
-        remote = self._segments(region.memory_kind, np.array([[region.base, length, region.device]], np.uint64))
+        local = self._segments(here.memory_kind, here.device, here.base, length)
+        remote = self._segments(region.memory_kind, region.device, region.base, length)
         return self._initialize(peer, local, remote)
 
-    @_owned
     def make(self, peer: str, descriptors: Descriptors) -> ReadHandle:
         """A read, checked and not posted.
 
@@ -307,32 +280,33 @@ class ReadingAgent:
             InvalidField: a descriptor lies outside of what is registered here, or of what the peer announced.
             NixlError: NIXL refused it. Nothing was posted.
         """
+        self.check_owner("make")
         if isinstance(descriptors, PreparedDescriptors):
             return self._make_prepared(peer, descriptors)
-        return self._make_raw(peer, descriptors)
+        check_raw(descriptors, self._local, self._added[peer].regions)
+        memory, length = descriptors.memory, descriptors.length
+        local = self._segments(memory.destination_kind, memory.destination_device, descriptors.destination, length)
+        remote = self._segments(memory.source_kind, memory.source_device, descriptors.source, length)
+        return self._initialize(peer, local, remote)
 
-    @_owned
-    def post(self, number: int, peer: str) -> HandleState:
-        """See `ReadHandle.post`."""
-        return self._state(self._call("postXferReq", peer, lambda: self._agent.postXferReq(number, b"")))
+    def state(self, status: Any) -> HandleState:
+        """Convert NIXL's status of a read."""
+        if status == self._nixl.NIXL_SUCCESS:
+            return HandleState.DONE
+        return HandleState.MOVING if status == self._nixl.NIXL_IN_PROG else HandleState.ERROR
 
-    @_owned
-    def check(self, number: int, peer: str) -> HandleState:
-        """See `ReadHandle.check`."""
-        return self._state(self._call("getXferStatus", peer, lambda: self._agent.getXferStatus(number)))
+    def call(self, name: str, peer: str, *given: object) -> Any:
+        """Call a method of NIXL's agent. Raises `NixlError`, which names the peer."""
+        # Looked up inside: in a frame of the error's traceback the method would keep the agent alive.
+        return nixl_binding.call(name, peer, lambda: getattr(self._agent, name)(*given))
 
-    @_owned
-    def release(self, number: int) -> None:
-        """See `ReadHandle.release`."""
-        self._call("releaseXferReq", "", lambda: self._agent.releaseXferReq(number))
-
-    @_owned
     def destroy(self) -> bool:
         """End the agent, and release its handles. After that nothing that it posted writes any more.
 
         Returns:
             Whether it is gone. False: something still refers to it, and its reads may still write.
         """
+        self.check_owner("destroy")
         gone = weakref.ref(self._agent)
         self._agent = None
         self._added.clear()
@@ -340,33 +314,16 @@ class ReadingAgent:
             gc.collect()
         return gone() is None
 
-    def _make_raw(self, peer: str, raw: RawDescriptors) -> ReadHandle:
-        check_raw(raw, self._local, self._added[peer].regions)
-        memory = raw.memory
-        local = self._segments(memory.destination_kind, _rows(raw.destination, raw.length, memory.destination_device))
-        remote = self._segments(memory.source_kind, _rows(raw.source, raw.length, memory.source_device))
-        return self._initialize(peer, local, remote)
-
     def _make_prepared(self, peer: str, prepared: PreparedDescriptors) -> ReadHandle:
         check_indices(prepared)
         local, remote = self._table(peer, prepared.table)
         mine, theirs = np.ascontiguousarray(prepared.destination), np.ascontiguousarray(prepared.source)
-        number = self._call(
-            "makeXferReq",
-            peer,
-            lambda: self._agent.makeXferReq(
-                self._nixl.NIXL_READ, local, mine, remote, theirs, b"", [self._backend], False
-            ),
-        )
-        return ReadHandle(self, int(number), peer)
+        given = (self._nixl.NIXL_READ, local, mine, remote, theirs, b"", [self._backend], False)
+        return ReadHandle(self, int(self.call("makeXferReq", peer, *given)), peer)
 
     def _initialize(self, peer: str, local: Any, remote: Any) -> ReadHandle:
-        number = self._call(
-            "createXferReq",
-            peer,
-            lambda: self._agent.createXferReq(self._nixl.NIXL_READ, local, remote, peer, b"", [self._backend]),
-        )
-        return ReadHandle(self, int(number), peer)
+        given = (self._nixl.NIXL_READ, local, remote, peer, b"", [self._backend])
+        return ReadHandle(self, int(self.call("createXferReq", peer, *given)), peer)
 
     def _table(self, peer: str, table: DescriptorTable) -> tuple[int, int]:
         """NIXL's numbers of a table's local and remote lists, which are prepared on first use."""
@@ -388,48 +345,22 @@ class ReadingAgent:
         return local, remote
 
     def _prepare(self, side: str, kind: MemoryKind, rows: Addresses, peer: str) -> int:
-        contiguous = np.ascontiguousarray(rows)
-        space = self._space(kind)
-        number = self._call(
-            "prepXferDlist", peer, lambda: self._agent.prepXferDlist(side, space, contiguous, [self._backend])
-        )
-        return int(number)
+        space = nixl_binding.memory_type(self._nixl, kind)
+        return int(self.call("prepXferDlist", peer, side, space, np.ascontiguousarray(rows), [self._backend]))
 
     def _release_table(self, local: int, remote: int) -> None:
-        self._call("releasedDlistH", "", lambda: self._agent.releasedDlistH(local))
-        self._call("releasedDlistH", "", lambda: self._agent.releasedDlistH(remote))
+        self.call("releasedDlistH", "", local)
+        self.call("releasedDlistH", "", remote)
 
     def _unknown(self, info: AgentInfo) -> str:
         """An announced region that the loaded metadata do not contain, in words; empty if there is none."""
         for region in info.regions:
-            rows = np.array([[region.base, region.length, region.device]], np.uint64)
-            segments = self._segments(region.memory_kind, rows)
-            answer = self._call(
-                "checkRemoteMD", info.name, functools.partial(self._check_metadata, info.name, segments)
-            )
-            if answer != self._nixl.NIXL_SUCCESS:
+            segments = self._segments(region.memory_kind, region.device, region.base, region.length)
+            if self.call("checkRemoteMD", info.name, info.name, segments) != self._nixl.NIXL_SUCCESS:
                 return f"it does not serve the announced {region.length} bytes at {region.base:#x}"
         return ""
 
-    def _check_metadata(self, peer: str, segments: Any) -> Any:
-        return self._agent.checkRemoteMD(peer, segments)
-
-    def _segments(self, kind: MemoryKind, rows: Addresses) -> Any:
-        return self._nixl.nixlXferDList(self._space(kind), rows)
-
-    def _space(self, kind: MemoryKind) -> Any:
-        return nixl_binding.memory_type(self._nixl, kind)
-
-    def _state(self, status: Any) -> HandleState:
-        if status == self._nixl.NIXL_SUCCESS:
-            return HandleState.DONE
-        return HandleState.MOVING if status == self._nixl.NIXL_IN_PROG else HandleState.ERROR
-
-    def _call(self, call: str, peer: str, function: Callable[[], T]) -> T:
-        return nixl_binding.call(call, peer, function)
-
-
-def _rows(address: Addresses, length: Addresses, device: int) -> Addresses:
-    rows = np.empty((len(address), 3), np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
-    return rows
+    def _segments(self, kind: MemoryKind, device: int, address: Addresses | int, length: Addresses | int) -> Any:
+        rows = np.empty((np.size(address), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
+        return self._nixl.nixlXferDList(nixl_binding.memory_type(self._nixl, kind), rows)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry._arguments import integer, seconds, text
+from kvferry._arguments import integer, seconds, string_map, text
 from kvferry.errors import InvalidField
 
 PROGRESS_DELAY_US = 100_000
@@ -15,6 +15,9 @@ PROGRESS_DELAY_US = 100_000
 
 CORES_FOR_TWO = 4
 """Cores from which two agents read at once if nothing else is said: an engine's own threads need the others."""
+
+_LEAST = {"reading_agents": 1, "tcp_segment": 1, "chunk_bytes": 1, "chunk_descriptors": 1, "bytes_in_flight": 1}
+_LEAST |= {"bytes_in_flight_total": 1, "retired_agents": 0, "cuda_device": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +75,15 @@ class NixlOptions:
     def __post_init__(self) -> None:
         if not text("backend", self.backend):
             raise InvalidField("backend", self.backend, "the name of one of NIXL's backends, e.g. UCX")
-        if not isinstance(self.backend_parameters, Mapping):
-            raise InvalidField("backend_parameters", self.backend_parameters, "strings by string")
-        for name, value in self.backend_parameters.items():
-            text("backend_parameters", name)
-            text(f"backend_parameters[{name!r}]", value)
-        object.__setattr__(self, "backend_parameters", dict(self.backend_parameters))
+        object.__setattr__(self, "backend_parameters", string_map("backend_parameters", self.backend_parameters))
         if {",", "="} & set(text("ucx_tls", self.ucx_tls)):
             raise InvalidField("ucx_tls", self.ucx_tls, "one UCX transport; set UCX_TLS for a list")
-        if self.reading_agents is not None:
-            object.__setattr__(self, "reading_agents", integer("reading_agents", self.reading_agents, 1))
-        at_least_one = ("tcp_segment", "chunk_bytes", "chunk_descriptors")
-        for name in (*at_least_one, "bytes_in_flight", "bytes_in_flight_total"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
-        object.__setattr__(self, "retired_agents", integer("retired_agents", self.retired_agents, 0))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("reading_agents", "cuda_device"):
+                object.__setattr__(self, name, integer(name, value, least))
         for name in ("tcp_user_timeout", "warm_up_timeout", "fence_time"):
             object.__setattr__(self, name, seconds(name, getattr(self, name), zero=True))
-        if self.cuda_device is not None:
-            object.__setattr__(self, "cuda_device", integer("cuda_device", self.cuda_device, 0))
 
     @property
     def most_reading_agents(self) -> int:

@@ -155,7 +155,8 @@ class Link:
         more than its time-out and the fence time."""
         if self._warming is not None and now > self._opened_at + self._options.warm_up_timeout + self._fence:
             return True
-        return any(_abandoned(chunk, now - self._fence) for chunk in self.posted if not chunk.lost)
+        ended = (chunk.owner.ended_at for chunk in self.posted if not chunk.lost)
+        return any(at is not None and at < now - self._fence for at in ended)
 
     def fence_at(self) -> float | None:
         """When the agent may be destroyed as far as this peer is concerned; None: at once. Reads that gave an error do
@@ -181,13 +182,7 @@ class Link:
             self._break(self._unreadable(error))
             return
         self._warming = handle
-        try:
-            state = handle.post()
-        except NixlError as error:
-            self._warming_lost = True
-            self._break(error)
-            return
-        self._on_warming(state)
+        self._on_warming(handle, *_answer(handle.post))
 
     def post_next(self) -> bool:
         """Post one chunk of the work whose turn it is. False: there was none, or no room."""
@@ -246,7 +241,7 @@ class Link:
         """Check everything under way once. Returns how much that was, and whether anything has ended."""
         checks, news = 0, False
         if self._warming is not None and not self._warming_lost:
-            checks, news = 1, self._poll_warming(self._warming)
+            checks, news = 1, self._on_warming(self._warming, *_answer(self._warming.check))
         for chunk in [chunk for chunk in self.posted if not chunk.lost]:
             checks += 1
             news |= self._check(chunk)
@@ -287,10 +282,7 @@ class Link:
 
     def fail_all(self, error: KvferryError) -> None:
         """Fail all work that is queued or posted."""
-        queued = tuple(self.queued)
-        self.queued.clear()
-        for work in queued:
-            work.owner.fail(error)
+        self._fail_queued(error)
         for chunk in tuple(self.posted):
             chunk.owner.fail(error)
 
@@ -309,11 +301,7 @@ class Link:
             self._release(handle)
             return
         before = self._clock()
-        try:
-            state = handle.post()
-        except NixlError as error:
-            self._lose(posted, error)
-            return
+        state, failed = _answer(handle.post)
         if posted.size >= COPIED:
             self._copied = self._copied + 1 if state is HandleState.DONE else 0
         if state is HandleState.DONE:
@@ -327,16 +315,10 @@ class Link:
             self._pause = POLL_FIRST
             self._poll_at = min(self._poll_at, self._clock() + POLL_FIRST)
         else:
-            self._lose(posted, self._error("the read failed when it was posted"))
+            self._lose(posted, failed or self._error("the read failed when it was posted"))
 
     def _check(self, chunk: PostedChunk) -> bool:
-        try:
-            state = chunk.handle.check()
-        except NixlError as error:
-            self._in_flight -= chunk.size
-            self.posted.remove(chunk)
-            self._lose(chunk, error)
-            return True
+        state, failed = _answer(chunk.handle.check)
         if state is HandleState.MOVING:
             return False
         self._in_flight -= chunk.size
@@ -347,7 +329,7 @@ class Link:
             self._flowed += chunk.size
             self._landed(chunk, self._flowed, self._busy_since - self._flowing_since)
         else:
-            self._lose(chunk, self._error("the read failed"))
+            self._lose(chunk, failed or self._error("the read failed"))
         return True
 
     def _landed(self, chunk: PostedChunk, size: int, seconds: float) -> None:
@@ -364,20 +346,11 @@ class Link:
         chunk.owner.fail(self._failed(error))
         self._break(error)
 
-    def _poll_warming(self, handle: ReadHandle) -> bool:
-        try:
-            state = handle.check()
-        except NixlError as error:
-            self._warming_lost = True
-            self._break(error)
-            return True
-        return self._on_warming(state)
-
-    def _on_warming(self, state: HandleState) -> bool:
-        if state is HandleState.MOVING or self._warming is None:
+    def _on_warming(self, handle: ReadHandle, state: HandleState, failed: NixlError | None) -> bool:
+        if state is HandleState.MOVING:
             return False
         if state is HandleState.DONE:
-            self._release(self._warming)
+            self._release(handle)
             self._warming = None
             if self.state is LinkState.WARMING:
                 self.state = LinkState.READY
@@ -385,17 +358,20 @@ class Link:
                     self._fence = min(CARD_FENCE, self._fence)
         else:
             self._warming_lost = True
-            self._break(self._error("its first read failed"))
+            self._break(failed or self._error("its first read failed"))
         return True
 
     def _break(self, error: KvferryError) -> None:
         if self.state is not LinkState.BROKEN:
             logger.info("peer %s is broken: %s", self.info.name, error)
         self.state = LinkState.BROKEN
+        self._fail_queued(self._failed(error))
+
+    def _fail_queued(self, error: KvferryError) -> None:
         queued = tuple(self.queued)
         self.queued.clear()
         for work in queued:
-            work.owner.fail(self._failed(error))
+            work.owner.fail(error)
 
     def _failed(self, error: KvferryError) -> KvferryError:
         """The error as the transfer reports it: NIXL's as a `TransferFailed`, others unchanged."""
@@ -421,14 +397,17 @@ class Link:
             logger.warning("a handle of an ended read was not released: %s", error)
 
 
+def _answer(ask: Callable[[], HandleState]) -> tuple[HandleState, NixlError | None]:
+    """Return the state that a handle answers, and why it answers none, if NIXL raised an error."""
+    try:
+        return ask(), None
+    except NixlError as error:
+        return HandleState.ERROR, error
+
+
 def _called(name: str) -> str:
     """A peer's name in messages: rank and engine. Agents are named ``kvferry.agent/digest/engine/rank``."""
     parts = name.split("/")
     if len(parts) < 4 or parts[0] != "kvferry.agent":
         return f"peer {name!r}"
     return f"rank {parts[-1]} of engine {'/'.join(parts[2:-1])!r}"
-
-
-def _abandoned(chunk: PostedChunk, before: float) -> bool:
-    ended_at = chunk.owner.ended_at
-    return ended_at is not None and ended_at < before

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState
-from kvferry._transport.peer_work import PeerWork
-from kvferry.errors import KvferryError, TransferFailed
+from kvferry._transport.peer_work import PeerWork, as_kvferry_error
+from kvferry.errors import KvferryError
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,13 @@ class PeerLinks:
             first = next(iter(self._links))
             self._links[first] = self._links.pop(first)
 
-    def add(self, agent: ReadingAgent, info: AgentInfo) -> None:
-        """Add a peer, unless one of its name is there."""
-        if info.name not in self._links:
-            self._add(agent, info)
+    def add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
+        """Return the link to the peer of this name, which is added if there is none. It is opened later, when all work
+        that has come for it is attached: if that fails, all of it fails."""
+        link = self._links.get(info.name)
+        if link is None:
+            link = self._links[info.name] = Link(info, agent, self._options, self._clock)
+        return link
 
     def leave(self, name: str) -> None:
         """Drop a peer as soon as what is read from it has ended and is quiet."""
@@ -80,11 +83,9 @@ class PeerLinks:
             for space in work.spaces:
                 agent.add_space(space)
         except Exception as error:
-            work.owner.fail(error if isinstance(error, KvferryError) else TransferFailed(f"staging memory: {error!r}"))
+            work.owner.fail(as_kvferry_error(error, f"staging memory of transfer {work.owner.label!r}"))
             return False
-        link = self._links.get(work.info.name)
-        if link is None:
-            link = self._add(agent, work.info)
+        link = self.add(agent, work.info)
         if link.info.sha256 != work.info.sha256 or link.info.regions != work.info.regions:
             # Another agent under the same name: NIXL would go on with what it knows of the old one.
             link.leaving = True
@@ -99,7 +100,11 @@ class PeerLinks:
         for link in self:
             link.settle(now)
             if link.over:
-                self._drop(agent, link)
+                del self._links[link.info.name]
+                try:
+                    link.drop()
+                except NixlError as error:
+                    logger.warning("peer %s was not removed: %s", link.info.name, error)
         attached = False
         for name, waiting in tuple(self._waiting.items()):
             attached |= self._settle_waiting(agent, name, waiting, now)
@@ -123,9 +128,7 @@ class PeerLinks:
 
     def fail_all(self, error: KvferryError) -> None:
         """Fail all work: the agent cannot go on."""
-        waiting = [work for queued in self._waiting.values() for work in queued]
-        self._waiting.clear()
-        for work in waiting:
+        for work in self.take_unposted(()):
             work.owner.fail(error)
         for link in self:
             link.fail_all(error)
@@ -151,18 +154,6 @@ class PeerLinks:
         for work in unposted:
             if work.owner.deadline is not None:
                 yield work.owner.deadline
-
-    def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        # Opened later, when all work that has come for it is attached: if that fails, all of it fails.
-        link = self._links[info.name] = Link(info, agent, self._options, self._clock)
-        return link
-
-    def _drop(self, agent: ReadingAgent, link: Link) -> None:
-        del self._links[link.info.name]
-        try:
-            link.drop()
-        except NixlError as error:
-            logger.warning("peer %s was not removed: %s", link.info.name, error)
 
     def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> bool:
         """Attach the work that waits for a peer to be dropped, once it is, and add the peer again."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry._memory.access import StagingSpace
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, TransferFailed
 from kvferry.planner.descriptors import Descriptors, chunks
 from kvferry.planner.footprint import Footprint
+
+logger = logging.getLogger(__name__)
 
 COPY_TIME = 10e-3
 """Seconds that a chunk takes, about, where its post copies it. After such a post the thread's code and data have to
@@ -65,6 +68,14 @@ class ChunkOwner(Protocol):
         """Judge the deadline, and run callbacks that are due."""
 
 
+def as_kvferry_error(error: Exception, failed: str) -> KvferryError:
+    """Return an error as a transfer reports it: any but kvferry's own is logged, and becomes a `TransferFailed`."""
+    if isinstance(error, KvferryError):
+        return error
+    logger.error("%s failed", failed, exc_info=error)
+    return TransferFailed(f"{failed} failed: {error!r}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """What one NIXL handle reads, and for whom."""
@@ -84,7 +95,10 @@ class PeerWork:
         footprint: the blocks that may be touched, checked chunk by chunk; None: that was checked before.
         copies: whether posts to the peer copy.
         threads: how many reading threads take chunks of it, each with work of its own (`shared`).
+        blocked: `next` returned None, but will have a chunk later; the thread is woken then.
     """
+
+    blocked = False
 
     def __init__(
         self,
@@ -110,11 +124,6 @@ class PeerWork:
         work._undivided = self._undivided
         return work
 
-    @property
-    def blocked(self) -> bool:
-        """`next` returned None, but will have a chunk later; the thread is woken then."""
-        return False
-
     def step_back(self) -> None:
         """`next` will not be called for now: other work that waits for the same staging slots goes first."""
 
@@ -124,18 +133,16 @@ class PeerWork:
         return None if chunk is None else Chunk(chunk, self.owner)
 
 
+@dataclass(slots=True)
 class _Undivided:
     """What has not been given out yet of a transfer's descriptors at one peer. Thread-safe."""
 
-    def __init__(
-        self, descriptors: Sequence[Descriptors], footprint: Footprint | None, copies: bool, threads: int
-    ) -> None:
-        self._descriptors = descriptors
-        self._footprint = footprint
-        self._copies = copies
-        self._threads = threads
-        self._lock = threading.Lock()
-        self._chunks: deque[Descriptors] | None = None
+    _descriptors: Sequence[Descriptors]
+    _footprint: Footprint | None
+    _copies: bool
+    _threads: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _chunks: deque[Descriptors] | None = None
 
     def next(self, options: NixlOptions) -> Descriptors | None:
         """The next chunk; None: all were given out."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvferry._transport.sockets import open_files
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,13 +37,7 @@ def active() -> list[str]:
 
 def opened() -> int:
     """Return how many device files of RDMA cards this process has open."""
-    count = 0
-    with suppress(OSError):
-        for descriptor in Path("/proc/self/fd").iterdir():
-            # Others may be closed meanwhile.
-            with suppress(OSError):
-                count += str(descriptor.readlink()).startswith("/dev/infiniband/uverbs")
-    return count
+    return sum(name.startswith("/dev/infiniband/uverbs") for name in (open_files() or {}).values())
 
 
 def mapped(name: str) -> list[Path]:

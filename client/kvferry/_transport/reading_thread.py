@@ -48,7 +48,7 @@ _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 class ReadingThread:
     """One reading agent, and its thread.
 
-    Threading: `submit`, `warm`, `retire_peer`, `wake` and `close` may be called from any thread and never wait.
+    Threading: `send`, `wake` and `close` may be called from any thread and never wait.
 
     Args:
         name: of the agent, and of the thread.
@@ -69,7 +69,7 @@ class ReadingThread:
         options: NixlOptions,
         clock: Callable[[], float],
         *,
-        may_retire: Callable[[ReadingThread], bool],
+        may_retire: Callable[[], bool],
         moved_on: Callable[[PeerWork], None],
         gone: Callable[[ReadingThread, bool], None],
         agents: Agents = NIXL,
@@ -106,18 +106,21 @@ class ReadingThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: PeerWork) -> bool:
-        """Do some work. False: the agent is retired or closed, and nothing was done. Where no agent could be made, the
-        work fails."""
-        return self._send(work)
+    def send(self, message: Message) -> bool:
+        """Send work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon
+        as what is read from it has ended and is quiet.
 
-    def warm(self, info: AgentInfo) -> bool:
-        """Add a peer before it is needed. False as `submit`."""
-        return self._send(info)
-
-    def retire_peer(self, name: str) -> None:
-        """Drop a peer as soon as what is read from it has ended and is quiet."""
-        self._send(name)
+        Returns:
+            False: the agent is retired or closed, and nothing was done. Where no agent could be made, work fails.
+        """
+        if self._inbox.put(message):
+            return True
+        if self._refusal is None:
+            return False
+        # Another thread would get no agent either, and the work would be handed from one to the next for ever.
+        if isinstance(message, PeerWork):
+            message.owner.fail(self._refusal)
+        return True
 
     def wake(self) -> None:
         """Look at the transfers at once: one was cancelled."""
@@ -178,16 +181,6 @@ class ReadingThread:
     def chunks_in_flight(self) -> int:
         """Chunks that are posted and not seen DONE."""
         return sum(len(link.posted) for link in self._links)
-
-    def _send(self, message: Message) -> bool:
-        if self._inbox.put(message):
-            return True
-        if self._refusal is None:
-            return False
-        # Another thread would get no agent either, and the work would be handed from one to the next for ever.
-        if isinstance(message, PeerWork):
-            message.owner.fail(self._refusal)
-        return True
 
     def _run(self) -> None:
         agent: ReadingAgent | None = None
@@ -284,7 +277,7 @@ class ReadingThread:
     def _retire(self, given_up: Sequence[Link], now: float) -> None:
         """Give the agent no new work: reads from these peers end only with it."""
         names = ", ".join(link.info.name for link in given_up)
-        if not self._may_retire(self):
+        if not self._may_retire():
             self._retire_at = now + RETIRE_AGAIN
             error = TransferFailed(f"peers {names}: reads from them are uncertain, and too many agents are retired")
             for link in given_up:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import PeerWork
+from kvferry._transport.peer_work import PeerWork, as_kvferry_error
 from kvferry._transport.reading_thread import ReadingThread
-from kvferry.errors import Closed, KvferryError, TransferFailed
+from kvferry.errors import Closed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.stats import TransportGauges
 
@@ -64,14 +64,14 @@ class ReadingThreads:
         """Hand work to the thread that reads from its peer. Where there is none, the work fails: a retired thread calls
         this for its unposted work, and has to go on."""
         try:
-            while not self.of(work.info.name).submit(work):
+            while not self.of(work.info.name).send(work):
                 pass
         except Exception as error:
-            work.owner.fail(begin_failed(work.owner.label, error))
+            work.owner.fail(as_kvferry_error(error, f"the start of transfer {work.owner.label!r}"))
 
     def warm(self, peer: AgentInfo) -> None:
         """Connect to a peer; raises `Closed`."""
-        while not self.of(peer.name).warm(peer):
+        while not self.of(peer.name).send(peer):
             pass
 
     def prepare(self, timeout: float) -> None:
@@ -100,13 +100,13 @@ class ReadingThreads:
             if helper is not None and helper.ready(peer):
                 ready.append(helper)
             elif helper is not None:
-                helper.warm(peer)
+                helper.send(peer)
         return ready
 
     def retire_peer(self, name: str) -> None:
         """Drop a peer as soon as what is read from it has ended and is quiet."""
         for thread in self._all():
-            thread.retire_peer(name)
+            thread.send(name)
 
     def wake(self) -> None:
         """Look at the transfers at once."""
@@ -184,7 +184,7 @@ class ReadingThreads:
                 self.living.add(thread)
             return thread
 
-    def _may_retire(self, _: ReadingThread) -> bool:
+    def _may_retire(self) -> bool:
         with self._lock:
             may = sum(thread.retired for thread in self.living) < self._options.retired_agents
             self._agents_retired += may
@@ -197,11 +197,3 @@ class ReadingThreads:
         with self._lock:
             self.living.discard(thread)
             self._moved_before += thread.moved
-
-
-def begin_failed(label: str, error: Exception) -> KvferryError:
-    """The error of a transfer that could not begin."""
-    if isinstance(error, KvferryError):
-        return error
-    logger.error("transfer %r could not begin", label, exc_info=error)
-    return TransferFailed(f"transfer {label!r} could not begin: {error!r}")

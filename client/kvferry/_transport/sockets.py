@@ -1,4 +1,4 @@
-"""The sockets of this process: how it is seen whether UCX has connected to a peer over TCP, which it tells nobody."""
+"""Open files of this process: they show whether UCX has connected to a peer over TCP, which UCX does not report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 FOLDER = Path("/proc/self/fd")
 
 
-def open_sockets() -> Mapping[str, int] | None:
-    """Return the file descriptors of this process's sockets, by the kernel's names of these. None: they cannot be
-    listed: there is no /proc, it is another user's (as after a change of user), or no file descriptor is left."""
-    found: dict[str, int] = {}
+def open_files() -> Mapping[int, str] | None:
+    """Return what this process's file descriptors are of, as the kernel names it. None: they cannot be listed: there is
+    no /proc, it is another user's (as after a change of user), or no file descriptor is left."""
+    found: dict[int, str] = {}
     try:
         links = list(FOLDER.iterdir())
     except OSError:
@@ -22,10 +22,16 @@ def open_sockets() -> Mapping[str, int] | None:
     for link in links:
         # Another thread may have closed it since.
         with suppress(OSError):
-            target = str(link.readlink())
-            if target.startswith("socket:"):
-                found[target] = int(link.name)
+            found[int(link.name)] = str(link.readlink())
     return found
+
+
+def open_sockets() -> Mapping[str, int] | None:
+    """Return the file descriptors of this process's sockets, by the kernel's names of these. None: as `open_files`."""
+    files = open_files()
+    if files is None:
+        return None
+    return {name: descriptor for descriptor, name in files.items() if name.startswith("socket:")}
 
 
 def tcp_since(before: Mapping[str, int] | None) -> bool:

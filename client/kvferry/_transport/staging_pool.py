@@ -9,7 +9,6 @@ Threading: a pool may be used from any thread. Staged work, as all `PeerWork`, b
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,15 +21,13 @@ from kvferry._arguments import check_fields
 from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import Chunk, PeerWork, divide
+from kvferry._transport.peer_work import Chunk, PeerWork, as_kvferry_error, divide
 from kvferry._transport.transfer import Transfer
-from kvferry.errors import InvalidField, KvferryError, TransferFailed
+from kvferry.errors import InvalidField, KvferryError
 from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.path_choice import Costs, Path
 from kvferry.planner.staged_read import Batch, StagedRead
-
-logger = logging.getLogger(__name__)
 
 SLOTS_AT_ONCE = 2
 """Slots that one piece of work holds at most: one is read into while the other is permuted."""
@@ -78,7 +75,7 @@ class StagingPool:
     Args:
         space: its memory.
         slot_bytes: bytes of a slot.
-        freed: called when a slot has become free for which some work waits.
+        freed: called when a slot has become free for which some work waits: it asks again.
 
     Attributes:
         slots: how many there are, free or not.
@@ -87,7 +84,7 @@ class StagingPool:
     def __init__(self, space: StagingSpace, slot_bytes: int, freed: Callable[[], None]) -> None:
         self.space = space
         self.slot_bytes = slot_bytes
-        self._freed = freed
+        self.freed = freed
         self._lock = threading.Lock()
         base = space.region.base
         self._free = [base + at for at in range(0, space.region.length - slot_bytes + 1, slot_bytes)]
@@ -123,7 +120,7 @@ class StagingPool:
             self._waiting.remove(work)
             wanted = bool(self._free and self._waiting)
         if wanted:
-            self._freed()
+            self.freed()
 
     def _may_have(self, source: str) -> bool:
         held = sum(holder == source for holder in self._holders.values())
@@ -138,11 +135,7 @@ class StagingPool:
             self._holders.pop(slot, None)
             wanted = bool(self._waiting)
         if wanted:
-            self._freed()
-
-    def call(self) -> None:
-        """Call `freed`: the work that waits asks again."""
-        self._freed()
+            self.freed()
 
     def borrow(self) -> int | None:
         """A slot's address, if one is free and no work waits; else None."""
@@ -181,19 +174,12 @@ class StagedWork(PeerWork):
         self._checked: deque[Batch] = deque()
         """Batches whose descriptors were checked."""
         self._parts: deque[Chunk] = deque()
-        self._blocked = False
         self._lock = threading.Lock()
         self._arrivals: set[_Arrival] = set()
         transfer.add_done_callback(self._ended)
 
-    @property
-    def blocked(self) -> bool:
-        """See `PeerWork`."""
-        return self._blocked
-
     def next(self, options: NixlOptions) -> Chunk | None:
-        """See `PeerWork`."""
-        self._blocked = False
+        self.blocked = False
         if self._parts:
             return self._parts.popleft()
         if not self._checked:
@@ -201,10 +187,10 @@ class StagedWork(PeerWork):
             if not self._checked:
                 return None
         with self._lock:
-            self._blocked = len(self._arrivals) >= SLOTS_AT_ONCE
-        slot = None if self._blocked else self._pool.acquire(self)
+            self.blocked = len(self._arrivals) >= SLOTS_AT_ONCE
+        slot = None if self.blocked else self._pool.acquire(self)
         if slot is None:
-            self._blocked = True
+            self.blocked = True
             return None
         batch = self._checked.popleft()
         try:
@@ -221,8 +207,7 @@ class StagedWork(PeerWork):
         return self._parts.popleft()
 
     def step_back(self) -> None:
-        """See `PeerWork`."""
-        if self._blocked:
+        if self.blocked:
             self._pool.leave(self)
 
     def _check_some(self) -> None:
@@ -244,10 +229,10 @@ class StagedWork(PeerWork):
     def _left(self, arrival: _Arrival) -> None:
         with self._lock:
             self._arrivals.discard(arrival)
-            blocked = self._blocked
+            blocked = self.blocked
         if blocked:
             # It may have landed on another thread than the work's own: on that of an agent which was retired since.
-            self._pool.call()
+            self._pool.freed()
 
     def _ended(self, _: Transfer) -> None:
         with self._lock:
@@ -287,21 +272,17 @@ class _Arrival:
 
     @property
     def label(self) -> str:
-        """See `ChunkOwner`, as for all that follows."""
         return self._transfer.label
 
     @property
     def deadline(self) -> float | None:
-        """Its transfer's."""
         return self._transfer.deadline
 
     @property
     def ended_at(self) -> float | None:
-        """Its transfer's."""
         return self._transfer.ended_at
 
     def begin(self) -> bool:
-        """A chunk is about to be posted into the slot."""
         with self._lock:
             if not self._given_up and self._transfer.goes_on():
                 self._using += 1
@@ -320,11 +301,7 @@ class _Arrival:
                 self._pool.space.copy(self._batch.copies(self._slot))
             except Exception as error:
                 # An error of numpy or of the device: the batch did not reach its blocks.
-                if isinstance(error, KvferryError):
-                    self._transfer.fail(error)
-                else:
-                    logger.exception("transfer %r: the permutation failed", self.label)
-                    self._transfer.fail(TransferFailed(f"transfer {self.label!r}: the permutation failed: {error!r}"))
+                self._transfer.fail(as_kvferry_error(error, f"transfer {self.label!r}: the permutation"))
                 if isinstance(error, StillCopying):
                     # Neither the blocks nor the slot ever become quiet: the device may write to them at any time.
                     return
@@ -334,16 +311,13 @@ class _Arrival:
         self._unused(given_up=complete)
 
     def fenced(self) -> None:
-        """The agent of a chunk was destroyed."""
         self._unused(given_up=True)
 
     def fail(self, error: KvferryError) -> None:
-        """The transfer cannot succeed."""
         self._transfer.fail(error)
         self.give_up()
 
     def settle(self, now: float) -> None:
-        """See `ChunkOwner`."""
         self._transfer.settle(now)
 
     def give_up(self) -> None:

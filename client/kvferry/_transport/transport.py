@@ -17,8 +17,8 @@ from kvferry._transport.agents import NIXL, Agents
 from kvferry._transport.bounds import RegionMap, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_work import PeerWork
-from kvferry._transport.reading_threads import ReadingThreads, begin_failed
+from kvferry._transport.peer_work import PeerWork, as_kvferry_error
+from kvferry._transport.reading_threads import ReadingThreads
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
 from kvferry.errors import Closed, InvalidField
@@ -141,7 +141,8 @@ class Transport:
             self._threads.wake,
         )
         with self._lock:
-            self._check_open()
+            if self._closed:
+                raise Closed("the transport was closed")
             if not transfer.state.final:
                 self._transfers.add(transfer)
         transfer.add_quiet_callback(self._forget)
@@ -151,7 +152,7 @@ class Transport:
                 self._submit_part(transfer, peer, part, spaces, unchecked=index in late)
         except Exception as error:
             # Parts before this one may be read already: from here on only the transfer knows what is quiet.
-            transfer.fail(begin_failed(label, error))
+            transfer.fail(as_kvferry_error(error, f"the start of transfer {label!r}"))
         return transfer
 
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
@@ -250,10 +251,6 @@ class Transport:
                 del self._peers[next(iter(self._peers))]
         return regions
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the transport was closed")
-
     def _submit_part(
         self,
         transfer: Transfer,
@@ -281,7 +278,7 @@ class Transport:
             self._threads.submit(work)
             for helper in helpers:
                 # If it takes nothing any more, the others read all.
-                helper.submit(work.shared())
+                helper.send(work.shared())
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for staged in part.staged:
             memory = staged.lane.memory

@@ -22,10 +22,9 @@ class Buffers:
 
     def __init__(self, shapes: tuple[tuple[str, int], ...] = SHAPES) -> None:
         self.arrays = [np.zeros((ROWS, width), dtype) for dtype, width in shapes]
-        self.rows = AuxRows.of(
-            [array.ctypes.data for array in self.arrays],
-            [array.nbytes for array in self.arrays],
-            [array[0].nbytes for array in self.arrays],
+        self.rows = AuxRows(
+            tuple(array.ctypes.data for array in self.arrays),
+            tuple(array[0].nbytes for array in self.arrays),
             vocabulary=512,
         )
 

@@ -43,6 +43,32 @@ def test_decode_finds_what_rank_0_has_registered(server: KvferryBootstrapServer)
     until(lambda: sources.get(address)[0] == SOURCE)
 
 
+def test_rank_0_registers_again_whatever_answers_in_the_bootstrap_servers_place() -> None:
+    """Another program may have had the port before."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        register_source(f"http://127.0.0.1:{other.getsockname()[1]}", SOURCE)
+        other.settimeout(30)
+        for answer in (b"nonsense\r\n", b"HTTP/1.0 500 Busy\r\n\r\n", b"", b"HTTP/1.0 200 OK\r\n\r\n"):
+            peer, _ = other.accept()
+            with peer:
+                assert peer.recv(1000).startswith(b"PUT /kvferry ")
+                peer.sendall(answer)
+
+
+def test_instances_with_ipv6_addresses_find_each_other() -> None:
+    try:
+        started = KvferryBootstrapServer("::1", 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    try:
+        address = f"[::1]:{started.port}"
+        register_source(f"http://{address}", SOURCE)
+        sources = Sources()
+        until(lambda: sources.get(address)[0] == SOURCE)
+    finally:
+        started.close()
+
+
 def test_an_instance_that_was_forgotten_is_asked_again(server: KvferryBootstrapServer) -> None:
     address = f"127.0.0.1:{server.port}"
     sources = Sources()

@@ -18,10 +18,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvferry import EngineSpec, Group, Prompt, Release, ReleaseOutcome
 from kvferry.errors import EngineUnknown, InvalidField
-from kvferry.integrations.sglang import holding
+from kvferry.integrations.sglang import hooks
 from kvferry.integrations.sglang.counts import Counts
+from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
 from kvferry.integrations.sglang.manager import KvferryManager
-from kvferry.integrations.sglang.prompts import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
 from kvferry.integrations.sglang.receiver import KvferryReceiver
 from kvferry.integrations.sglang.sender import KvferrySender
 from tests.integrations.sglang.played import GIVEN, PROMPT, ROOM, PlayedManager, reading
@@ -118,14 +118,14 @@ def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: py
     """SGLang goes on if a plug-in's hook fails, and says so in its log only."""
     used = SimpleNamespace(disaggregation_transfer_backend="kvferry")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: used)
-    monkeypatch.setattr(holding, "_queues_that_hold", [])
+    monkeypatch.setattr(hooks, "_queues_that_hold", [])
     for queue in (None, Queue()):
         if queue is not None:
-            holding.hold_until_quiet(None, queue)
+            hooks.hold_until_quiet(None, queue)
         with pytest.raises(InvalidField, match="version of SGLang"):
             KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
     held = HoldingQueue()
-    holding.hold_until_quiet(None, held)
+    hooks.hold_until_quiet(None, held)
     wrapped(monkeypatch)
     assert held.enable_deferred_kv_release
     assert math.isinf(held.deferred_kv_release_timeout)
@@ -291,7 +291,7 @@ def test_a_prompt_whose_length_sglang_has_not_told_is_not_read() -> None:
 
 
 def test_an_instance_does_not_start_where_sglang_would_not_tell_it_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "_queues_that_hold", ["HoldingQueue"])
+    monkeypatch.setattr(hooks, "_queues_that_hold", ["HoldingQueue"])
     for mode, queue, name in (
         (DisaggregationMode.PREFILL, PrefillBootstrapQueue, "create_sender"),
         (DisaggregationMode.DECODE, DecodePreallocQueue, "_create_receiver_and_enqueue"),
@@ -313,7 +313,7 @@ def test_every_release_is_counted_and_told_to_its_request_once() -> None:
         port=SimpleNamespace(released=lambda: ended.pop() if ended else []),
         counts=Counts.of(0),
         _released={},
-        _breathe=lambda: None,
+        breathe=lambda: None,
     )
     before = counted()
     for number in (2, 1):

@@ -18,7 +18,7 @@ from kvferry.geometry import shard
 from kvferry.geometry.formats import vllm_attention, vllm_cpu, vllm_mla
 from kvferry.geometry.model import Group
 from kvferry.geometry.tensors import Holding
-from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
+from kvferry.integrations.sglang.pools import Pools, describe_pools
 from kvferry.integrations.sglang.settings import LAYER_NAMES
 from kvferry.planner import Path as ReadPath
 from kvferry.planner import plan_read
@@ -68,7 +68,7 @@ class World:
         self.held = [shard(rank, tp, HEADS) for rank in range(tp)]
         self.pools = [make(len(held), page) for held in self.held]
         self.described: list[Pools] = [
-            describe_pools(pool, TensorRank(rank, tp, HEADS), 32, LAYER_NAMES) for rank, pool in enumerate(self.pools)
+            describe_pools(pool, shard(rank, tp, HEADS), HEADS, 32, LAYER_NAMES) for rank, pool in enumerate(self.pools)
         ]
         ranks = tuple(RankGeometry(rank, described.planes) for rank, described in enumerate(self.described))
         self.geometry = EngineGeometry(f"tp{tp}", self.described[0].groups, ranks)
@@ -224,9 +224,9 @@ def test_pools_that_are_not_known_are_refused_by_name() -> None:
 
     pool = MHATokenToKVPoolOfTomorrow(SLOTS, 16, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
     with pytest.raises(InvalidField, match="MHATokenToKVPoolOfTomorrow"):
-        describe_pools(pool, TensorRank(0, 1, HEADS), 0, LAYER_NAMES)
+        describe_pools(pool, shard(0, 1, HEADS), HEADS, 0, LAYER_NAMES)
 
 
 def test_heads_that_do_not_fit_the_tensor_parallel_size_are_refused() -> None:
     with pytest.raises(InvalidField, match="KV heads of the rank"):
-        describe_pools(mha(3, 16), TensorRank(0, 1, HEADS), 0, LAYER_NAMES)
+        describe_pools(mha(3, 16), shard(0, 1, HEADS), HEADS, 0, LAYER_NAMES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import InvalidField
@@ -37,7 +36,6 @@ class AuxRows:
     Attributes:
         addresses: addresses of the buffers, in SGLang's order.
         sizes: bytes of a row, by buffer.
-        counts: rows, by buffer.
         vocabulary: how many tokens there are: others would end the scheduler.
 
     Raises:
@@ -46,17 +44,12 @@ class AuxRows:
 
     addresses: tuple[int, ...]
     sizes: tuple[int, ...]
-    counts: tuple[int, ...]
     vocabulary: int
 
-    @classmethod
-    def of(cls, addresses: Sequence[int], lengths: Sequence[int], sizes: Sequence[int], vocabulary: int) -> AuxRows:
-        """Describe the buffers by their addresses, their lengths and the sizes of their rows, in bytes."""
-        counts = tuple(length // size for length, size in zip(lengths, sizes, strict=True))
-        largest = len(MAGIC) + _HEAD.size + sum(_ROW.size + size for size in sizes)
+    def __post_init__(self) -> None:
+        largest = len(MAGIC) + _HEAD.size + sum(_ROW.size + size for size in self.sizes)
         if largest > MAX_PAYLOAD:
             raise InvalidField("auxiliary buffers", f"{largest} bytes", f"at most {MAX_PAYLOAD}, a payload")
-        return cls(tuple(addresses), tuple(sizes), counts, vocabulary)
 
     def payload(self, row: int, tokens: int) -> bytes:
         """Encode a row, and how many tokens the prompt has."""

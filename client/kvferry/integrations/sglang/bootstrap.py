@@ -12,19 +12,18 @@ import logging
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from kvferry._threads import start_thread
+from kvferry import router_reference
 from kvferry._wire.channel import parse_address
-from kvferry._wire.reference import PREFIX, parse_reference, router_reference
 from kvferry.errors import KvferryError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +33,8 @@ ASK_TIMEOUT = 5.0
 """Seconds for one question; as long again until it is connected."""
 AGAIN = 0.5
 """Seconds until a question that failed is repeated."""
+REFERENCE = "kvf1."
+"""What references begin with."""
 MAX_BODY = 4096
 MAX_RID = 128
 """Characters of SGLang's id of a request that are shown."""
@@ -100,45 +101,43 @@ def given_reference(bootstrap_addr: str) -> Given | None:
     """Return what an address holds that is a reference, or a reference, ``+`` and the first token; None: it names a
     host."""
     host = bootstrap_addr.rpartition(":")[0]
-    if not host.startswith(PREFIX):
+    if not host.startswith(REFERENCE):
         return None
     reference, _, token = host.partition("+")
     return Given(reference, int(token) if token.isdecimal() and len(token) <= MAX_DIGITS else None)
 
 
-class KvferryBootstrapServer:
+class KvferryBootstrapServer(ThreadingHTTPServer):
     """The bootstrap server of a prefill instance: an HTTP server on threads of SGLang's first process.
 
     ``GET /kvferry`` answers engine_id and home, ``GET /health`` whether they are known. Rank 0, on the same host, puts
     them there; nobody else may.
+
+    Attributes:
+        source: this instance, once rank 0 has registered it.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._server = _Server((host, port), _Handler)
-        start_thread(self._server.serve_forever, "kvferry-bootstrap")
-
-    @property
-    def port(self) -> int:
-        """The port that it serves at."""
-        return int(self._server.server_address[1])
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # Each decode instance asks, all at once after a restart.
     request_queue_size = MAX_CONNECTIONS
     source: Source | None = None
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
         self._connections: dict[Any, None] = {}
-        super().__init__(address, handler)
+        super().__init__((host, port), _Handler)
+        threading.Thread(target=self.serve_forever, name="kvferry-bootstrap", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it serves at."""
+        return int(self.server_address[1])
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.shutdown()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread of its own; of slow peers, the oldest gives way."""
@@ -147,8 +146,7 @@ class _Server(ThreadingHTTPServer):
             if len(self._connections) > MAX_CONNECTIONS:
                 oldest = next(iter(self._connections))
                 del self._connections[oldest]
-                with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
+                _cut(oldest)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -165,7 +163,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     # Ends the thread of a peer that says nothing.
     timeout = 10.0
-    server: _Server
+    server: KvferryBootstrapServer
 
     def do_GET(self) -> None:
         """Say who this instance is."""
@@ -214,7 +212,7 @@ def _source(body: bytes) -> Source | None:
         source = Source(found["engine_id"], found["home"])
         if source.home:
             parse_address(source.home)
-        parse_reference(room_reference(source, 1))
+        room_reference(source, 1)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, KvferryError):
         return None
     return source
@@ -225,18 +223,17 @@ def register_source(url: str, source: Source) -> None:
     body = json.dumps(asdict(source)).encode()
 
     def put() -> None:
-        request = urllib.request.Request(f"{url}{PATH}", data=body, method="PUT")
         for attempt in range(600):
             try:
-                with _opener.open(request, timeout=ASK_TIMEOUT):
-                    return
-            except OSError as error:
+                _exchange(urlsplit(url).netloc, "PUT", body)
+                return
+            except (OSError, HTTPException) as error:
                 if attempt % 20 == 19:
                     logger.warning("the bootstrap server at %s does not answer yet: %s", url, error)
                 time.sleep(AGAIN)
         logger.error("the bootstrap server at %s does not answer: decode cannot find this instance", url)
 
-    start_thread(put, "kvferry-register-source")
+    threading.Thread(target=put, name="kvferry-register-source", daemon=True).start()
 
 
 class Sources:
@@ -284,16 +281,15 @@ class Sources:
             self._known.pop(address, None)
 
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Without the proxies of the environment: these servers are in the cluster."""
-
-
-def _cut(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def _ask(address: str) -> Source:
+    found = _source(_exchange(address, "GET"))
+    if found is None:
+        raise ValueError(f"{address} is not the bootstrap server of an instance with kvferry's backend")
+    return found
+
+
+def _exchange(address: str, method: str, body: bytes | None = None) -> bytes:
+    """Call a bootstrap server. It is in the cluster: the environment's proxies are not used."""
     connection = HTTPConnection(address, timeout=ASK_TIMEOUT)
     connection.connect()
     # The timeout of the connection begins again with each byte.
@@ -301,15 +297,17 @@ def _ask(address: str) -> Source:
     ends.daemon = True
     ends.start()
     try:
-        connection.request("GET", PATH)
+        connection.request(method, PATH, body)
         answer = connection.getresponse()
-        body = answer.read(MAX_BODY)
+        received = answer.read(MAX_BODY)
     finally:
         ends.cancel()
         connection.close()
     if answer.status != 200:
         raise ConnectionError(f"HTTP {answer.status} {answer.reason}")
-    found = _source(body)
-    if found is None:
-        raise ValueError(f"{address} is not the bootstrap server of an instance with kvferry's backend")
-    return found
+    return received
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

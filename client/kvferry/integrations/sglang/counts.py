@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from kvferry._control.publications import Release
-from kvferry._reads.read import ReadResult
 from kvferry.stats import METRICS
 
 SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
@@ -41,28 +39,6 @@ class Counts:
         """Return the counters of a rank, which are made once in its process."""
         return cls(rank)
 
-    def read(self, result: ReadResult) -> None:
-        """Count this rank's share of a good read."""
-        self._count("reads.outcomes", "done")
-        self._count("reads.prompts", result.prompt)
-        self._count("ranks.bytes", by=result.bytes)
-
-    def read_failed(self, reason: str) -> None:
-        """Count a read that has failed, and the class of its error."""
-        self._count("reads.outcomes", "failed")
-        self._count("reads.failures", reason)
-
-    def read_cancelled(self) -> None:
-        """Count a read that was cancelled."""
-        self._count("reads.outcomes", "cancelled")
-
-    def published(self) -> None:
-        """Count a publication."""
-        self._count("source.published")
-
-    def released(self, release: Release) -> None:
-        """Count the end of a publication, by its outcome."""
-        self._count("source.released", release.outcome.name.lower())
-
-    def _count(self, path: str, *labels: str, by: int = 1) -> None:
+    def add(self, path: str, *labels: str, by: int = 1) -> None:
+        """Count something, by its path in `METRICS` and the values of its labels."""
         self._made[path].labels(self._rank, *labels).inc(by)

@@ -13,27 +13,19 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.disaggregation.base.conn import BaseKVManager
+from sglang.srt.disaggregation.base.conn import BaseKVManager, StateType
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_model, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress
 from transformers import AutoConfig
 
-from kvferry._cache import Cache
-from kvferry._client import Client
-from kvferry._control.publications import Publication, Release
-from kvferry._engine_spec import EngineSpec
-from kvferry._prompt import Prompt
-from kvferry._reads.read import Read
-from kvferry.engine import SchedulerPort
+from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read, Release, SchedulerPort, shard
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
-from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source
+from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
 from kvferry.integrations.sglang.counts import Counts
-from kvferry.integrations.sglang.holding import holds_until_quiet
-from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
-from kvferry.integrations.sglang.prompts import MAKES_RECEIVERS, MAKES_SENDERS, tells_prompts
+from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, tells_prompts
+from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
 
@@ -45,7 +37,24 @@ BREATH = 1e-4
 BETWEEN_BREATHS = 1e-3
 """Seconds from one such pause to the next."""
 
+REPEATED = "the request's bootstrap_room is that of another request, which is under way"
+"""Why a request fails whose room another one has."""
+
 Pages = npt.NDArray[np.int32]
+
+
+class RequestFailed(Exception):
+    """Says why a request has failed; SGLang puts it into the request's answer.
+
+    Attributes:
+        failure_reason: why; begins with the name of kvferry's error, where there is one.
+        is_from_another_rank: this rank knows no reason, so another one has failed.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.failure_reason = reason or "another rank has failed"
+        super().__init__(f"kvferry: {self.failure_reason}")
+        self.is_from_another_rank = not reason
 
 
 class KvferryManager(BaseKVManager):  # type: ignore[misc]
@@ -83,10 +92,11 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
             raise InvalidField("enable_memory_saver", True, "False: it unmaps memory that others read")
         self._settings = Settings.of()
         model = ModelConfig.from_server_args(server_args)
-        self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, int(model.vocab_size))
-        place = TensorRank(parallel.tp_rank, parallel.tp_size, model.get_total_num_kv_heads())
+        self.aux = AuxRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), int(model.vocab_size))
+        heads = model.get_total_num_kv_heads()
+        held = shard(parallel.tp_rank, parallel.tp_size, heads)
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
-        self.pools: Pools = describe_pools(pool, place, window, self._settings.layer_names)
+        self.pools: Pools = describe_pools(pool, held, heads, window, self._settings.layer_names)
         engine_id = self._settings.engine_id or f"sglang-{mode}-{socket.gethostname()}-{get_serving().port}"
         described = identity(model, _config_of(model), str(get_model().kv_cache_dtype))
         spec = EngineSpec(engine_id, self.pools.groups, parallel.tp_size, described)
@@ -151,21 +161,47 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
             host = NetworkAddress.parse(parallel.dist_init_addr).resolved().host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         address = NetworkAddress(host, get_disagg().disaggregation_bootstrap_port)
-        register_source(address.to_url(), Source(self._port.spec.engine_id, self._port.token.home))
+        register_source(address.to_url(), self.own_source)
 
     # For senders and receivers.
 
-    def claim(self, room: int, request: Any) -> bool:
-        """Return whether no other request with this room is under way; none may begin until this one is gone.
+    def claim(self, room: int, request: Any) -> str:
+        """Claim a room for a request until it has ended. Returns why that cannot be; empty: it is claimed.
 
         Routers and clients repeat requests, with the room of the first. A repetition must not end what it repeats.
         """
-        return self._requests.setdefault(room, request) is request
+        if not room_is_usable(room):
+            return "the request's bootstrap_room is not from 1 to 2**63 - 1"
+        return "" if self._requests.setdefault(room, request) is request else REPEATED
 
     def unclaim(self, room: int, request: Any) -> None:
         """Note that a request has ended, if it is the one that has claimed the room."""
         if self._requests.get(room) is request:
             del self._requests[room]
+
+    def blocks(
+        self, pages: Pages, states: Sequence[Any], first_token: int, end_token: int | None = None
+    ) -> dict[str, Blocks]:
+        """Return a request's blocks by group.
+
+        Args:
+            pages: its pages from `first_token` on.
+            states: by SGLang's list of states, the pages of each. Those of a window are the last ones.
+            first_token, end_token: the tokens in the pages; None: to the end of the pages.
+        """
+        found = {FULL: Blocks(np.asarray(pages), first_token, end_token)}
+        for kind, listed in zip(self.kv_args.state_types, states, strict=False):
+            if kind == StateType.SWA and self.pools.window:
+                skipped = (len(pages) - len(listed)) * int(self.kv_args.page_size)
+                found[self.pools.window] = Blocks(np.asarray(listed), first_token + skipped, end_token)
+        return found
+
+    def breathe(self) -> None:
+        """Let other threads have Python's lock, now and then: the scheduler waits for a read or a release."""
+        now = time.monotonic()
+        if now - self._breathed > BETWEEN_BREATHS:
+            time.sleep(BREATH)
+            self._breathed = time.monotonic()
 
     # For senders, on rank 0.
 
@@ -174,17 +210,17 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     ) -> Publication:
         """Publish a request's blocks under the reference that decode makes too. Raises `KvferryError`."""
         publication = self.port.publish(name, blocks, payload=payload, reference=reference, prompt=prompt)
-        self.counts.published()
+        self.counts.add("source.published")
         return publication
 
     def take_release(self, publication: Publication) -> Release | None:
         """Return the release of a publication once it has come; only once."""
         for release in self.port.released():
             self._released[release.publication] = release
-            self.counts.released(release)
+            self.counts.add("source.released", release.outcome.name.lower())
         found = self._released.pop(publication.number, None)
         if found is None:
-            self._breathe()
+            self.breathe()
         return found
 
     @property
@@ -225,14 +261,6 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._reads[room] = read
         return read
 
-    def waiting(self) -> None:
-        """Note that a read has not ended."""
-        self._breathe()
-
-    def forget_read(self, room: int) -> None:
-        """Forget a read whose pages SGLang has taken back, or uses."""
-        self._reads.pop(room, None)
-
     def decline(self, reference: str, prompt: Prompt = Prompt.unknown) -> None:
         """Tell prefill that nobody will read a request, unless it is known to be of another prompt; returns at once."""
         if self._port is None:
@@ -250,8 +278,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         return read is None or read.quiet
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """Handle that SGLang has taken back the pages of a failed request."""
-        self.forget_read(bootstrap_room)
+        """Forget the read of a request whose pages SGLang has taken back, or uses."""
+        self._reads.pop(bootstrap_room, None)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Return that a request's prefill instance is known: receivers ask for it themselves."""
@@ -260,16 +288,6 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
         """Fail a request that decode has retracted for new weights: its room was used, and cannot be used again."""
         receiver.fail("kvferry's backend does not compute retracted requests again")
-
-    def page_blocks(self, pages: Sequence[int] | Pages, first_token: int, end_token: int | None) -> Blocks:
-        """Return blocks of a group of pages."""
-        return Blocks(np.asarray(pages), first_token, end_token)
-
-    def _breathe(self) -> None:
-        now = time.monotonic()
-        if now - self._breathed > BETWEEN_BREATHS:
-            time.sleep(BREATH)
-            self._breathed = time.monotonic()
 
 
 def _config_of(model: Any) -> dict[str, object]:

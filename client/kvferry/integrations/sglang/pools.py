@@ -9,12 +9,10 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from kvferry import Group, Holding, Interval, Plane
 from kvferry.errors import InvalidField
-from kvferry.geometry import shard
 from kvferry.geometry.formats import sglang_mha, sglang_mla
-from kvferry.geometry.model import Group
-from kvferry.geometry.plane import Plane
-from kvferry.geometry.tensors import Holding, Tensor
+from kvferry.geometry.tensors import Tensor
 
 FULL = "full"
 """The group of full attention, named as the connector for vLLM names it."""
@@ -40,46 +38,33 @@ class Pools:
     tensors: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRank:
-    """Where a rank stands in its engine.
-
-    Attributes:
-        rank, ranks: its index, and how many there are.
-        heads: KV heads of the whole model.
-    """
-
-    rank: int
-    ranks: int
-    heads: int
-
-
-def describe_pools(pool: Any, place: TensorRank, window: int, layer_names: str) -> Pools:
+def describe_pools(pool: Any, held: Interval, heads: int, window: int, layer_names: str) -> Pools:
     """Describe the pool of a rank.
 
     Args:
         pool: SGLang's pool.
-        place: where the rank stands.
+        held: the KV heads that the rank holds.
+        heads: how many the model has.
         window: tokens of a sliding window; 0: unknown.
         layer_names: names of layers, with ``{}`` for their numbers.
 
     Raises:
         InvalidField: the class of the pool, or its layout, is not supported.
     """
-    if type(pool) is not SWAKVPool:
-        group = _group(FULL, pool)
-        planes, tensors = _described(pool, group, place, _layers(pool, layer_names))
-        return Pools((group,), "", planes, tensors)
-    full, windowed = pool.full_kv_pool, pool.swa_kv_pool
-    name = f"window-{window}" if window else "window"
-    groups = (_group(FULL, full), _group(name, windowed))
-    found: list[Plane] = []
-    every: dict[str, Tensor] = {}
-    for part, group in zip((full, windowed), groups, strict=True):
-        planes, tensors = _described(part, group, place, _layers(part, layer_names))
-        found += planes
-        every |= tensors
-    return Pools(groups, name, tuple(found), every)
+    parts, windowed = {FULL: pool}, ""
+    if type(pool) is SWAKVPool:
+        windowed = f"window-{window}" if window else "window"
+        parts = {FULL: pool.full_kv_pool, windowed: pool.swa_kv_pool}
+    groups: list[Group] = []
+    planes: list[Plane] = []
+    tensors: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        groups.append(_group(name, part))
+        layers = [layer_names.format(number) for number in part.model_layer_ids]
+        described, of_part = _described(part, groups[-1], held, heads, layers)
+        planes += described
+        tensors |= of_part
+    return Pools(tuple(groups), windowed, tuple(planes), tensors)
 
 
 def _group(name: str, pool: Any) -> Group:
@@ -94,12 +79,8 @@ def _group(name: str, pool: Any) -> Group:
     return Group(name, block_tokens=page, num_blocks=int(pool.size) // page + 1, null_block=NULL_PAGE, pool=name)
 
 
-def _layers(pool: Any, layer_names: str) -> list[str]:
-    return [layer_names.format(number) for number in pool.model_layer_ids]
-
-
 def _described(
-    pool: Any, group: Group, place: TensorRank, layers: Iterable[str]
+    pool: Any, group: Group, held: Interval, heads: int, layers: Iterable[str]
 ) -> tuple[tuple[Plane, ...], dict[str, Tensor]]:
     if isinstance(pool, MLATokenToKVPool):
         latent = dict(zip(layers, pool.kv_buffer, strict=True))
@@ -107,13 +88,10 @@ def _described(
     if pool.kv_cache_layout not in ("nhd", "hnd") or pool.is_quantized_kv_cache:
         layout = "quantized" if pool.is_quantized_kv_cache else str(pool.kv_cache_layout)
         raise InvalidField("layout of the KV pool", layout, "nhd or hnd, not quantized by SGLang")
-    held = shard(place.rank, place.ranks, place.heads)
     if len(held) != int(pool.head_num):
-        raise InvalidField("KV heads of the rank", int(pool.head_num), f"{len(held)} of {place.heads}, by its TP size")
+        raise InvalidField("KV heads of the rank", int(pool.head_num), f"{len(held)} of {heads}, by its TP size")
     keys = dict(zip(layers, pool.k_buffer, strict=True))
     values = dict(zip(keys, pool.v_buffer, strict=True))
-    planes = sglang_mha(keys, values, group, Holding(units=held, axis_size=place.heads))
-    return planes, {
-        **{f"{name} K": of for name, of in keys.items()},
-        **{f"{name} V": of for name, of in values.items()},
-    }
+    planes = sglang_mha(keys, values, group, Holding(units=held, axis_size=heads))
+    named = {f"{name} K": of for name, of in keys.items()} | {f"{name} V": of for name, of in values.items()}
+    return planes, named

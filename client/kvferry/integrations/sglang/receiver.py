@@ -6,18 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, StateType
+from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll
 
-from kvferry._prompt import Prompt
-from kvferry._reads.read import Read, ReadState
+from kvferry import Prompt, Read, ReadState
 from kvferry.errors import KvferryError, PromptMismatch
-from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token, first_token_payload
 from kvferry.integrations.sglang.aux_rows import BadPayload
-from kvferry.integrations.sglang.bootstrap import given_reference, request_name, room_is_usable, room_reference
-from kvferry.integrations.sglang.manager import KvferryManager, Pages
-from kvferry.integrations.sglang.pools import FULL
-from kvferry.integrations.sglang.request_failed import REPEATED, RequestFailed
+from kvferry.integrations.sglang.bootstrap import given_reference, request_name, room_reference
+from kvferry.integrations.sglang.manager import REPEATED, KvferryManager, Pages, RequestFailed
 
 FIND_TIMEOUT = 60.0
 """Seconds in which the prefill instance of a request has to be found."""
@@ -53,22 +49,15 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._name = ""
         self._prompt = Prompt.unknown
         self._read: Read | None = None
-        self._good = self._repeated = False
+        self._good = False
         self._failure = ""
         self._is_anothers = False
-        if not room_is_usable(bootstrap_room):
-            self.fail("the request's bootstrap_room is not from 1 to 2**63 - 1")
-        elif not mgr.claim(self.bootstrap_room, self):
-            self._repeated = True
-            self.fail(REPEATED)
-
-    @property
-    def supports_host_destination(self) -> bool:
-        """Whether it can read into SGLang's host pool."""
-        return False
+        problem = mgr.claim(self.bootstrap_room, self)
+        if problem:
+            self.fail(problem)
 
     def expect_prompt(self, rid: str, tokens: int, prompt: Prompt) -> None:
-        """Take SGLang's id of the request, how many tokens its prompt has, and what is known of it: see `prompts`."""
+        """Take SGLang's id of the request, how many tokens its prompt has, and what is known of it: see `hooks`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt_tokens = tokens
         self._prompt = prompt
@@ -101,7 +90,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             self.fail("this version of SGLang does not say how many tokens the prompt has")
             return
         try:
-            blocks = self._blocks(kv_indices, state_indices or ())
+            blocks = self.kv_mgr.blocks(kv_indices, state_indices or (), self._first)
             self._read = self.kv_mgr.read(
                 self._reference, self.bootstrap_room, self._name, blocks, self._tokens(), self._prompt
             )
@@ -117,7 +106,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self._read is None:
             return self._find()
         if not self._read.done():
-            self.kv_mgr.waiting()
+            self.kv_mgr.breathe()
             return KVPoll.Transferring
         error = self._read.exception(0)
         if error is not None:
@@ -131,7 +120,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             name = type(reason).__name__ if isinstance(reason, Exception) else RequestFailed.__name__
             self._failure = f"{name}: {reason}" if isinstance(reason, Exception) else reason
             self._is_anothers = isinstance(reason, PromptMismatch)
-            self.kv_mgr.counts.read_failed(name)
+            self.kv_mgr.counts.add("reads.outcomes", "failed")
+            self.kv_mgr.counts.add("reads.failures", name)
         return KVPoll.Failed
 
     def abort(self) -> None:
@@ -140,7 +130,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             return
         if not self._failure:
             self._failure = "aborted"
-            self.kv_mgr.counts.read_cancelled()
+            self.kv_mgr.counts.add("reads.outcomes", "cancelled")
         self._give_up(aborted=True)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -154,7 +144,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         end the request that it repeats, nor a request that of another prompt, whose reader may still come.
         """
         tried = aborted or self._given is None or self._read is None
-        if self._reference and tried and not self._repeated and not self._may_be_anothers():
+        if self._reference and tried and self._failure != REPEATED and not self._may_be_anothers():
             self.kv_mgr.decline(self._reference, self._prompt)
         if self._read is not None:
             self._read.cancel()
@@ -174,7 +164,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def clear(self) -> None:
         """Forget the request: SGLang has taken its pages back, or uses them."""
         if self._read is not None:
-            self.kv_mgr.forget_read(self.bootstrap_room)
+            self.kv_mgr.clear_deferred_abort_state(self.bootstrap_room)
         self.kv_mgr.unclaim(self.bootstrap_room, self)
 
     def failure_exception(self) -> NoReturn:
@@ -199,7 +189,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     def _take(self, read: Read) -> Any:
         """Hand over what came beside the KV cache."""
-        payload = read.result(0).payload
+        result = read.result(0)
+        payload = result.payload
         if self._given is not None and self._given.first_token is not None:
             published = first_token(payload)
             payload = first_token_payload(self._given.first_token, published.prompt_tokens if published else None)
@@ -212,7 +203,9 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         if tokens is not None and tokens != self._prompt_tokens:
             return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has {self._prompt_tokens}")
         self._good = True
-        self.kv_mgr.counts.read(read.result(0))
+        self.kv_mgr.counts.add("reads.outcomes", "done")
+        self.kv_mgr.counts.add("reads.prompts", result.prompt)
+        self.kv_mgr.counts.add("ranks.bytes", by=result.bytes)
         return KVPoll.Success
 
     def _tokens(self) -> tuple[int, int] | None:
@@ -223,13 +216,3 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self._first >= self._prompt_tokens:
             return None
         return self._first, self._prompt_tokens
-
-    def _blocks(self, pages: Pages, states: Sequence[Any]) -> dict[str, Blocks]:
-        found = {FULL: self.kv_mgr.page_blocks(pages, self._first, None)}
-        window = self.kv_mgr.pools.window
-        page = int(self.kv_mgr.kv_args.page_size)
-        for kind, listed in zip(self.kv_mgr.kv_args.state_types, states, strict=False):
-            if kind == StateType.SWA and window:
-                first = self._first + (len(pages) - len(listed)) * page
-                found[window] = self.kv_mgr.page_blocks(listed, first, None)
-        return found

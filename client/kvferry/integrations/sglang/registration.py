@@ -12,8 +12,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.integrations.sglang.holding import BACKEND, hold_until_quiet
-from kvferry.integrations.sglang.prompts import MAKES_RECEIVERS, MAKES_SENDERS, tell_receiver, tell_sender
+from kvferry.integrations.sglang.hooks import (
+    BACKEND,
+    MAKES_RECEIVERS,
+    MAKES_SENDERS,
+    hold_until_quiet,
+    tell_receiver,
+    tell_sender,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +39,17 @@ def register() -> None:
         return
     DISAGG_TRANSFER_BACKEND_CHOICES.append(BACKEND)
     _add_member(TransferBackend)
-    HookRegistry.register(f"{_UTILS}.get_kv_class", _get_kv_class, HookType.AROUND)
-    HookRegistry.register(f"{_UTILS}.setup_state_kv_args", _keep_pools, HookType.BEFORE)
     queue = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
-    HookRegistry.register(queue, hold_until_quiet, HookType.AFTER)
-    HookRegistry.register(MAKES_SENDERS, tell_sender, HookType.AFTER)
-    HookRegistry.register(MAKES_RECEIVERS, tell_receiver, HookType.AFTER)
     resolve = "sglang.srt.mem_cache.kv_cache_builder.resolve_decode_retraction_backup"
-    HookRegistry.register(resolve, _retract_without_a_device, HookType.BEFORE)
+    for method, hook, when in (
+        (f"{_UTILS}.get_kv_class", _get_kv_class, HookType.AROUND),
+        (f"{_UTILS}.setup_state_kv_args", _keep_pools, HookType.BEFORE),
+        (queue, hold_until_quiet, HookType.AFTER),
+        (MAKES_SENDERS, tell_sender, HookType.AFTER),
+        (MAKES_RECEIVERS, tell_receiver, HookType.AFTER),
+        (resolve, _retract_without_a_device, HookType.BEFORE),
+    ):
+        HookRegistry.register(method, hook, when)
 
 
 def _add_member(backends: Any) -> None:

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric, StateType
+from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
 
-from kvferry._control.publications import Publication, Release, ReleaseOutcome
-from kvferry._prompt import Prompt
+from kvferry import Prompt, Publication, Release, ReleaseOutcome
 from kvferry.errors import KvferryError
-from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.sglang.bootstrap import request_name, room_is_usable, room_reference
-from kvferry.integrations.sglang.manager import KvferryManager, Pages
-from kvferry.integrations.sglang.pools import FULL
-from kvferry.integrations.sglang.request_failed import REPEATED, RequestFailed
+from kvferry.integrations.sglang.bootstrap import request_name, room_reference
+from kvferry.integrations.sglang.manager import KvferryManager, Pages, RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +46,12 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._sent = False
         self._publication: Publication | None = None
         self._release: Release | None = None
-        self._failure = ""
-        self._reference = ""
-        if not room_is_usable(bootstrap_room):
-            self._failure = "the request's bootstrap_room is not from 1 to 2**63 - 1"
-        elif mgr.leader and not mgr.claim(bootstrap_room, self):
-            self._failure = REPEATED
-        elif mgr.leader:
-            self._reference = room_reference(mgr.own_source, bootstrap_room)
+        self._failure = mgr.claim(bootstrap_room, self) if mgr.leader else ""
+        claimed = mgr.leader and not self._failure
+        self._reference = room_reference(mgr.own_source, bootstrap_room) if claimed else ""
 
     def expect_prompt(self, rid: str, prompt: Prompt) -> None:
-        """Take SGLang's id of the request, and its prompt: see `prompts`."""
+        """Take SGLang's id of the request, and its prompt: see `hooks`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt = prompt
 
@@ -88,7 +79,8 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
             return
         try:
             payload = self.kv_mgr.aux.payload(self._row, self._tokens)
-            self._publication = self.kv_mgr.publish(self._reference, self._name, self._blocks(), payload, self._prompt)
+            blocks = self.kv_mgr.blocks(np.concatenate(self._pages), self._states, 0, self._tokens)
+            self._publication = self.kv_mgr.publish(self._reference, self._name, blocks, payload, self._prompt)
         except KvferryError as error:
             self._failure = f"{type(error).__name__}: {error}"
 
@@ -134,13 +126,3 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         """Return the bytes that decode has read."""
         read = sum(read.bytes for read in self._release.reads) if self._release is not None else None
         return KVTransferMetric(transfer_total_bytes=read)
-
-    def _blocks(self) -> dict[str, Blocks]:
-        pages = np.concatenate(self._pages)
-        found = {FULL: self.kv_mgr.page_blocks(pages, 0, self._tokens)}
-        window = self.kv_mgr.pools.window
-        for kind, listed in zip(self.kv_mgr.kv_args.state_types, self._states, strict=False):
-            if kind == StateType.SWA and window:
-                first = (len(pages) - len(listed)) * int(self.kv_mgr.kv_args.page_size)
-                found[window] = self.kv_mgr.page_blocks(listed, first, self._tokens)
-        return found

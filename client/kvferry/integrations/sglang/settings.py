@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
-from kvferry._client import Client
-from kvferry._control.right_prompt import PromptCheck
-from kvferry._wire.channel import TlsConfig, parse_address
+from kvferry import Client, TlsConfig
 from kvferry.errors import InvalidField
 
 LAYER_NAMES = "model.layers.{}.self_attn.attn"
@@ -40,14 +37,14 @@ class Settings:
     """
 
     address: str
-    engine_id: str = ""
-    allowed_homes: tuple[str, ...] = ()
-    directory: str = ""
-    read_timeout: float = READ_TIMEOUT
-    start_timeout: float = OPEN_TIMEOUT
-    layer_names: str = LAYER_NAMES
-    prompt_check: str = PromptCheck.COMPARE.value
-    tls: TlsConfig | None = None
+    engine_id: str
+    allowed_homes: tuple[str, ...]
+    directory: str
+    read_timeout: float
+    start_timeout: float
+    layer_names: str
+    prompt_check: str
+    tls: TlsConfig | None
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -55,24 +52,25 @@ class Settings:
         address = environment.get("KVFERRY_ADDRESS", "")
         if not address:
             raise InvalidField("KVFERRY_ADDRESS", address, "the node server's address, unix:/path or host:port")
-        parse_address(address)
         layers = environment.get("KVFERRY_LAYER_NAMES", LAYER_NAMES)
         if layers.count("{}") != 1:
             raise InvalidField("KVFERRY_LAYER_NAMES", layers, "a name with {} in place of the layer's number")
-        check = environment.get("KVFERRY_PROMPT_CHECK", "") or PromptCheck.COMPARE.value
-        if check not in (each.value for each in PromptCheck):
+        check = environment.get("KVFERRY_PROMPT_CHECK") or "compare"
+        if check not in ("require", "compare", "off"):
             raise InvalidField("KVFERRY_PROMPT_CHECK", check, "require, compare or off")
         homes = environment.get("KVFERRY_ALLOWED_HOMES", "")
+        files = {part: environment.get(f"KVFERRY_TLS_{part.upper()}", "") for part in ("ca", "cert", "key")}
+        tls = {part: Path(name) for part, name in files.items() if name}
         return cls(
             address=address,
             engine_id=environment.get("KVFERRY_ENGINE_ID", ""),
             allowed_homes=tuple(filter(None, (home.strip() for home in homes.split(",")))),
             directory=environment.get("KVFERRY_DIRECTORY", ""),
-            read_timeout=_seconds(environment, "KVFERRY_READ_TIMEOUT", READ_TIMEOUT),
-            start_timeout=_seconds(environment, "KVFERRY_START_TIMEOUT", OPEN_TIMEOUT),
+            read_timeout=_seconds(environment, "KVFERRY_READ_TIMEOUT", "120"),
+            start_timeout=_seconds(environment, "KVFERRY_START_TIMEOUT", "30"),
             layer_names=layers,
             prompt_check=check,
-            tls=_tls(environment),
+            tls=TlsConfig(**tls) if tls else None,
         )
 
     def client(self) -> Client:
@@ -86,19 +84,12 @@ class Settings:
         )
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
-    given = environment.get(name, "")
+def _seconds(environment: Mapping[str, str], name: str, default: str) -> float:
+    given = environment.get(name) or default
     try:
-        seconds = float(given or default)
+        seconds = float(given)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
         raise InvalidField(name, given, "seconds, more than 0")
     return seconds
-
-
-def _tls(environment: Mapping[str, str]) -> TlsConfig | None:
-    given = {part: environment.get(f"KVFERRY_TLS_{part.upper()}", "") for part in ("ca", "cert", "key")}
-    if not any(given.values()):
-        return None
-    return TlsConfig(**{part: Path(name) for part, name in given.items() if name})

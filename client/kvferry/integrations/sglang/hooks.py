@@ -1,21 +1,46 @@
-"""Tells senders and receivers the prompts of their requests, of which SGLang tells them the pages."""
+"""What runs before or after methods of SGLang's: decode holds the pages of failed requests until nothing can write to
+them (R4), and senders and receivers learn the prompts of their requests, of which SGLang tells them the pages."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import pkgutil
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._prompt import Prompt, PromptInput
+from kvferry import Prompt, PromptInput
+
+BACKEND = "kvferry"
+"""The backend's name for ``--disaggregation-transfer-backend``."""
 
 MAKES_SENDERS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 MAKES_RECEIVERS = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 """SGLang's methods that make the sender and the receiver of a request."""
 
 _WORD = 2**32
+
+_queues_that_hold: list[str] = []
+"""Names of the classes of decode's queues in this process that hold pages until they are quiet."""
+
+
+def hold_until_quiet(_: None, queue: Any, *__: Any, **___: Any) -> None:
+    """Let SGLang hold the pages of failed requests for as long as the backend says, instead of some time."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_transfer_backend == BACKEND:
+        queue.enable_deferred_kv_release = True
+        queue.deferred_kv_release_timeout = math.inf
+        if hasattr(queue, "resolve_deferred_releases"):
+            _queues_that_hold.append(type(queue).__name__)
+
+
+def holds_until_quiet() -> bool:
+    """Return whether decode in this process holds the pages of failed requests. SGLang only logs it if a plug-in's hook
+    has failed, e.g. in a version without the queue."""
+    return bool(_queues_that_hold)
 
 
 def tell_sender(made: bool, queue: Any, request: Any, *_: Any, **__: Any) -> None:
