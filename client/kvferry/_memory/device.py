@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._memory.access import StagingSpace, StillCopying
-from kvferry._memory.cells import Cells, block_cells, bytes_per_unit, destination_cells, source_cells
+from kvferry._memory.access import Cells, StagingSpace, StillCopying, block_cells, bytes_per_unit, copy_cells
 from kvferry._memory.current_device import ignore_captures
-from kvferry._memory.stable import check_stable
+from kvferry._memory.usable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
@@ -134,7 +133,7 @@ class DeviceAccess:
                 self._storages = {**self._storages, address: storage}
 
     def _copy(self, copy: Copy, queue: _Queue) -> None:
-        source, destination = source_cells(copy), destination_cells(copy)
+        source, destination = copy_cells(copy)
         there, here = self._storage_of(source), self._storage_of(destination)
         # One word for both sides: the widest that divides every step of them.
         steps = [copy.cell, *source.strides, *destination.strides]

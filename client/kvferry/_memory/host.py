@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._memory.access import StagingSpace
-from kvferry._memory.cells import Cells, block_cells, bytes_per_unit, destination_cells, source_cells
+from kvferry._memory.access import Cells, StagingSpace, block_cells, bytes_per_unit, copy_cells
 from kvferry.geometry.blocks import AnyIds
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
@@ -38,7 +37,7 @@ class HostAccess:
     def copy(self, copies: Iterable[Copy]) -> None:
         """See `MemoryAccess`."""
         for copy in copies:
-            source, destination = _view(source_cells(copy)), _view(destination_cells(copy))
+            source, destination = map(_view, copy_cells(copy))
             first, last = int(copy.places[0]), int(copy.places[-1])
             # A slice is a view, where indices would copy once more. Places rise, so these are consecutive.
             consecutive = last - first + 1 == len(copy.places)

@@ -19,7 +19,7 @@ The design, of which `kvferry.planner.checksum` has the sum itself:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from kvferry._arguments import described, seconds
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import AnyIds, Blocks
+from kvferry.geometry.blocks import AnyIds, BlockIds, Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
 from kvferry.planner.checksum import sampled
@@ -114,15 +114,11 @@ def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Bl
     """
     if group.kind is GroupKind.STATE:
         return 0, len(blocks.ids) * layout.held_per_block
-    first, end = blocks.first_token, blocks.end_token
+    end, per_block = blocks.end_token, layout.held_per_block
     if end is None:
-        end = (first // group.block_tokens + len(blocks.ids)) * group.block_tokens
-    per_state, granule, per_block = plane.tokens_per_state, plane.token_granule, layout.held_per_block
-    # Of the whole granules, and of those that hold any published token.
-    begin = -(-layout.held_before(-int(-first // per_state)) // granule) * granule
-    stop = layout.held_before(int(end // per_state)) // granule * granule
-    touched_begin = layout.held_before(int(first // per_state)) // granule * granule
-    touched_stop = -(-layout.held_before(-int(-end // per_state)) // granule) * granule
+        end = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
+    touched_begin, begin = whole_granules(layout, plane, blocks.first_token)
+    stop, touched_stop = whole_granules(layout, plane, end)
     if touched_begin < begin:
         begin = (touched_begin // per_block + 1) * per_block
     if touched_stop > stop:
@@ -130,24 +126,50 @@ def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Bl
     return begin, max(begin, stop)
 
 
+def whole_granules(layout: StateLayout, plane: Plane, token: int) -> tuple[int, int]:
+    """The number of held states before a token, in whole granules: without and with the granule that it lies in."""
+    per_state, granule = plane.tokens_per_state, plane.token_granule
+    below = layout.held_before(int(token // per_state)) // granule
+    above = -(-layout.held_before(-int(-token // per_state)) // granule)
+    return below * granule, above * granule
+
+
 def source_blocks(
     plane: Plane, group: Group, blocks: Blocks, publication: int, share: float
 ) -> tuple[AlikeBlocks, ...]:
     """The blocks of a publication that a source rank sums, where they lie at the source."""
     layout = StateLayout.of(plane, group)
-    per_block = layout.held_per_block
-    begin, stop = published_states(layout, plane, group, blocks)
-    places = np.arange(begin // per_block, -(-stop // per_block), dtype=np.int64)
-    places = places[sampled(publication, places, share)]
-    first_place = 0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens
-    low = np.maximum(begin - places * per_block, 0)
-    count = np.minimum(stop - places * per_block, per_block) - low
-    found = []
-    for alike in _rows_alike(np.stack((low, count), axis=1)):
-        run = StateRun(int(low[alike[0]]), int(count[alike[0]]))
-        chosen = places[alike]
-        found.append(AlikeBlocks(chosen, (run,), blocks.ids[chosen - first_place][:, None]))
-    return tuple(found)
+    published = published_states(layout, plane, group, blocks)
+    return states_in_blocks(layout, group, blocks, published, lambda indices, _: sampled(publication, indices, share))
+
+
+def states_in_blocks(
+    layout: StateLayout,
+    group: Group,
+    blocks: Blocks,
+    held: tuple[int, int],
+    wanted: Callable[[Int64s, BlockIds], npt.NDArray[np.bool_]],
+) -> tuple[AlikeBlocks, ...]:
+    """The blocks that hold a range of the held states of a request.
+
+    Args:
+        layout, group, blocks: of one side.
+        held: the range.
+        wanted: which blocks are taken, given their block indices and ids.
+    """
+    (begin, stop), per_block = held, layout.held_per_block
+    if begin >= stop:
+        return ()
+    indices = np.arange(begin // per_block, -(-stop // per_block), dtype=np.int64)
+    ids = blocks.ids[indices - (0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens)]
+    chosen = wanted(indices, ids)
+    indices, ids = indices[chosen], ids[chosen]
+    low = np.maximum(begin - indices * per_block, 0)
+    count = np.minimum(stop - indices * per_block, per_block) - low
+    return tuple(
+        AlikeBlocks(indices[alike], (StateRun(int(low[alike[0]]), int(count[alike[0]])),), ids[alike][:, None])
+        for alike in _rows_alike(np.stack((low, count), axis=1))
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +209,7 @@ def held_blocks(
         got = (index >= moved[0]) & (index < moved[1])
         there = index
         if not lane.line.same_tokens:
-            states = _held_states(source, index)
+            states = source.held_state(index)
             got &= destination.holds(states)
             there = destination.held_indices(states)
         chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, places, share)
@@ -231,14 +253,6 @@ def _alike(
         runs = tuple(StateRun(int(a), int(c)) for a, c in zip(at[starts], counts, strict=True))
         ids = needed.destination.ids[first[alike][:, None] + block[starts] - needed.destination.first]
         yield AlikeBlocks(places[alike], runs, ids)
-
-
-def _held_states(layout: StateLayout, index: Int64s) -> Int64s:
-    """`StateLayout.held_state` of many."""
-    shard = layout.shard
-    turn, within = np.divmod(index, shard.interleave)
-    states: Int64s = (turn * shard.count + shard.index) * shard.interleave + within
-    return states
 
 
 def _rows_alike(rows: Int64s) -> list[npt.NDArray[np.int64]]:

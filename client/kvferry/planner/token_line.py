@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane, TokenShard
 from kvferry.planner.rows import Cut, Int64s
+
+Index = TypeVar("Index", int, Int64s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,9 @@ class StateLayout:
         in_turn = min(max(rest - self.shard.index * self.shard.interleave, 0), self.shard.interleave)
         return whole * self.shard.interleave + in_turn
 
-    def held_state(self, index: int) -> int:
+    def held_state(self, index: Index) -> Index:
         """Which state is the `index`-th of those held."""
-        turn, within = divmod(index, self.shard.interleave)
+        turn, within = index // self.shard.interleave, index % self.shard.interleave
         return (turn * self.shard.count + self.shard.index) * self.shard.interleave + within
 
     def holds(self, states: Int64s) -> npt.NDArray[np.bool_]:
