@@ -1,5 +1,5 @@
-"""What can be done with the memory of one address space, the host's or a device's, and the strided arrays of equal cells
-that a copy reads and writes, a sum reads, and that are cleared."""
+"""What can be done with the memory of one address space, the host's or a device's, and the strided arrays of equal
+cells that a copy reads and writes, a sum reads, and that are cleared."""
 
 from __future__ import annotations
 

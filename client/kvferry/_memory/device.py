@@ -92,8 +92,26 @@ class DeviceAccess:
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
         """See `MemoryAccess`."""
+        torch, length = self._torch, bytes_per_unit(plane, blocks)
         with self._queue():
-            return self._sums(plane, units, blocks)
+            parts = [(run, self._bytes(cells)) for run, cells in block_cells(plane, units, blocks)]
+            rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
+            ids = torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
+            whole, upper = (torch.tensor(of).to(self._device) for of in weights(padded(length) // 8))
+            found = torch.empty((len(ids), len(units)), dtype=torch.int64, device=self._device)
+            for first in range(0, len(ids), rows):
+                chosen = ids[first : first + rows]
+                buffer = torch.zeros((len(chosen), len(units), padded(length)), dtype=torch.uint8, device=self._device)
+                at = 0
+                for run, view in parts:
+                    gathered = view[chosen[:, run]].reshape(len(chosen), len(units), -1)
+                    buffer[:, :, at : at + gathered.shape[2]] = gathered
+                    at += gathered.shape[2]
+                words = buffer.view(torch.int64)
+                total = (words * whole).sum(-1) + ((words >> 32) * upper).sum(-1) + start(length)
+                found[first : first + rows] = (total >> 32) & 0xFFFFFFFF
+            sums: Sums = found.cpu().numpy().astype(np.uint32)
+            return sums
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
         """See `MemoryAccess`."""
@@ -101,28 +119,6 @@ class DeviceAccess:
             ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
             for run, cells in block_cells(plane, plane.units, blocks):
                 self._bytes(cells)[ids[:, run]] = 0
-
-    def _sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        torch = self._torch
-        length = bytes_per_unit(plane, blocks)
-        parts = [(run, self._bytes(cells)) for run, cells in block_cells(plane, units, blocks)]
-        rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
-        ids = torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
-        whole, upper = (torch.tensor(of).to(self._device) for of in weights(padded(length) // 8))
-        found = torch.empty((len(ids), len(units)), dtype=torch.int64, device=self._device)
-        for first in range(0, len(ids), rows):
-            chosen = ids[first : first + rows]
-            buffer = torch.zeros((len(chosen), len(units), padded(length)), dtype=torch.uint8, device=self._device)
-            at = 0
-            for run, view in parts:
-                gathered = view[chosen[:, run]].reshape(len(chosen), len(units), -1)
-                buffer[:, :, at : at + gathered.shape[2]] = gathered
-                at += gathered.shape[2]
-            words = buffer.view(torch.int64)
-            total = (words * whole).sum(-1) + ((words >> 32) * upper).sum(-1) + start(length)
-            found[first : first + rows] = (total >> 32) & 0xFFFFFFFF
-        sums: Sums = found.cpu().numpy().astype(np.uint32)
-        return sums
 
     def _keep(self, tensor: Any) -> None:
         storage = tensor.untyped_storage()

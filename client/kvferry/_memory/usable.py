@@ -1,7 +1,7 @@
 """Checks of memory before it is registered.
 
-Host memory has to be mapped and writable: NIXL registers any address, and the first read into a page that is not mapped,
-or is read-only, fails halfway or kills the process.
+Host memory has to be mapped and writable: NIXL registers any address, and the first read into a page that is not
+mapped, or is read-only, fails halfway or kills the process.
 
 Device memory has to stay where it is mapped. With ``expandable_segments:True``, torch maps physical memory into its
 segments as they grow, with CUDA's functions for virtual memory. ``cuda_ipc`` cannot export such memory, so reads on one

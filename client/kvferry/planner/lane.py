@@ -12,10 +12,10 @@ request are enumerated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from math import lcm
 from typing import TypeAlias
 
@@ -116,32 +116,17 @@ class Lane:
         return Cut(0, 0, self.source.held_per_block)
 
     @cached_property
-    def _rows(self) -> dict[Cut, Rows]:
-        return {}
-
-    def rows(self, cut: Cut) -> Rows:
+    def rows(self) -> Callable[[Cut], Rows]:
         """The fused rows of a cut; kept, since requests ask for the same few again and again."""
-        rows = self._rows.get(cut)
-        if rows is None:
-            if len(self._rows) >= ROWS_KEPT:
-                self._rows.clear()
-            # With one block, planes that touch may be tensors of their own; no descriptor spans two NIXL regions.
-            across = min(self.source.num_blocks, self.destination.num_blocks) > 1
-            rows = self._rows[cut] = rows_of(self.planes, cut, across=across)
-        return rows
+        # With one block, planes that touch may be tensors of their own; no descriptor spans two NIXL regions.
+        across = min(self.source.num_blocks, self.destination.num_blocks) > 1
+        return lru_cache(ROWS_KEPT)(partial(rows_of, self.planes, across=across))
 
     @cached_property
-    def _loops(self) -> dict[tuple[int, Cut], tuple[Loop, ...]]:
-        return {}
-
-    def loops(self, alike: int, cut: Cut) -> tuple[Loop, ...]:
-        """The loops that copy a cut of the planes in ``planes[alike]``; kept, as rows are."""
-        found = self._loops.get((alike, cut))
-        if found is None:
-            if len(self._loops) >= ROWS_KEPT:
-                self._loops.clear()
-            found = self._loops[alike, cut] = loops_of(self.planes[alike], cut)
-        return found
+    def loops(self) -> Callable[[int, Cut], tuple[Loop, ...]]:
+        """Given `alike` and a cut, the loops that copy the cut of the planes in ``planes[alike]``; kept, as rows are."""
+        planes = self.planes
+        return lru_cache(ROWS_KEPT)(lambda alike, cut: loops_of(planes[alike], cut))
 
 
 def _is_linear(plane: Plane, units: int) -> bool:
@@ -199,10 +184,10 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
         return _enumerated(lane, begin, end, needed)
     found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
     for pieces in line.period_pieces:
-        # The places in a block of either side tell the place in the period: there is one piece of each cut.
-        (place,), (own_place,) = pieces.source_block.tolist(), pieces.destination_block.tolist()
-        source = _repeated(needed.source, place, period // line.source_step, first, last)
-        destination = _repeated(needed.destination, own_place, period // line.destination_step, first, last)
+        # A cut tells where in the period its piece lies: there is one piece of each cut.
+        (index,), (own_index,) = pieces.source_block.tolist(), pieces.destination_block.tolist()
+        source = _repeated(needed.source, index, period // line.source_step, first, last)
+        destination = _repeated(needed.destination, own_index, period // line.destination_step, first, last)
         found.append(Segment(pieces.cut, source, destination))
     if last * period < end:
         found += _enumerated(lane, last * period, end, needed)
@@ -277,7 +262,7 @@ def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[
     ]
 
 
-def _repeated(blocks: NeededBlocks, place: int, step: int, first: int, last: int) -> Int64s:
-    """Ids of the block at `place` of every period from `first` to before `last`; a period has `step` blocks."""
-    begin = first * step + place - blocks.first
+def _repeated(blocks: NeededBlocks, index: int, step: int, first: int, last: int) -> Int64s:
+    """Ids of the block at `index` of every period from `first` to before `last`; a period has `step` blocks."""
+    begin = first * step + index - blocks.first
     return blocks.ids[begin : begin + (last - first - 1) * step + 1 : step]

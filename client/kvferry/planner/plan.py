@@ -18,7 +18,7 @@ from kvferry.geometry.plane import Plane
 from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand, together
-from kvferry.planner.footprint import BlockMap, Footprint, places_of
+from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
 from kvferry.planner.lane import Lane, LaneKey, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, Tables, part_of_tables, prepare_tables
@@ -184,9 +184,9 @@ class ReadPlan:
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
         """The descriptors of what is needed, by group, which `needed` has checked."""
         expansion = expand(self.lanes, self.tables, self.staged, wanted)
-        places = places_of(*self.groups_by_name, wanted)
+        blocks = request_blocks(*self.groups_by_name, wanted)
         sources = tuple(
-            replace(found, footprint=Footprint(self._block_maps[found.source_rank], places))
+            replace(found, footprint=Footprint(self._block_maps[found.source_rank], blocks))
             for found in expansion.sources
         )
         return replace(expansion, sources=sources)
