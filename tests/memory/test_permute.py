@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry._memory.device import DeviceAccess
@@ -45,7 +45,8 @@ def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
         spans.append(span)
         sides.append(strides)
     axes = tuple(zip(counts, *sides, strict=True))
-    places = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=6)))
+    # A source may give a block twice, so that two blocks are copied from one place.
+    places = sorted(draw(st.lists(st.integers(0, 12), min_size=1, max_size=6)))
     ids = draw(st.permutations(range(12)))[: len(places)]
     stride, own_stride = (span + draw(st.integers(0, 9)) for span in spans)
     offset, own_offset = draw(st.integers(0, 64)), draw(st.integers(0, 64))
@@ -73,9 +74,14 @@ def moved(copy: Copy, source: np.ndarray, destination: np.ndarray) -> None:
             destination[mine : mine + copy.cell] = source[theirs : theirs + copy.cell]
 
 
+TWICE = Copy(0, 8, np.array([0, 0, 2]), 0, 8, np.array([3, 1, 2]), (), 8)
+"""Three places from the first to the last, of which one is copied twice and one not at all."""
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @settings(max_examples=300, deadline=None)
 @given(drawn=copies())
+@example(drawn=(0, 0, TWICE))
 def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]) -> None:
     offset, own_offset, copy = drawn
     # torch's own memory on both sides; numpy takes any address.

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from kvferry.geometry.blocks import AnyIds
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.planner.checksum import Sums
@@ -85,6 +88,14 @@ def copy_cells(copy: Copy) -> tuple[Cells, Cells]:
         Cells(copy.source, (int(copy.places[-1]) + 1, *counts), strides, copy.cell),
         Cells(copy.destination, (int(copy.ids.max()) + 1, *counts), own_strides, copy.cell),
     )
+
+
+def selection(indices: AnyIds) -> slice | AnyIds:
+    """What selects these indices of an axis: a slice, which copies nothing, where each is one more than the one before,
+    else the indices."""
+    first, last = int(indices[0]), int(indices[-1])
+    is_run = last - first + 1 == len(indices) and bool((np.diff(indices) == 1).all())
+    return slice(first, last + 1) if is_run else indices
 
 
 def block_cells(plane: Plane, units: Interval, blocks: AlikeBlocks) -> Iterator[tuple[int, Cells]]:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._memory.access import Cells, StagingSpace, StillCopying, block_cells, bytes_per_unit, copy_cells
+from kvferry._memory.access import Cells, StagingSpace, StillCopying, block_cells, bytes_per_unit, copy_cells, selection
 from kvferry._memory.current_device import ignore_captures
 from kvferry._memory.usable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
@@ -205,9 +205,9 @@ class _Queue:
     def index(self, array: npt.NDArray[Any]) -> Any:
         """What selects these places of an axis. Consecutive ones take no memory, and those of each array are uploaded
         once, however many copies share them."""
-        first, last = int(array[0]), int(array[-1])
-        if last - first + 1 == len(array) and bool((np.diff(array) == 1).all()):
-            return slice(first, last + 1)
+        selected = selection(array)
+        if isinstance(selected, slice):
+            return selected
         known = self._indices.get(id(array))
         if known is None:
             known = self._indices[id(array)] = array, self._upload(array)

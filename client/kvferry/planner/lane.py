@@ -91,14 +91,7 @@ class Lane:
     def cut_below(self, token: int) -> int:
         """A token up to `token` behind which no smaller one can be read apart from its neighbours: `token` itself if a
         read may end there and another one begin, else a lower one, which is no lower than the next where that is so."""
-        states = int(token // self.tokens_per_state)
-        held = self.source
-        if not self.line.same_tokens:
-            # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
-            states = states // self.granule * self.granule
-        elif torn := held.held_before(states) % self.granule:
-            states = held.held_state(held.held_before(states) - torn)
-        return int(states * self.tokens_per_state)
+        return int(_first_moved(self, int(token // self.tokens_per_state)))
 
     @cached_property
     def linear_bytes(self) -> tuple[int, ...]:
@@ -124,7 +117,7 @@ class Lane:
 
     @cached_property
     def loops(self) -> Callable[[int, Cut], tuple[Loop, ...]]:
-        """Given `alike` and a cut, the loops that copy the cut of the planes in ``planes[alike]``; kept, as rows are."""
+        """Given an index of `planes` and a cut, the loops that copy the cut of these planes; kept, as rows are."""
         planes = self.planes
         return lru_cache(ROWS_KEPT)(lambda alike, cut: loops_of(planes[alike], cut))
 
@@ -208,11 +201,9 @@ def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     if begin * per_state < needed.floor:
         raise _torn(lane, needed, per_state)
     begin, end = _striped(lane, begin, end)
+    first, last = begin, end
     if lane.line.same_tokens:
         first, last = lane.source.held_before(begin), lane.source.held_before(end)
-    else:
-        # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
-        first, last = begin, end
     if first >= last:
         return 0, 0
     if _first_moved(lane, begin) < needed.floor:
@@ -226,6 +217,7 @@ def _first_moved(lane: Lane, state: int) -> Fraction:
         first = lane.source.held_before(state) // lane.granule * lane.granule
         state = min(state, lane.source.held_state(first))
     else:
+        # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
         state = state // lane.granule * lane.granule
     return state * lane.tokens_per_state
 

@@ -225,17 +225,8 @@ def plan_read(
     _check_size(lanes)
     rule = rule or PathRule()
     paths = tuple(choose_path(lane, rule) for lane in lanes)
-    return ReadPlan(
-        source=source,
-        destination=destination,
-        rank=mine,
-        reads=covering.reads,
-        uncovered=covering.uncovered,
-        lanes=lanes,
-        paths=paths,
-        rule=rule,
-        tables=_tables(lanes, paths),
-    )
+    tables = _tables(lanes, paths)
+    return ReadPlan(source, destination, mine, covering.reads, covering.uncovered, lanes, paths, rule, tables)
 
 
 def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> Tables:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
@@ -158,13 +158,12 @@ class _Slab:
         return both if all(used <= step for step, used in both.used) else None
 
 
-def _slabs(planes: Iterable[Plane]) -> Iterator[_Slab]:
+def _slabs(planes: Iterable[Plane]) -> list[_Slab]:
     """The slabs of planes. Planes that step alike, as layers packed into one storage do, are joined into one slab."""
-    last: _Slab | None = None
+    found: list[_Slab] = []
     for slab in sorted(map(_Slab.of, planes), key=lambda slab: (slab.stride, slab.cycles, slab.begin)):
-        joined = None if last is None else last.joined(slab)
-        if joined is None and last is not None:
-            yield last
-        last = joined or slab
-    if last is not None:
-        yield last
+        joined = found[-1].joined(slab) if found else None
+        if joined is not None:
+            found.pop()
+        found.append(joined or slab)
+    return found

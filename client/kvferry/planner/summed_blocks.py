@@ -2,9 +2,10 @@
 
 The design, of which `kvferry.planner.checksum` has the sum itself:
 
-- A *sum* belongs to (source rank, plane, block, unit). The block is named by its *place*, counted in the source's
-  blocks from the request's first token. Summed are the published states of the block. A block whose published tokens
-  end, or begin, inside a granule or a state has no sum: the rest of that granule may still change.
+- A *sum* belongs to (source rank, plane, block, unit). The block is named by its *block index*, counted in the source's
+  blocks from the request's first token (`places` here and in the protos). Summed are the published states of the block.
+  A block whose published tokens end, or begin, inside a granule or a state has no sum: the rest of that granule may
+  still change.
 - A source rank sums the blocks of a publication in its own memory, when its engine calls `Cache.checksum` after the
   publish, and sends the sums to the home in pages. The publish announces the sums, and a rank's last page is marked as
   the last, so a reader knows which sums to wait for.
@@ -94,7 +95,7 @@ class AlikeBlocks:
     """Source blocks whose summed states lie alike on one side.
 
     Attributes:
-        places: of the source's blocks in the request, rising, ``int64[n]``.
+        places: block indices of the source's blocks, rising, ``int64[n]``.
         runs: where the states lie, in their order.
         ids: the block of this side that holds each run, ``int32`` or ``int64[n, runs]``; only ever an index.
     """
@@ -200,11 +201,11 @@ def held_blocks(
     source, destination, per_block = lane.source, lane.destination, lane.source.held_per_block
     published = published_states(source, lane.reads[0].source, source_group, granted)
     moved = _moved(lane, needed)
-    all_places = np.arange(moved[0] // per_block, -(-moved[1] // per_block), dtype=np.int64)
+    all_indices = np.arange(moved[0] // per_block, -(-moved[1] // per_block), dtype=np.int64)
     at_once = max(1, STATES_AT_ONCE // per_block)
-    for first in range(0, len(all_places), at_once):
-        places = all_places[first : first + at_once]
-        index = places[:, None] * per_block + np.arange(per_block, dtype=np.int64)
+    for first in range(0, len(all_indices), at_once):
+        indices = all_indices[first : first + at_once]
+        index = indices[:, None] * per_block + np.arange(per_block, dtype=np.int64)
         summed = (index >= published[0]) & (index < published[1])
         got = (index >= moved[0]) & (index < moved[1])
         there = index
@@ -212,9 +213,9 @@ def held_blocks(
             states = source.held_state(index)
             got &= destination.holds(states)
             there = destination.held_indices(states)
-        chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, places, share)
+        chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, indices, share)
         others = int(np.count_nonzero(got.any(axis=1) & ~chosen))
-        of = (places[chosen], there[chosen], summed[chosen])
+        of = (indices[chosen], there[chosen], summed[chosen])
         yield HeldBlocks(tuple(_alike(*of, lane, needed)) if bool(chosen.any()) else (), others)
 
 
@@ -230,13 +231,13 @@ def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
 
 
 def _alike(
-    places: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: GroupRequest
+    indices: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: GroupRequest
 ) -> Iterator[AlikeBlocks]:
     """Gather source blocks by how their states lie in the destination's blocks.
 
     Args:
-        places: of the source's blocks.
-        there: the place of each of their states on the destination's line of held states, ``int64[n, states]``.
+        indices: block indices of the source's blocks.
+        there: the index of each of their states on the destination's line of held states, ``int64[n, states]``.
         summed: which of them count, at least one of each block.
     """
     per_block = lane.destination.held_per_block
@@ -252,7 +253,7 @@ def _alike(
         counts = np.diff(np.concatenate((starts, [len(states)])))
         runs = tuple(StateRun(int(a), int(c)) for a, c in zip(at[starts], counts, strict=True))
         ids = needed.destination.ids[first[alike][:, None] + block[starts] - needed.destination.first]
-        yield AlikeBlocks(places[alike], runs, ids)
+        yield AlikeBlocks(indices[alike], runs, ids)
 
 
 def _rows_alike(rows: Int64s) -> list[npt.NDArray[np.int64]]:

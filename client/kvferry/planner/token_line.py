@@ -73,7 +73,7 @@ class StateLayout:
         return np.equal(states // self.shard.interleave % self.shard.count, self.shard.index)
 
     def held_indices(self, states: Int64s) -> Int64s:
-        """The place of each of the states, all held, among those held."""
+        """The index of each of the states, all held, among those held."""
         turn = self.shard.interleave * self.shard.count
         return states // turn * self.shard.interleave + states % self.shard.interleave
 
@@ -158,7 +158,7 @@ class Line:
             source_at, destination_at = self.source.held_indices(first), self.destination.held_indices(first)
         source_block, source_at = np.divmod(source_at, self.source.held_per_block)
         destination_block, destination_at = np.divmod(destination_at, self.destination.held_per_block)
-        # Blocks hold at most 2**20 states (`covering.MAX_CELLS`), so that this does not wrap.
+        # Blocks hold at most 2**20 states (`coverage.MAX_CELLS`), so that this does not wrap.
         cuts = (source_at * self.destination.held_per_block + destination_at) * (int(count.max()) + 1) + count
         order = np.argsort(cuts, kind="stable")
         return tuple(
