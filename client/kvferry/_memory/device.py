@@ -52,7 +52,7 @@ INDICES = 4096
 
 
 class DeviceAccess:
-    """Access to the memory of one device. An address is found by the tensor that it lies in.
+    """`MemoryAccess` to the memory of one device. An address is found by the tensor that it lies in.
 
     Args:
         device: as torch names it.
@@ -85,13 +85,11 @@ class DeviceAccess:
         return StagingSpace(region, self, tensor)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `MemoryAccess`."""
         with self._queue() as queue:
             for copy in copies:
                 self._copy(copy, queue)
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        """See `MemoryAccess`."""
         torch, length = self._torch, bytes_per_unit(plane, blocks)
         with self._queue():
             parts = [(run, self._bytes(cells)) for run, cells in block_cells(plane, units, blocks)]
@@ -114,7 +112,6 @@ class DeviceAccess:
             return sums
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """See `MemoryAccess`."""
         with self._queue():
             ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
             for run, cells in block_cells(plane, plane.units, blocks):

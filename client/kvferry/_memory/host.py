@@ -24,7 +24,7 @@ BYTES_AT_ONCE = 256 << 10
 
 
 class HostAccess:
-    """Access to the host's memory. Callers have checked that what they name lies in registered memory."""
+    """`MemoryAccess` to the host's memory. Callers have checked that what they name lies in registered memory."""
 
     def allocate(self, size: int) -> StagingSpace:
         """See `MemoryAccess`. It takes no room until it is used."""
@@ -34,13 +34,11 @@ class HostAccess:
         return StagingSpace(MemoryRegion(MemoryKind.DRAM, 0, array.ctypes.data, size), self, array)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `MemoryAccess`."""
         for copy in copies:
             source, destination = map(_view, copy_cells(copy))
             destination[copy.ids] = source[selection(copy.places)]
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        """See `MemoryAccess`."""
         length = bytes_per_unit(plane, blocks)
         parts = [(run, cells, _view(cells)) for run, cells in block_cells(plane, units, blocks)]
         rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
@@ -67,7 +65,6 @@ class HostAccess:
         return found
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """See `MemoryAccess`."""
         for run, cells in block_cells(plane, plane.units, blocks):
             view = _view(cells)
             view[blocks.ids[:, run]] = np.zeros((), view.dtype)

@@ -130,7 +130,6 @@ class BlockRuns:
 
     @classmethod
     def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
-        """Encode blocks as runs."""
         starts, counts = (tuple(column.tolist()) for column in blocks.runs())
         return cls(group, blocks.first_token, blocks.end_token, blocks.state_token, starts, counts)
 
@@ -141,7 +140,6 @@ class BlockRuns:
 
     @property
     def num_blocks(self) -> int:
-        """Number of block ids."""
         return sum(self.counts)
 
     def check(self, where: str) -> None:

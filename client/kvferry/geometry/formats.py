@@ -5,7 +5,8 @@ unit and token are in natural order the format is ``plain``, whatever the layout
 different layouts, block sizes and even makes can read from each other. Where a kernel permutes inside a page the
 format has a name of its own and a page moves whole.
 
-Layer names are compared verbatim: both engines of a read must use the same.
+Layer names are compared verbatim: both engines of a read must use the same. All functions take `group` and
+`holding` as `kvferry.geometry.tensors.planes_of` does.
 
 Of vLLM there are its attention on GPUs and, permuted inside a page by its kernel, on CPUs; its latent attention and
 indexers, which are the same on every rank.
@@ -81,7 +82,6 @@ def vllm_attention(
         kv_caches: by layer, ``[blocks, heads, tokens, key_dim + value_dim]`` of any strides: vLLM's layouts LBHNC,
             LBNHC, LHBNC, BLHNC, BLNHC and BHLNC differ in them alone. Kernel blocks smaller than the group's blocks
             become pages.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         key_dim: elements of K; None: as many as of V.
 
     Source: vllm-project/vllm 0.32.0, ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py (logical ``[B, H, N,
@@ -107,7 +107,6 @@ def vllm_two_slots(kv_caches: Layers, group: Group, heads: int, holding: Holding
 
     Args:
         kv_caches: by layer, ``[blocks, 2, tokens, heads · head_dim]`` of any strides.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         heads: KV heads on this rank.
 
     Source: vllm-project/vllm 0.32.0, ``B12xPagedAttentionImpl._kv_cache_views`` in vllm/v1/attention/backends/b12x.py
@@ -127,7 +126,6 @@ def vllm_tiles(
 
     Args:
         kv_caches: by layer, ``[blocks, 2, tokens, heads · head_dim]``; a page of each slot is one piece.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         heads: KV heads on this rank.
         format: name of the order in the tile.
 
@@ -151,7 +149,6 @@ def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | 
 
     Args:
         kv_caches: by layer, ``[blocks, heads, tokens, bytes]`` or, of one head, ``[blocks, tokens, bytes]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         format: name of what is in a cell.
 
     Source: vllm-project/vllm 0.32.0, ``TritonAttentionImpl._ensure_scale_caches`` in
@@ -178,7 +175,6 @@ def vllm_nvfp4(
         kv_caches: by layer, ``uint8 [blocks, 2 · heads, tokens, 9 / 16 · head_dim]``, heads before tokens in memory.
             The shape is only a size: a side of a page is ``[heads · tokens · head_dim / 2 | heads · tokens · head_dim
             / 16]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         heads: KV heads on this rank.
         scales: format of the scales.
 
@@ -215,7 +211,6 @@ def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding 
 
     Args:
         kv_caches: by layer, ``[blocks, tokens, latent_dim + rope_dim]`` or, since 0.32, ``[blocks, 1, tokens, …]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         latent_dim: kv_lora_rank of the model.
 
     Source: vllm-project/vllm, ``concat_and_cache_mla_kernel`` in csrc/cache_kernels.cu (kv_cache is ``[num_blocks,
@@ -237,7 +232,6 @@ def vllm_mla_fp8_ds(kv_caches: Layers, group: Group, holding: Holding | None = N
 
     Args:
         kv_caches: by layer, ``uint8 [blocks, tokens, 656]`` or ``[blocks, 1, tokens, 656]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
 
     Raises:
         BadGeometry: rows of another width.
@@ -262,7 +256,6 @@ def vllm_mla_pages(
     Args:
         kv_caches: by layer, ``uint8 [blocks, 1, states, row_bytes + scale bytes]``. The shape is only a size: inside a
             page the bytes are ``[states · row_bytes | states · scale bytes]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         row_bytes: bytes of a state without its scales: 576 in V4.
         format: name of what is in a row and its scales.
 
@@ -291,7 +284,6 @@ def vllm_indexer(
     Args:
         kv_caches: by layer, ``uint8 [blocks, tokens, index_dim + scale bytes]`` or ``[blocks, 1, tokens, …]``. The
             shape is only a size: inside a page the bytes are ``[tokens · index_dim | tokens · scale bytes]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         index_dim: bytes of a token's key.
         format, token_granule: of the keys.
 
@@ -333,7 +325,6 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
 
     Args:
         kv_caches: by layer, ``[blocks, heads, tokens, 2 · head_dim]``, contiguous.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         isa: what ``_get_attn_isa`` in vllm/v1/attention/backends/cpu_attn.py answers on this machine: ``vec``,
             ``amx`` …
 
@@ -371,7 +362,6 @@ def sglang_mha(k_buffer: Layers, v_buffer: Layers, group: Group, holding: Holdin
     Args:
         k_buffer, v_buffer: by layer, ``[slots, heads, head_dim]``, or ``[pages, heads, tokens, head_dim]`` with
             ``SGLANG_USE_HND_KVCACHE``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
 
     Source: sgl-project/sglang 0.5.23, ``MHATokenToKVPool._kv_buffer_shapes`` and ``_create_buffers_normal`` in
     python/sglang/srt/mem_cache/memory_pool.py. Not for its ``vectorized_5d`` layout.
@@ -393,7 +383,6 @@ def sglang_mla(kv_buffer: Layers, group: Group, latent_dim: int, holding: Holdin
 
     Args:
         kv_buffer: by layer, ``[slots, 1, latent_dim + rope_dim]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         latent_dim: kv_lora_rank of the model.
 
     Source: sgl-project/sglang 0.5.23, ``MLATokenToKVPool._create_buffers`` in
@@ -420,7 +409,6 @@ def trtllm_pool(
     Args:
         pool: ``[blocks, layers, len(components), heads · tokens · head_dim]``, contiguous.
         layers: names of the pool's layers, in its order.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         heads: KV heads on this rank.
         components: ``("latent",)`` and the like for a pool of one factor.
 

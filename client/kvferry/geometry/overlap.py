@@ -51,7 +51,6 @@ class _Box:
 
     @property
     def end(self) -> int:
-        """One past the last byte."""
         return self.first + self.extent
 
 

@@ -73,7 +73,6 @@ class Expansion:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes read from all ranks."""
         return sum(source.total_bytes for source in self.sources)
 
 
@@ -118,7 +117,6 @@ class _Collector:
         self.descriptors = 0
 
     def add_staged(self, lane: Lane, found: Sequence[Segment]) -> None:
-        """Add a lane that goes through staging memory."""
         read = staged_read(lane, found)
         if read is not None:
             self._staged.setdefault(lane.source_rank, []).append(read)
@@ -160,7 +158,6 @@ class _Collector:
         return True
 
     def add(self, index: int, lane: Lane, segment: Segment) -> None:
-        """Add the rows of a segment."""
         rows = lane.rows(segment.cut)
         blocks = len(segment.source)
         self.pieces += rows.unfused * blocks
@@ -216,7 +213,6 @@ class _Collector:
         self.descriptors += source.size
 
     def result(self) -> Expansion:
-        """Everything gathered."""
         found: dict[int, list[Descriptors]] = {}
         for (rank, memory), parts in self._raw.items():
             columns = [np.concatenate(column).view(np.uint64) for column in zip(*parts, strict=True)]

@@ -97,7 +97,7 @@ def _rows_of(layers: tuple[Slabs, ...], rows: Addresses) -> Bools:
     found = np.zeros(len(rows), np.bool_)
     for slabs in layers:
         inside, first, last = slabs.blocks(rows[:, 0], rows[:, 1])
-        steps = (rows[:, 4] == 1) | (rows[:, 3] == slabs.stride_at(rows[:, 0]))
+        steps = (rows[:, 4] == 1) | (rows[:, 3] == slabs.stride[slabs.at(rows[:, 0])])
         found |= inside & (first == 0) & (last == 0) & steps
     return found
 

@@ -74,11 +74,6 @@ class Lane:
         return Line(self.source, self.destination)
 
     @cached_property
-    def stripe_states(self) -> int:
-        """Stripes begin and end at multiples of this many states: the lcm of the block sizes."""
-        return lcm(self.source.block_states, self.destination.block_states)
-
-    @cached_property
     def planes(self) -> tuple[AlikePlanes, ...]:
         """The plane reads by their strides."""
         return alike(self.reads)
@@ -231,7 +226,8 @@ def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
     """The lane's stripe of states ``[begin, end)``."""
     if lane.stripe.whole:
         return begin, end
-    step = lane.stripe_states
+    # Stripes begin and end at multiples of so many states.
+    step = lcm(lane.source.block_states, lane.destination.block_states)
     first = begin // step
     low, high = lane.stripe.blocks(-(-end // step) - first)
     return max(begin, (first + low) * step), min(end, (first + high) * step)

@@ -42,7 +42,7 @@ class Slabs:
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
         """Which ranges lie inside one slab and one cycle, and the ids of their first and last blocks."""
-        place = self._place(address)
+        place = self.at(address)
         begin = self.begin[place]
         # The ranges lie inside regions (`kvferry._transport.bounds`): their ends do not wrap.
         inside = (address >= begin) & (address + length <= self.end[place])
@@ -62,7 +62,7 @@ class Slabs:
 
     def room(self, address: Addresses) -> Addresses:
         """Bytes from each address to the end of its slab or cycle; 0 for addresses in no slab."""
-        place = self._place(address)
+        place = self.at(address)
         begin, span = self.begin[place], self.span[place]
         offset = address - begin
         for steps, _ in self.cycles:
@@ -70,14 +70,9 @@ class Slabs:
         inside = (address >= begin) & (address < self.end[place]) & (offset < span)
         return np.where(inside, span - offset, np.uint64(0))
 
-    def _place(self, address: Addresses) -> npt.NDArray[np.intp]:
+    def at(self, address: Addresses) -> npt.NDArray[np.intp]:
         """The index of the slab that each address lies in, or behind."""
         return np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
-
-    def stride_at(self, address: Addresses) -> Addresses:
-        """The stride of the slab that each address lies in, or behind."""
-        stride: Addresses = self.stride[self._place(address)]
-        return stride
 
 
 def layers_of(planes: Iterable[Plane]) -> tuple[Slabs, ...]:

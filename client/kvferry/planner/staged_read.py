@@ -133,7 +133,6 @@ class Batch:
 
     @classmethod
     def of(cls, read: StagedRead, rows: Sequence[_Rows], staged_bytes: int) -> Batch:
-        """The batch of these rows."""
         columns: list[tuple[Int64s, Int64s, Int64s]] = []
         for some in rows:
             size = some.extent.length

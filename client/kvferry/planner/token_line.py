@@ -40,7 +40,6 @@ class StateLayout:
 
     @classmethod
     def of(cls, plane: Plane, group: Group) -> StateLayout:
-        """The layout of a plane."""
         shard = plane.token_shard
         # Plane and check_rank have seen to it that no state is torn apart.
         interleave = int(shard.interleave / plane.tokens_per_state) if shard.count > 1 else 1
@@ -124,21 +123,16 @@ class Line:
         return lcm(self.source_step, self.destination_step)
 
     @cached_property
-    def _steps(self) -> tuple[int, ...]:
-        """Pieces end at multiples of these: blocks, and the turns of token shards."""
+    def steps(self) -> tuple[int, ...]:
+        """Pieces end at multiples of these states, the fewest first: blocks, and the turns of token shards."""
         turns = () if self.same_tokens else (self.source.shard, self.destination.shard)
         steps = {self.source_step, self.destination_step, *(turn.interleave for turn in turns if turn.count > 1)}
         return tuple(sorted(steps))
 
-    @property
-    def shortest_step(self) -> int:
-        """No piece is longer than this many states."""
-        return self._steps[0]
-
     @cached_property
     def pieces_per_period(self) -> int:
         """An upper bound, known without making them."""
-        return sum(self.period // step for step in self._steps)
+        return sum(self.period // step for step in self.steps)
 
     @cached_property
     def period_pieces(self) -> tuple[Pieces, ...]:
@@ -172,5 +166,5 @@ class Line:
 
     def _edges(self, begin: int, end: int) -> Int64s:
         """Where pieces of ``[begin, end)`` begin or end, rising."""
-        inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self._steps]
+        inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self.steps]
         return np.unique(np.concatenate((np.array([begin, end], np.int64), *inner)))
