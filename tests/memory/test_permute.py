@@ -120,7 +120,7 @@ def test_a_source_block_given_twice_is_read_twice_through_staging_memory() -> No
         group = Group("full", block_tokens=memory.size // len(memory) // 8, num_blocks=len(memory))
         planes = planes_of({"0": memory}, axes.split(), group, ("key",))
         engines.append(EngineGeometry(name, (group,), (RankGeometry(0, planes),)))
-    plan = plan_read(*engines, 0, rule=PathRule(Path.STAGED))
+    plan = plan_read(engines[0], engines[1], 0, rule=PathRule(Path.STAGED))
     ids = [5, 6, 5, 1, 7, 2]
     (read,) = plan.expand({"full": Blocks(ids)}, {"full": Blocks([2, 0, 1])}).sources
     space = HostAccess().allocate(SIZE)
