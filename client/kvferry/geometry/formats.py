@@ -112,8 +112,10 @@ def vllm_two_slots(kv_caches: Layers, group: Group, heads: int, holding: Holding
     Source: vllm-project/vllm 0.32.0, ``B12xPagedAttentionImpl._kv_cache_views`` in vllm/v1/attention/backends/b12x.py
     and ``RocmSegmentedAttentionImpl._split_kv_cache`` in rocm_segmented_attn.py. Not for `vllm_tiles`.
     """
-    views = {layer: _with_axes(layer, tensor, 4) for layer, tensor in named_tensors(kv_caches).items()}
-    split = {layer: view.split(3, _head_width(layer, view, heads)) for layer, view in views.items()}
+    split: dict[str, Tensor] = {}
+    for layer, tensor in named_tensors(kv_caches).items():
+        view = _with_axes(layer, tensor, 4)
+        split[layer] = view.split(3, _head_width(layer, view, heads))
     return planes_of(split, ("block", "kv", "token", "head", "content"), group, None, holding)
 
 
@@ -134,14 +136,12 @@ def vllm_tiles(
     ``reshape_and_cache_shuffle_kernel`` in vllm/v1/attention/backends/rocm_aiter_fa.py (V ``[heads, tokens / x,
     head_dim, x]``).
     """
-    found: list[Plane] = []
-    parts = [Part(name, kv=kv, format=format, token_granule=0) for kv, name in enumerate(("key", "value"))]
+    tiles: dict[str, Tensor] = {}
     for layer, tensor in named_tensors(kv_caches).items():
         view = _with_axes(layer, tensor, 4)
-        width, tokens = _head_width(layer, view, heads), view.shape[2]
-        tiles = view.merge_tail(2, (heads, tokens, width))
-        found += planes_of_tensor(tiles, ("block", "kv", "head", "token", "content"), group, layer, parts, holding)
-    return tuple(found)
+        tiles[layer] = view.merge_tail(2, (heads, view.shape[2], _head_width(layer, view, heads)))
+    parts = [Part(name, kv=kv, format=format, token_granule=0) for kv, name in enumerate(("key", "value"))]
+    return planes_of(tiles, ("block", "kv", "head", "token", "content"), group, parts, holding)
 
 
 def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | None = None) -> tuple[Plane, ...]:
@@ -343,15 +343,12 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
             Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0),
             Part("value", kv=1, token_granule=0),
         ]
-    found: list[Plane] = []
+    pages: dict[str, Tensor] = {}
     for layer, tensor in named_tensors(kv_caches).items():
         view = _with_axes(layer, tensor, 4)
-        _, _, tokens, width = view.shape
-        _halves(layer, view, width)
-        pages = view.merge_tail(2, (2, tokens, width // 2))
-        axes = ("block", "head", "kv", "token", "content")
-        found += planes_of_tensor(pages, axes, group, layer, parts, holding)
-    return tuple(found)
+        width = _halves(layer, view, view.shape[3])["key"]
+        pages[layer] = view.merge_tail(2, (2, view.shape[2], width))
+    return planes_of(pages, ("block", "head", "kv", "token", "content"), group, parts, holding)
 
 
 def sglang_mha(k_buffer: Layers, v_buffer: Layers, group: Group, holding: Holding | None = None) -> tuple[Plane, ...]:

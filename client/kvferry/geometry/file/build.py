@@ -111,10 +111,7 @@ class GroupPart:
         return InvalidField(at(self._path, name), short(value), expected)
 
     def _needed(self, name: str) -> int:
-        value: int | None = getattr(self.fields, name)
-        if value is None:
-            raise self._wrong(name, MISSING, "an integer of at least 1")
-        return value
+        return _known(getattr(self.fields, name), at(self._path, name))
 
     def _axes(self) -> tuple[str, ...]:
         """Return the order of axes, outermost first, that the words of the file stand for."""
@@ -256,13 +253,13 @@ def _intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> t
 def _indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int, ...]:
     """Return indices below `size`, given one by one or as intervals; in the order given, each once."""
     found: dict[int, None] = {}
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         begin, end = (item.begin, item.end) if isinstance(item, Interval) else (item, item + 1)
         said = item if isinstance(item, int) else [begin, end]
         if end > size:
-            raise InvalidField(f"{path}[{place}]", said, f"an index below {size}, or [begin, end]")
-        if twice := [index for index in range(begin, end) if index in found]:
-            raise InvalidField(f"{path}[{place}]", said, f"each index once; {twice[0]} is given twice")
+            raise InvalidField(f"{path}[{index}]", said, f"an index below {size}, or [begin, end]")
+        if twice := [known for known in range(begin, end) if known in found]:
+            raise InvalidField(f"{path}[{index}]", said, f"each index once; {twice[0]} is given twice")
         found.update(dict.fromkeys(range(begin, end)))
     return tuple(found)
 
