@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvferry._memory.access import MemoryAccess
 from kvferry._memory.host import HostAccess
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
+from kvferry.geometry.tensors import planes_of
 from kvferry.planner import ReadPlan, plan_read
 from kvferry.planner.request_blocks import needed
 from kvferry.planner.summed_blocks import held_blocks, source_blocks
@@ -238,3 +239,9 @@ def test_blocks_beyond_the_pieces_that_are_looked_at_together(monkeypatch: pytes
 
 def test_unequal_bytes_at_one_place_are_noticed_by_the_test_itself() -> None:
     assert sum_of(np.zeros(8, np.uint8).tobytes()) != sum_of(np.ones(8, np.uint8).tobytes())
+
+
+def test_an_empty_publication_has_no_sums() -> None:
+    group = Group("full", block_tokens=4, num_blocks=2)
+    (plane,) = planes_of({"0": np.zeros((2, 4, 8), np.uint8)}, ("block", "token", "content"), group, ("key",))
+    assert source_blocks(plane, group, Blocks([], first_token=5, end_token=5), 1, 1.0) == ()

@@ -20,7 +20,7 @@ import torch
 from kvferry._memory.access import StillCopying
 from kvferry._memory.device import DeviceAccess
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._memory.stable import check_stable
+from kvferry._memory.usable import check_stable
 from kvferry._reads.runtime import _MeasuredCosts
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions

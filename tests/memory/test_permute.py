@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry._memory.device import DeviceAccess
@@ -22,10 +22,12 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagedWork, StagingPool
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import InvalidField, TransferFailed
-from kvferry.geometry import Blocks
-from kvferry.planner import Path
+from kvferry.geometry import Blocks, EngineGeometry, Group, RankGeometry
+from kvferry.geometry.tensors import planes_of
+from kvferry.planner import Path, PathRule, plan_read
 from kvferry.planner.staged_read import Copy
 from tests.support import large_caches as worlds
+from tests.support.simulated_memories import copies as copies_of
 
 SIZE = 1 << 16
 
@@ -45,7 +47,8 @@ def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
         spans.append(span)
         sides.append(strides)
     axes = tuple(zip(counts, *sides, strict=True))
-    places = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=6)))
+    # A source may give a block twice, so that two blocks are copied from one place.
+    places = sorted(draw(st.lists(st.integers(0, 12), min_size=1, max_size=6)))
     ids = draw(st.permutations(range(12)))[: len(places)]
     stride, own_stride = (span + draw(st.integers(0, 9)) for span in spans)
     offset, own_offset = draw(st.integers(0, 64)), draw(st.integers(0, 64))
@@ -73,9 +76,14 @@ def moved(copy: Copy, source: np.ndarray, destination: np.ndarray) -> None:
             destination[mine : mine + copy.cell] = source[theirs : theirs + copy.cell]
 
 
+TWICE = Copy(0, 8, np.array([0, 0, 2]), 0, 8, np.array([3, 1, 2]), (), 8)
+"""Three places from the first to the last, of which one is copied twice and one not at all."""
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @settings(max_examples=300, deadline=None)
 @given(drawn=copies())
+@example(drawn=(0, 0, TWICE))
 def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]) -> None:
     offset, own_offset, copy = drawn
     # torch's own memory on both sides; numpy takes any address.
@@ -98,6 +106,30 @@ def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]
     )
     space.copy([placed])
     assert np.array_equal(memory.numpy(), expected)
+
+
+def test_a_source_block_given_twice_is_read_twice_through_staging_memory() -> None:
+    """Blocks 5, 5 and 7 go to the first halves of the destination's blocks; block 6, between them, to a second half."""
+    source = np.arange(8 * 4 * 2 * 4, dtype=np.uint8).reshape(8, 4, 2, 4)
+    destination = np.zeros((3, 2, 8, 4), np.uint8)
+    engines = []
+    for name, memory, axes in (
+        ("p", source, "block token head content"),
+        ("d", destination, "block head token content"),
+    ):
+        group = Group("full", block_tokens=memory.size // len(memory) // 8, num_blocks=len(memory))
+        planes = planes_of({"0": memory}, axes.split(), group, ("key",))
+        engines.append(EngineGeometry(name, (group,), (RankGeometry(0, planes),)))
+    plan = plan_read(engines[0], engines[1], 0, rule=PathRule(Path.STAGED))
+    ids = [5, 6, 5, 1, 7, 2]
+    (read,) = plan.expand({"full": Blocks(ids)}, {"full": Blocks([2, 0, 1])}).sources
+    space = HostAccess().allocate(SIZE)
+    for batch in read.staged[0].batches(SIZE):
+        for theirs, mine, length in copies_of(batch.descriptors(space.region.base, read.staged[0].lane.memory)):
+            ctypes.memmove(mine, theirs, length)
+        space.copy(batch.copies(space.region.base))
+    expected = source[ids].reshape(3, 8, 2, 4).swapaxes(1, 2)
+    assert np.array_equal(destination[[2, 0, 1]], expected)
 
 
 @pytest.mark.parametrize("size", [1, 4096, 3 << 20])

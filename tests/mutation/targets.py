@@ -233,10 +233,10 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/planner/footprint.py": Target(
         (FOOTPRINT, ORACLE),
         {
-            "_Entries.of: rows[:, 4] == rows[0, 4] -> rows[:, 4] != rows[0, 4]": BOTH_WAYS,
-            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) > BY_ID_LIMIT": BOTH_WAYS,
-            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) < BY_ID_LIMIT": BOTH_WAYS,
-            "_Places._by_id: 2 -> 3": "one more id that the request does not have",
+            "BlockMap._entries: rows[:, 4] == rows[0, 4] -> rows[:, 4] != rows[0, 4]": BOTH_WAYS,
+            "_RequestBlocks._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) > BY_ID_LIMIT": BOTH_WAYS,
+            "_RequestBlocks._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) < BY_ID_LIMIT": BOTH_WAYS,
+            "_RequestBlocks._by_id: 2 -> 3": "one more id that the request does not have",
         },
     ),
     "client/kvferry/planner/slabs.py": Target(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from kvferry._arguments import described, several
 from kvferry._engine_spec import EngineSpec
-from kvferry._memory.mapped import check_mapped
-from kvferry._memory.stable import check_stable
+from kvferry._memory.usable import check_mapped, check_stable
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, Plane

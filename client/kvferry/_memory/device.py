@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._memory.access import StagingSpace, StillCopying
-from kvferry._memory.cells import Cells, block_cells, bytes_per_unit, destination_cells, source_cells
+from kvferry._memory.access import Cells, StagingSpace, StillCopying, block_cells, bytes_per_unit, copy_cells, selection
 from kvferry._memory.current_device import ignore_captures
-from kvferry._memory.stable import check_stable
+from kvferry._memory.usable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
@@ -53,7 +52,7 @@ INDICES = 4096
 
 
 class DeviceAccess:
-    """Access to the memory of one device. An address is found by the tensor that it lies in.
+    """`MemoryAccess` to the memory of one device. An address is found by the tensor that it lies in.
 
     Args:
         device: as torch names it.
@@ -86,44 +85,37 @@ class DeviceAccess:
         return StagingSpace(region, self, tensor)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `MemoryAccess`."""
         with self._queue() as queue:
             for copy in copies:
                 self._copy(copy, queue)
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        """See `MemoryAccess`."""
+        torch, length = self._torch, bytes_per_unit(plane, blocks)
         with self._queue():
-            return self._sums(plane, units, blocks)
+            parts = [(run, self._bytes(cells)) for run, cells in block_cells(plane, units, blocks)]
+            rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
+            ids = torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
+            whole, upper = (torch.tensor(of).to(self._device) for of in weights(padded(length) // 8))
+            found = torch.empty((len(ids), len(units)), dtype=torch.int64, device=self._device)
+            for first in range(0, len(ids), rows):
+                chosen = ids[first : first + rows]
+                buffer = torch.zeros((len(chosen), len(units), padded(length)), dtype=torch.uint8, device=self._device)
+                at = 0
+                for run, view in parts:
+                    gathered = view[chosen[:, run]].reshape(len(chosen), len(units), -1)
+                    buffer[:, :, at : at + gathered.shape[2]] = gathered
+                    at += gathered.shape[2]
+                words = buffer.view(torch.int64)
+                total = (words * whole).sum(-1) + ((words >> 32) * upper).sum(-1) + start(length)
+                found[first : first + rows] = (total >> 32) & 0xFFFFFFFF
+            sums: Sums = found.cpu().numpy().astype(np.uint32)
+            return sums
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """See `MemoryAccess`."""
         with self._queue():
             ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
             for run, cells in block_cells(plane, plane.units, blocks):
                 self._bytes(cells)[ids[:, run]] = 0
-
-    def _sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        torch = self._torch
-        length = bytes_per_unit(plane, blocks)
-        parts = [(run, self._bytes(cells)) for run, cells in block_cells(plane, units, blocks)]
-        rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
-        ids = torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
-        whole, upper = (torch.tensor(of).to(self._device) for of in weights(padded(length) // 8))
-        found = torch.empty((len(ids), len(units)), dtype=torch.int64, device=self._device)
-        for first in range(0, len(ids), rows):
-            chosen = ids[first : first + rows]
-            buffer = torch.zeros((len(chosen), len(units), padded(length)), dtype=torch.uint8, device=self._device)
-            at = 0
-            for run, view in parts:
-                gathered = view[chosen[:, run]].reshape(len(chosen), len(units), -1)
-                buffer[:, :, at : at + gathered.shape[2]] = gathered
-                at += gathered.shape[2]
-            words = buffer.view(torch.int64)
-            total = (words * whole).sum(-1) + ((words >> 32) * upper).sum(-1) + start(length)
-            found[first : first + rows] = (total >> 32) & 0xFFFFFFFF
-        sums: Sums = found.cpu().numpy().astype(np.uint32)
-        return sums
 
     def _keep(self, tensor: Any) -> None:
         storage = tensor.untyped_storage()
@@ -134,7 +126,7 @@ class DeviceAccess:
                 self._storages = {**self._storages, address: storage}
 
     def _copy(self, copy: Copy, queue: _Queue) -> None:
-        source, destination = source_cells(copy), destination_cells(copy)
+        source, destination = copy_cells(copy)
         there, here = self._storage_of(source), self._storage_of(destination)
         # One word for both sides: the widest that divides every step of them.
         steps = [copy.cell, *source.strides, *destination.strides]
@@ -210,9 +202,9 @@ class _Queue:
     def index(self, array: npt.NDArray[Any]) -> Any:
         """What selects these places of an axis. Consecutive ones take no memory, and those of each array are uploaded
         once, however many copies share them."""
-        first, last = int(array[0]), int(array[-1])
-        if last - first + 1 == len(array) and bool((np.diff(array) == 1).all()):
-            return slice(first, last + 1)
+        selected = selection(array)
+        if isinstance(selected, slice):
+            return selected
         known = self._indices.get(id(array))
         if known is None:
             known = self._indices[id(array)] = array, self._upload(array)

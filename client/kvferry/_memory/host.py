@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry._memory.access import StagingSpace
-from kvferry._memory.cells import Cells, block_cells, bytes_per_unit, destination_cells, source_cells
-from kvferry.geometry.blocks import AnyIds
+from kvferry._memory.access import Cells, StagingSpace, block_cells, bytes_per_unit, copy_cells, selection
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
 from kvferry.planner.checksum import Sums, padded, sums_of
@@ -26,7 +24,7 @@ BYTES_AT_ONCE = 256 << 10
 
 
 class HostAccess:
-    """Access to the host's memory. Callers have checked that what they name lies in registered memory."""
+    """`MemoryAccess` to the host's memory. Callers have checked that what they name lies in registered memory."""
 
     def allocate(self, size: int) -> StagingSpace:
         """See `MemoryAccess`. It takes no room until it is used."""
@@ -36,16 +34,11 @@ class HostAccess:
         return StagingSpace(MemoryRegion(MemoryKind.DRAM, 0, array.ctypes.data, size), self, array)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `MemoryAccess`."""
         for copy in copies:
-            source, destination = _view(source_cells(copy)), _view(destination_cells(copy))
-            first, last = int(copy.places[0]), int(copy.places[-1])
-            # A slice is a view, where indices would copy once more. Places rise, so these are consecutive.
-            consecutive = last - first + 1 == len(copy.places)
-            destination[copy.ids] = source[first : last + 1] if consecutive else source[copy.places]
+            source, destination = map(_view, copy_cells(copy))
+            destination[copy.ids] = source[selection(copy.places)]
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        """See `MemoryAccess`."""
         length = bytes_per_unit(plane, blocks)
         parts = [(run, cells, _view(cells)) for run, cells in block_cells(plane, units, blocks)]
         rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
@@ -56,7 +49,7 @@ class HostAccess:
         for first in range(0, len(found), rows):
             ids = blocks.ids[first : first + rows]
             if as_gathered:
-                gathered = np.ascontiguousarray(_chosen(parts[0][2], ids[:, 0]))
+                gathered = np.ascontiguousarray(parts[0][2][selection(ids[:, 0])])
                 words = gathered.view(np.int64).reshape(len(ids), len(units), -1)
             else:
                 at = 0
@@ -65,14 +58,13 @@ class HostAccess:
                     into = np.ndarray(
                         (len(ids), len(units), count), view.dtype, buffer, at, (*buffer.strides[:2], cells.size)
                     )
-                    into[...] = _chosen(view, ids[:, run])
+                    into[...] = view[selection(ids[:, run])]
                     at += count * cells.size
                 words = buffer[: len(ids)].view(np.int64)
             found[first : first + rows] = sums_of(words, length)
         return found
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """See `MemoryAccess`."""
         for run, cells in block_cells(plane, plane.units, blocks):
             view = _view(cells)
             view[blocks.ids[:, run]] = np.zeros((), view.dtype)
@@ -84,11 +76,3 @@ def _view(cells: Cells) -> npt.NDArray[Any]:
     # As one opaque value a cell of any size is copied by one memmove; integers are faster only up to a word.
     kind = np.dtype(f"u{cells.size}") if cells.size in (1, 2, 4, 8) else np.dtype((np.void, cells.size))
     return np.ndarray(cells.shape, kind, memory, 0, cells.strides)
-
-
-def _chosen(view: npt.NDArray[Any], ids: AnyIds) -> npt.NDArray[Any]:
-    """The blocks of these ids; not copied where the ids follow each other."""
-    first = int(ids[0])
-    if int(ids[-1]) - first + 1 == len(ids) and bool((np.diff(ids) == 1).all()):
-        return view[first : first + len(ids)]
-    return view[ids]

@@ -6,16 +6,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
-
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import BlockIds, Blocks
+from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
 from kvferry.planner.request_blocks import GroupRequest
-from kvferry.planner.rows import Int64s
-from kvferry.planner.summed_blocks import AlikeBlocks, StateRun
+from kvferry.planner.summed_blocks import AlikeBlocks, states_in_blocks, whole_granules
 from kvferry.planner.token_line import StateLayout
 
 
@@ -52,53 +49,24 @@ def clear_tails(
         group = groups[plane.group]
         if plane.group not in moved or group.kind is GroupKind.STATE:
             continue
-        request = moved[plane.group]
-        unmoved = (
-            *head_of(plane, group, blocks[plane.group], request.begin, request.floor),
-            *tail_of(plane, group, blocks[plane.group], request.end),
-        )
-        for alike in unmoved:
+        for alike in _unmoved(plane, group, blocks[plane.group], moved[plane.group]):
             access = memory.of(plane)
             if access is None:
                 raise InvalidField("tails", plane.name, "host memory, or a tensor's, to be cleared")
             access.clear(plane, alike)
 
 
-def tail_of(plane: Plane, group: Group, blocks: Blocks, end: int) -> Iterator[AlikeBlocks]:
-    """The states of a plane behind token `end`, in whole granules: what a read up to there does not write."""
+def _unmoved(plane: Plane, group: Group, blocks: Blocks, moved: GroupRequest) -> Iterator[AlikeBlocks]:
+    """The states of a plane, in whole granules, that are the read's and that it does not write: in the block of its
+    first token those before this token, and all behind its last one."""
     layout = StateLayout.of(plane, group)
-    per_block, granule = layout.held_per_block, plane.token_granule
-    first_block = blocks.first_token // group.block_tokens
-    moved = layout.held_before(-int(-end // plane.tokens_per_state))
-    moved = -(-moved // granule) * granule
-    place, at = divmod(moved, per_block)
-    place = max(place, first_block)
-    ids = blocks.ids[place - first_block :]
-    places = np.arange(place, place + len(ids), dtype=np.int64)
-    if at and len(ids):
-        yield from _some(places[:1], ids[:1], StateRun(at, per_block - at), group)
-        places, ids = places[1:], ids[1:]
-    yield from _some(places, ids, StateRun(0, per_block), group)
-
-
-def head_of(plane: Plane, group: Group, blocks: Blocks, begin: int, floor: int) -> Iterator[AlikeBlocks]:
-    """The states of a plane before token `begin`, in its block and in whole granules: what a read from there does not
-    write. Tokens before `floor` are not the read's."""
-    layout = StateLayout.of(plane, group)
-    per_block, granule = layout.held_per_block, plane.token_granule
-    moved = layout.held_before(int(begin // plane.tokens_per_state)) // granule * granule
-    own = -(-layout.held_before(-int(-floor // plane.tokens_per_state)) // granule) * granule
-    place = begin // group.block_tokens
-    at = max(own - place * per_block, 0)
-    count = moved - place * per_block - at
-    if count > 0:
-        index = place - blocks.first_token // group.block_tokens
-        places = np.array([place], np.int64)
-        yield from _some(places, blocks.ids[index : index + 1], StateRun(at, count), group)
-
-
-def _some(places: Int64s, ids: BlockIds, run: StateRun, group: Group) -> Iterator[AlikeBlocks]:
-    if group.null_block is not None:
-        places, ids = places[ids != group.null_block], ids[ids != group.null_block]
-    if len(ids):
-        yield AlikeBlocks(places, (run,), ids[:, None])
+    per_block, first_block = layout.held_per_block, blocks.first_token // group.block_tokens
+    begin, _ = whole_granules(layout, plane, moved.begin)
+    _, floor = whole_granules(layout, plane, moved.floor)
+    _, end = whole_granules(layout, plane, moved.end)
+    null_block = -1 if group.null_block is None else group.null_block
+    for first, last in (
+        (max(floor, moved.begin // group.block_tokens * per_block), begin),
+        (max(end, first_block * per_block), (first_block + len(blocks.ids)) * per_block),
+    ):
+        yield from states_in_blocks(layout, group, blocks, (first, last), lambda _, ids: ids != null_block)

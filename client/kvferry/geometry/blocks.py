@@ -130,7 +130,6 @@ class BlockRuns:
 
     @classmethod
     def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
-        """Encode blocks as runs."""
         starts, counts = (tuple(column.tolist()) for column in blocks.runs())
         return cls(group, blocks.first_token, blocks.end_token, blocks.state_token, starts, counts)
 
@@ -141,7 +140,6 @@ class BlockRuns:
 
     @property
     def num_blocks(self) -> int:
-        """Number of block ids."""
         return sum(self.counts)
 
     def check(self, where: str) -> None:
@@ -254,7 +252,15 @@ def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
                 asked = f"tokens from {before[-1].end_token}"
                 raise BlocksShort(name, "source", asked, f"tokens from {blocks.first_token}")
             before.append(blocks)
-    return {name: _one(of) for name, of in parts.items()}
+    found = {}
+    for name, of in parts.items():
+        first, last = of[0], of[-1]
+        if first is last:
+            found[name] = first
+            continue
+        ids = np.concatenate([part.ids for part in of])
+        found[name] = Blocks(ids, first.first_token, last.end_token, last.state_token)
+    return found
 
 
 def taken_end(offered: Mapping[str, Blocks], wanted: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> int:
@@ -273,13 +279,6 @@ def taken_end(offered: Mapping[str, Blocks], wanted: Mapping[str, Blocks], token
         elif tokens is None and name in offered:
             ends.append(offered[name].end_token or 0)
     return max(ends)
-
-
-def _one(parts: Sequence[Blocks]) -> Blocks:
-    first, last = parts[0], parts[-1]
-    if first is last:
-        return first
-    return Blocks(np.concatenate([part.ids for part in parts]), first.first_token, last.end_token, last.state_token)
 
 
 def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: int | None) -> None:

@@ -13,7 +13,7 @@ without a common divisor, which no engine has) passes: a layout that may be righ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -51,7 +51,6 @@ class _Box:
 
     @property
     def end(self) -> int:
-        """One past the last byte."""
         return self.first + self.extent
 
 
@@ -78,13 +77,8 @@ def check_unshared(groups: Iterable[Group], rank: RankGeometry) -> None:
     """
     if all(plane.shared for plane in rank.planes):
         return
-    _check(
-        groups,
-        rank.rank,
-        rank.planes,
-        lambda one, other: one.shared and other.shared,
-        "both hold the same bytes. {} Layers that share a cache on purpose both say shared=True",
-    )
+    problem = "both hold the same bytes. {} Layers that share a cache on purpose both say shared=True"
+    _check(groups, rank.rank, rank.planes, problem, may_share=True)
 
 
 def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> None:
@@ -98,18 +92,11 @@ def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> 
         rank: the destination rank, for the message.
         planes: those of its planes that are written.
     """
-    _check(
-        groups, rank, planes, lambda one, other: False, "both hold the same bytes, which a read would write twice. {}"
-    )
+    problem = "both hold the same bytes, which a read would write twice. {}"
+    _check(groups, rank, planes, problem, may_share=False)
 
 
-def _check(
-    groups: Iterable[Group],
-    rank: int,
-    planes: Iterable[Plane],
-    is_allowed: Callable[[Plane, Plane], bool],
-    problem: str,
-) -> None:
+def _check(groups: Iterable[Group], rank: int, planes: Iterable[Plane], problem: str, *, may_share: bool) -> None:
     by_name = {group.name: group for group in groups}
     spaces: dict[tuple[int, int], list[_Box]] = {}
     for plane in planes:
@@ -120,7 +107,7 @@ def _check(
         for one, other in _suspects(boxes, steps):
             if not steps.take(1):
                 return
-            if is_allowed(one.plane, other.plane):
+            if may_share and one.plane.shared and other.plane.shared:
                 continue
             found = _shared_byte(one, other, steps)
             if found is not None:

@@ -3,7 +3,8 @@
 Integrity mode compares what a reader holds with what the source held when it published, unit by unit: the sum of
 (source plane, source block, unit) is that of a string of bytes that says nothing of where it lies: the states of the
 block that are published, in rising order, ``state_bytes`` each. A rank that holds all of them, in any layout, shard
-or block size, comes to the same sum; and since sums are looked up by place, right bytes in a wrong place are found.
+or block size, comes to the same sum; and since sums are looked up by block index, right bytes in a wrong block are
+found.
 
 The string, padded with zeros to words of 64 bits (little-endian, two's complement), has the sum ::
 
@@ -35,8 +36,8 @@ Sums: TypeAlias = npt.NDArray[np.uint32]
 WORD = 8
 """Bytes of a word."""
 
-PLACE_LIMIT = 1 << 40
-"""Places of blocks stay below this, as tokens do."""
+INDEX_LIMIT = 1 << 40
+"""Block indices stay below this, as tokens do."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -79,42 +80,43 @@ def sums_of(words: Words, length: int) -> Sums:
     return sums
 
 
-def sampled(publication: int, places: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
+def sampled(publication: int, indices: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
     """Which blocks of a publication are summed when only a share of them is, ``bool[n]``.
 
-    A function of the publication and the block's place alone, so that a source and its readers choose the same ones
+    A function of the publication and the block index alone, so that a source and its readers choose the same ones
     without a word; who chooses a larger share chooses those of a smaller one, too.
 
     Args:
         publication: its number.
-        places: places of the source's blocks in the request, counted in blocks.
+        indices: block indices: where the source's blocks stand in the request.
         share: from 0.0, none, to 1.0, all.
     """
     seed = _mix(np.array([publication], np.uint64))
-    drawn = _mix(places.astype(np.uint64) + seed) >> np.uint64(32)
+    drawn = _mix(indices.astype(np.uint64) + seed) >> np.uint64(32)
     return drawn < np.uint64(round(share * 2**32))
 
 
-def runs_of(places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rising places as runs of consecutive ones: first places and counts, ``int64[runs]`` each."""
-    starts, counts = split_runs(places)
-    return places[starts], counts
+def runs_of(indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Rising block indices as runs of consecutive ones: first indices and counts, ``int64[runs]`` each."""
+    starts, counts = split_runs(indices)
+    return indices[starts], counts
 
 
 def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.NDArray[np.int64]:
-    """Runs written out, as a peer sent them; raises `InvalidField` unless they rise and are from 1 to `most` places."""
+    """Runs of block indices written out, as a peer sent them; raises `InvalidField` unless they rise and are from 1 to
+    `most` indices."""
     firsts, lengths = np.array(starts, np.uint64), np.array(counts, np.uint64)
-    expected = f"runs that rise, of together 1 to {most} places below {PLACE_LIMIT}"
-    if not 0 < len(firsts) == len(lengths) <= most or int(lengths.min()) < 1 or int(firsts.max()) >= PLACE_LIMIT:
+    expected = f"runs that rise, of together 1 to {most} places below {INDEX_LIMIT}"
+    if not 0 < len(firsts) == len(lengths) <= most or int(lengths.min()) < 1 or int(firsts.max()) >= INDEX_LIMIT:
         raise InvalidField("places", f"{len(firsts)} starts, {len(lengths)} counts", expected)
     total = int(lengths.sum())
     # Counts have 32 bits, so that neither sum wraps.
     if total > most or bool((firsts[1:] < (firsts + lengths)[:-1]).any()):
         raise InvalidField("places", total, expected)
     before = np.cumsum(lengths) - lengths
-    places: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64)
-    places += np.repeat((firsts - before).view(np.int64), lengths.view(np.int64))
-    return places
+    indices: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64)
+    indices += np.repeat((firsts - before).view(np.int64), lengths.view(np.int64))
+    return indices
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -171,9 +171,8 @@ class Coverer:
                 if plane.optional_cover:
                     uncovered.append(plane.name)
                 else:
-                    problem = f"units {plane.units} are held by no rank of the source, which has no such plane"
-                    units = str(plane.units)
-                    mismatches.append(Mismatch("uncovered", plane.name, "units", "", units, f"{plane.name}: {problem}"))
+                    problem = "are held by no rank of the source, which has no such plane"
+                    mismatches.append(_uncovered("uncovered", plane, (plane.units,), problem, ""))
                 continue
             differing = self._differing(offered, plane)
             if differing:
@@ -187,7 +186,12 @@ class Coverer:
                 break
             found, missing = shared
             if missing:
-                mismatches.append(_uncovered(plane, missing, self._held(offered)))
+                held = self._held(offered)
+                kind, problem = "indivisible", f"cannot be cut out of this format; the source holds {held}"
+                if plane.units_divide:
+                    kind = "uncovered"
+                    problem = f"({plane.token_shard}) are held by no rank of the source, which holds {held}"
+                mismatches.append(_uncovered(kind, plane, missing, problem, held))
                 continue
             made = [PlaneRead(of.rank, offered.planes[of.rank], plane, of.units, of.stripe) for of in found]
             cells += sum(len(read.units) * max(read.source.block_states, plane.block_states) for read in made)
@@ -234,13 +238,6 @@ class Coverer:
         return found
 
 
-def _too_many_cells(plane: Plane) -> list[Mismatch]:
-    cells = plane.block_states * len(plane.units)
-    if cells <= MAX_CELLS:
-        return []
-    return [_too_large(plane, f"{plane.name}: a block has {cells} units times states, more than {MAX_CELLS}")]
-
-
 def _too_large(plane: Plane, message: str) -> Mismatch:
     return Mismatch("too_large", plane.name, "block_states", "", str(plane.block_states), message)
 
@@ -266,11 +263,15 @@ def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: Group
                 seen.add((name, theirs))
                 yield _field_mismatch(wanted, name, rank, theirs, ours)
     if not seen:
-        yield from dict.fromkeys(
-            mismatch
-            for plane in alike
-            for mismatch in (*_too_many_cells(wanted), *_too_many_cells(plane), *_shard_mismatch(plane, wanted))
-        )
+        found: dict[Mismatch, None] = {}
+        for plane in alike:
+            for of in (wanted, plane):
+                cells = of.block_states * len(of.units)
+                if cells > MAX_CELLS:
+                    message = f"{of.name}: a block has {cells} units times states, more than {MAX_CELLS}"
+                    found[_too_large(of, message)] = None
+            found |= dict.fromkeys(_shard_mismatch(plane, wanted))
+        yield from found
 
 
 def _field_mismatch(wanted: Plane, name: str, rank: int, theirs: str, ours: str) -> Mismatch:
@@ -316,12 +317,6 @@ def some(intervals: Sequence[Interval]) -> str:
     return ", ".join(str(interval) for interval in intervals[:MAX_LISTED]) + more
 
 
-def _uncovered(plane: Plane, missing: tuple[Interval, ...], held: str) -> Mismatch:
-    if plane.units_divide:
-        kind = "uncovered"
-        problem = f"({plane.token_shard}) are held by no rank of the source, which holds {held}"
-    else:
-        kind = "indivisible"
-        problem = f"cannot be cut out of this format; the source holds {held}"
+def _uncovered(kind: str, plane: Plane, missing: tuple[Interval, ...], problem: str, held: str) -> Mismatch:
     message = f"{plane.name}: units {some(missing)} {problem}"
     return Mismatch(kind, plane.name, "units", held, str(plane.units), message)

@@ -57,12 +57,10 @@ class RawDescriptors:
 
     @property
     def count(self) -> int:
-        """Number of descriptors."""
         return len(self.length)
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes over all descriptors."""
         return int(self.length.sum())
 
 
@@ -110,7 +108,6 @@ class PreparedDescriptors:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes over all descriptors."""
         return len(self.source) * self.table.entry_bytes
 
 

@@ -19,7 +19,7 @@ from kvferry.planner.footprint import Footprint
 from kvferry.planner.lane import Lane, Segment, segments, span
 from kvferry.planner.prepared_tables import Tables
 from kvferry.planner.request_blocks import GroupRequest
-from kvferry.planner.rows import Int64s
+from kvferry.planner.rows import Int64s, Rows
 from kvferry.planner.staged_read import StagedRead, staged_read
 
 RAW_MIN_RUN = 4
@@ -73,7 +73,6 @@ class Expansion:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes read from all ranks."""
         return sum(source.total_bytes for source in self.sources)
 
 
@@ -118,7 +117,6 @@ class _Collector:
         self.descriptors = 0
 
     def add_staged(self, lane: Lane, found: Sequence[Segment]) -> None:
-        """Add a lane that goes through staging memory."""
         read = staged_read(lane, found)
         if read is not None:
             self._staged.setdefault(lane.source_rank, []).append(read)
@@ -160,7 +158,6 @@ class _Collector:
         return True
 
     def add(self, index: int, lane: Lane, segment: Segment) -> None:
-        """Add the rows of a segment."""
         rows = lane.rows(segment.cut)
         blocks = len(segment.source)
         self.pieces += rows.unfused * blocks
@@ -171,52 +168,43 @@ class _Collector:
         if bool(streams.any()):
             starts, counts = split_runs(segment.source, segment.destination)
             if len(starts) * RAW_MIN_RUN <= blocks:
-                self._add_raw(lane, segment.source[starts], segment.destination[starts], segment, streams, counts)
+                self._add_raw(lane, rows, streams, segment.source[starts], segment.destination[starts], counts)
                 rest = ~streams
-        self._check_room(int(np.count_nonzero(rest)) * blocks)
-        if bool(rest.any()) and int(np.count_nonzero(rest)) * blocks >= PREPARED_MIN_COUNT:
+        count = int(np.count_nonzero(rest)) * blocks
+        # Before they are made: blocks times rows of each are soon more than memory holds.
+        if self.descriptors + count > MAX_DESCRIPTORS:
+            expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
+            raise InvalidField("number of descriptors of one read", self.descriptors + count, expected)
+        if count >= PREPARED_MIN_COUNT:
             rest = self._add_prepared(index, lane, segment, rest)
         if bool(rest.any()):
-            self._add_raw(lane, segment.source, segment.destination, segment, rest, np.ones(1, np.int64))
-
-    def _check_room(self, more: int) -> None:
-        """Before they are made: blocks times rows of each are soon more than memory holds."""
-        if self.descriptors + more > MAX_DESCRIPTORS:
-            expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
-            raise InvalidField("number of descriptors of one read", self.descriptors + more, expected)
+            self._add_raw(lane, rows, rest, segment.source, segment.destination, np.ones(1, np.int64))
 
     def _add_prepared(
         self, index: int, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
         """Add those rows that stand in a table; returns the others."""
         rest = rest.copy()
-        for place in self._tables.at(index, segment.cut):
-            wanted = rest[place.rows]
+        for found in self._tables.at(index, segment.cut):
+            wanted = rest[found.rows]
             if not bool(wanted.any()):
                 continue
             # Neither sum can wrap: tables have fewer than 2**31 entries.
-            source = place.source[wanted][:, None] + segment.source.astype(np.int32)
-            destination = place.destination[wanted][:, None] + segment.destination.astype(np.int32)
-            key = lane.source_rank, place.table
+            source = found.source[wanted][:, None] + segment.source.astype(np.int32)
+            destination = found.destination[wanted][:, None] + segment.destination.astype(np.int32)
+            key = lane.source_rank, found.table
             self._prepared.setdefault(key, []).append((source.ravel(), destination.ravel()))
             self._grids.setdefault(key, []).append((source.shape[0], source.shape[1]))
             self.descriptors += source.size
-            rest[place.rows[wanted]] = False
+            rest[found.rows[wanted]] = False
         return rest
 
     def _add_raw(
-        self,
-        lane: Lane,
-        source_ids: Int64s,
-        destination_ids: Int64s,
-        segment: Segment,
-        chosen: npt.NDArray[np.bool_],
-        run: Int64s,
+        self, lane: Lane, rows: Rows, chosen: npt.NDArray[np.bool_], source_ids: Int64s, ids: Int64s, run: Int64s
     ) -> None:
-        """Add rows by address; a run of `run` blocks begins at each pair of ids."""
-        rows = lane.rows(segment.cut)
+        """Add rows by address; a run of `run` blocks begins at each pair of ids, of the source and the destination."""
         source = rows.source[chosen][:, None] + source_ids * lane.source.block_stride
-        destination = rows.destination[chosen][:, None] + destination_ids * lane.destination.block_stride
+        destination = rows.destination[chosen][:, None] + ids * lane.destination.block_stride
         self._append(lane, source, destination, np.broadcast_to(rows.length[chosen][:, None] * run, source.shape))
 
     def _append(self, lane: Lane, source: Int64s, destination: Int64s, length: Int64s) -> None:
@@ -225,7 +213,6 @@ class _Collector:
         self.descriptors += source.size
 
     def result(self) -> Expansion:
-        """Everything gathered."""
         found: dict[int, list[Descriptors]] = {}
         for (rank, memory), parts in self._raw.items():
             columns = [np.concatenate(column).view(np.uint64) for column in zip(*parts, strict=True)]
@@ -244,6 +231,6 @@ class _Collector:
 
 
 def _jumps(ids: Int64s, first: int, step: int, begin: int, end: int) -> Int64s:
-    """Places on a line, within ``(begin, end)``, where the next block is not the next in memory."""
+    """Positions on a line, within ``(begin, end)``, where the next block is not the next in memory."""
     breaks = (np.flatnonzero(ids[1:] - ids[:-1] != 1) + (1 + first)) * step
     return breaks[(breaks > begin) & (breaks < end)]

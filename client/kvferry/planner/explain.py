@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,8 @@ from kvferry.planner.line_rule import Stripe
 from kvferry.planner.path_choice import Path, work_of
 from kvferry.planner.plan import ReadPlan
 from kvferry.planner.prepared_tables import RECURRING_LIMIT
+
+COUNTS = ("pieces_per_block", "descriptors_per_block")
 
 PIECES = 1 << 16
 """How many pieces, in all lines of a plan together, an estimate looks at."""
@@ -259,18 +261,12 @@ def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
         "layers": ranges(order[layer] for layer in line.layers),
         "units": [line.units.begin, line.units.end],
         "components": list(line.components),
-        "tokens": {"index": line.tokens.index, "count": line.tokens.count, "interleave": line.tokens.interleave},
+        "tokens": asdict(line.tokens),
         "bytes_per_token": _number(line.bytes_per_token),
-        "bytes_per_request": line.bytes_per_request,
-        "pieces_per_block": line.pieces_per_block,
-        "descriptors_per_block": line.descriptors_per_block,
-        "runs_merge": line.runs_merge,
-        "path": line.path,
+        **{name: getattr(line, name) for name in ("bytes_per_request", *COUNTS, "runs_merge", "path")},
         "path_reason": line.reason,
     }
-    if not line.stripe.whole:
-        found["stripe"] = {"begin": line.stripe.begin, "end": line.stripe.end, "of": line.stripe.of}
-    return found
+    return found if line.stripe.whole else {**found, "stripe": asdict(line.stripe)}
 
 
 def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[str, Any]:
@@ -281,8 +277,7 @@ def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[st
         "reads": len(reads),
         "bytes_per_token": _number(sum(line.bytes_per_token for line in reads)),
         "bytes_per_request": sum(line.bytes_per_request for line in reads),
-        "pieces_per_block": sum(line.pieces_per_block for line in reads),
-        "descriptors_per_block": sum(line.descriptors_per_block for line in reads),
+        **{name: sum(getattr(line, name) for line in reads) for name in COUNTS},
         "source_ranks": [
             {**_rank_json(rank.rank, rank.labels), "share": round(loads[rank.rank], 6)}
             for rank in (plans[0].source.ranks if plans else ())

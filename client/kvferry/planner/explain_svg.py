@@ -67,9 +67,10 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
     for row, lines in enumerate(explained):
         y = top + row * CELL_HEIGHT
         parts.append(_text(MARGIN, y + 18, rank_name(lines.rank, lines.labels), weight="bold"))
+        shares = source_loads(plans[0].source, [lines])
         for column, rank in enumerate(sources):
             reads = [line for line in lines.reads if line.source_rank == rank.rank]
-            parts.append(_cell(left + column * CELL_WIDTH, y, reads, _share(lines, reads), order))
+            parts.append(_cell(left + column * CELL_WIDTH, y, reads, shares[rank.rank], order))
     parts.extend(_legend(bottom + 24))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
@@ -97,16 +98,6 @@ def _legend(y: int) -> list[str]:
         _text(MARGIN, y + 16, "[a, b): units a to b - 1, of KV heads or state channels", fill="#555555", size=10),
         _text(MARGIN, y + 32, "staged: by way of staging memory; direct: into the blocks", fill="#555555", size=10),
     ]
-
-
-def _share(lines: RankLines, reads: Sequence[ReadLine]) -> float:
-    """Return the fraction of a destination rank's bytes that some of its reads have."""
-    by_token = any(line.bytes_per_token for line in lines.reads)
-
-    def weight(of: Sequence[ReadLine]) -> float:
-        return sum(line.bytes_per_token if by_token else line.bytes_per_request for line in of)
-
-    return weight(reads) / (weight(lines.reads) or 1.0)
 
 
 def _fill(share: float) -> str:

@@ -3,7 +3,7 @@
 The planner goes from block ids to addresses. Here every address is divided back into a block id, which has to be one of
 the request's, and both ends of a descriptor have to lie in blocks that hold the same tokens. This uses none of the
 planner's arithmetic, so it finds an address that wrapped into another block of the same region (R7). It does not find a
-wrong place within the right block.
+wrong position within the right block.
 """
 
 from __future__ import annotations
@@ -71,25 +71,25 @@ class BlockMap:
             for (own_group, _), mine in self.destination.items()
             if own_group == group
         )
-        self._tables: dict[DescriptorTable, _TableMap] = {}
+        self._tables: dict[DescriptorTable, tuple[_Entries, _Entries]] = {}
 
-    def table(self, table: DescriptorTable) -> _TableMap:
-        """Whose blocks the rows of a table are. Kept for as long as the plan, as its tables are."""
+    def table(self, table: DescriptorTable) -> tuple[_Entries, _Entries]:
+        """How the indices of a table are looked up, at the source and at the destination. Kept for as long as the plan,
+        as its tables are."""
         known = self._tables.get(table)
         if known is None:
             theirs, mine = table.memory.spaces
-            known = self._tables[table] = _TableMap(
-                _Entries.of(table.source, table.source_first),
-                _Entries.of(table.destination, table.destination_first),
-                {
-                    group: (
-                        _rows_of(self.source.get((group, theirs), ()), table.source),
-                        _rows_of(self.destination.get((group, mine), ()), table.destination),
-                    )
-                    for group in self._groups
-                },
+            known = self._tables[table] = (
+                self._entries(self.source, theirs, table.source, table.source_first),
+                self._entries(self.destination, mine, table.destination, table.destination_first),
             )
         return known
+
+    def _entries(
+        self, layers: Mapping[tuple[str, _Space], tuple[Slabs, ...]], space: _Space, rows: Addresses, first: Int64s
+    ) -> _Entries:
+        count = int(rows[0, 4]) if bool((rows[:, 4] == rows[0, 4]).all()) else 0
+        return _Entries(first, count, {group: _rows_of(layers.get((group, space), ()), rows) for group in self._groups})
 
 
 def _rows_of(layers: tuple[Slabs, ...], rows: Addresses) -> Bools:
@@ -97,7 +97,7 @@ def _rows_of(layers: tuple[Slabs, ...], rows: Addresses) -> Bools:
     found = np.zeros(len(rows), np.bool_)
     for slabs in layers:
         inside, first, last = slabs.blocks(rows[:, 0], rows[:, 1])
-        steps = (rows[:, 4] == 1) | (rows[:, 3] == slabs.stride_at(rows[:, 0]))
+        steps = (rows[:, 4] == 1) | (rows[:, 3] == slabs.stride[slabs.at(rows[:, 0])])
         found |= inside & (first == 0) & (last == 0) & steps
     return found
 
@@ -109,15 +109,12 @@ class _Entries:
     Attributes:
         first: index of the first entry of each row.
         count: entries of every row; 0 if rows have different numbers.
+        blocks: which rows are blocks of each group.
     """
 
     first: Int64s
     count: int
-
-    @classmethod
-    def of(cls, rows: Addresses, first: Int64s) -> _Entries:
-        count = int(rows[0, 4])
-        return cls(first, count if bool((rows[:, 4] == rows[0, 4]).all()) else 0)
+    blocks: Mapping[str, Bools]
 
     def rows(self, flat: Indices) -> npt.NDArray[np.signedinteger[Any]]:
         """The row of each index."""
@@ -129,33 +126,24 @@ class _Entries:
         return np.remainder(flat, np.int32(self.count)) if self.count else flat - self.first[self.rows(flat)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TableMap:
-    """How the indices of a table fall into rows, and which rows are blocks of each group: (source, destination)."""
-
-    source: _Entries
-    destination: _Entries
-    rows: Mapping[str, tuple[Bools, Bools]]
-
-
-class _Places:
-    """The blocks of a request on one side: from block ids to their places in the request, counted in blocks."""
+class _RequestBlocks:
+    """The blocks of a request on one side: from block ids to their indices in the request."""
 
     def __init__(self, blocks: NeededBlocks, block_tokens: int) -> None:
         self._ids = blocks.ids
-        self._place: npt.NDArray[np.intp] | None = None
-        """The places of `_ids` in the request; None: they stand there in this order."""
+        self._order: npt.NDArray[np.intp] | None = None
+        """The indices of `_ids` in the request; None: they stand there in this order."""
         steps = self._ids[1:] - self._ids[:-1]
         if not bool((steps > 0).all()):
             # Most requests have rising ids. Sorting costs more than all else here.
-            self._ids, self._place = np.unique(self._ids, return_index=True)
+            self._ids, self._order = np.unique(self._ids, return_index=True)
         self._first = blocks.first
         self.block_tokens = block_tokens
         self.unambiguous = len(self._ids) == len(blocks.ids)
-        """Whether no id stands at two places. A source may publish one twice."""
+        """Whether no id occurs twice in the request. A source may publish a block twice."""
         breaks = steps != 1
         self._run = np.cumsum(np.concatenate((np.zeros(1, np.int64), breaks))) if breaks.any() else None
-        """The number of the run in memory that each place of the request belongs to; None: there is one."""
+        """The number of the run in memory that each block of the request belongs to; None: there is one run."""
 
     def find(self, first: Int64s, last: Int64s) -> tuple[Bools, Int64s, Int64s]:
         """Whether all ids from `first` to `last` are the request's, and the indices of those two in `_ids`."""
@@ -171,15 +159,15 @@ class _Places:
         """Whether the blocks from one to the other follow each other in the request as they do in memory."""
         if self._run is None:
             return np.ones(len(low), np.bool_)
-        same: Bools = np.equal(self._run[self._places(low)], self._run[self._places(high)])
+        same: Bools = np.equal(self._run[self._indices(low)], self._run[self._indices(high)])
         return same
 
-    def _places(self, at: Int64s) -> npt.NDArray[np.signedinteger[Any]]:
-        return at if self._place is None else self._place[at]
+    def _indices(self, at: Int64s) -> npt.NDArray[np.signedinteger[Any]]:
+        return at if self._order is None else self._order[at]
 
     def token(self, at: Int64s) -> Int64s:
         """The first tokens of the blocks at these indices of `_ids`."""
-        tokens: Int64s = (self._places(at).astype(np.int64) + self._first) * self.block_tokens
+        tokens: Int64s = (self._indices(at).astype(np.int64) + self._first) * self.block_tokens
         return tokens
 
     def tokens_of(self, ids: npt.NDArray[np.signedinteger[Any]]) -> Int64s:
@@ -199,7 +187,7 @@ class _Places:
         tokens[self._ids] = self.token(np.arange(len(self._ids), dtype=np.int64))
         return tokens
 
-    def share_tokens(self, mine: Int64s, other: _Places, theirs: Int64s) -> Bools:
+    def share_tokens(self, mine: Int64s, other: _RequestBlocks, theirs: Int64s) -> Bools:
         """Whether the blocks of each pair have a token in common."""
         here, there = self.token(mine), other.token(theirs)
         return np.less(here, there + other.block_tokens) & np.less(there, here + self.block_tokens)
@@ -210,12 +198,12 @@ class Footprint:
 
     Args:
         block_map: of the plan, for that rank.
-        places: the request's, see `places_of`.
+        blocks: the request's, see `request_blocks`.
     """
 
-    def __init__(self, block_map: BlockMap, places: Mapping[str, tuple[_Places, _Places]]) -> None:
+    def __init__(self, block_map: BlockMap, blocks: Mapping[str, tuple[_RequestBlocks, _RequestBlocks]]) -> None:
         self._map = block_map
-        self._places = places
+        self._blocks = blocks
 
     def effort(self, descriptors: Descriptors) -> int:
         """How much work `check` is: about the number of descriptors that it looks up (`AT_ONCE`)."""
@@ -241,15 +229,15 @@ class Footprint:
                 return
             # A descriptor may span planes that are adjacent on both sides: it is checked piece by piece.
             room = np.minimum(
-                _room(self._map.source, self._places, theirs, left.source),
-                _room(self._map.destination, self._places, mine, left.destination),
+                _room(self._map.source, self._blocks, theirs, left.source),
+                _room(self._map.destination, self._blocks, mine, left.destination),
             )
             left = self._divided(left, room)
 
     def _unknown(self, raw: RawDescriptors, source_space: _Space, destination_space: _Space) -> Int64s:
         """The indices of descriptors that do not go from blocks of the request to the blocks of the same tokens."""
         left = np.arange(raw.count, dtype=np.int64)
-        for name, (theirs, mine) in self._places.items():
+        for name, (theirs, mine) in self._blocks.items():
             for source in self._map.source.get((name, source_space), ()):
                 for destination in self._map.destination.get((name, destination_space), ()):
                     if not len(left):
@@ -275,7 +263,7 @@ class Footprint:
         )
 
     def _check_prepared(self, prepared: PreparedDescriptors) -> None:
-        table = self._map.table(prepared.table)
+        entries = self._map.table(prepared.table)
         grids = prepared.grids
         if sum(rows * blocks for rows, blocks in grids) != prepared.count:
             # Not known, or not true.
@@ -286,61 +274,55 @@ class Footprint:
                 side[begin : begin + rows * blocks] for side in (prepared.source, prepared.destination)
             )
             begin += rows * blocks
-            if not self._right_by_edges(table, source, destination, rows):
-                self._check_each(table, source, destination)
+            if not self._right_by_edges(entries, source, destination, rows):
+                self._check_each(entries, source, destination)
 
-    def _right_by_edges(self, table: _TableMap, source: Indices, destination: Indices, rows: int) -> bool:
+    def _right_by_edges(
+        self, entries: tuple[_Entries, _Entries], source: Indices, destination: Indices, rows: int
+    ) -> bool:
         """Whether indices are right because their first row and first column are, and every other row has the blocks of
         the first one. False: that is not known."""
-        if rows < 2 or len(source) < rows or not (table.source.count and table.destination.count):
+        if rows < 2 or len(source) < rows or not all(of.count for of in entries):
             return False
         edges = []
-        for entries, flat in ((table.source, source), (table.destination, destination)):
+        for of, flat in zip(entries, (source, destination), strict=True):
             grid = flat.reshape(rows, -1)
             # The first row lies in one row of the table, the first column in one block, and rows of the table are
             # equally long. So an index that is as far behind its row's first one as another, of the first row, is
             # behind that row's first one lies in the same row of the table as the first of its own, and in the same
             # block as the other.
-            firsts, places = entries.ids(grid[:, 0]), entries.rows(grid[0])
-            if not ((firsts == firsts[0]).all() and (places == places[0]).all()):
+            firsts, in_rows = of.ids(grid[:, 0]), of.rows(grid[0])
+            if not ((firsts == firsts[0]).all() and (in_rows == in_rows[0]).all()):
                 return False
             if not np.equal(grid - grid[:, :1], grid[0] - grid[0, 0]).all():
                 return False
             edges.append(np.concatenate((grid[0], grid[:, 0])))
-        return any(self._right(name, table, *edges).all() for name in self._places if name in table.rows)
+        return any(self._right(name, entries, *edges).all() for name in self._blocks if name in entries[0].blocks)
 
-    def _check_each(self, table: _TableMap, source: Indices, destination: Indices) -> None:
-        for name in self._places:
-            if name not in table.rows:
-                continue
-            right = self._right(name, table, source, destination)
-            if bool(right.all()):
-                return
-            # Descriptors that are not of this group may be of another.
-            wrong = np.flatnonzero(~right)
-            source, destination = source[wrong], destination[wrong]
+    def _check_each(self, entries: tuple[_Entries, _Entries], source: Indices, destination: Indices) -> None:
+        for name in self._blocks:
+            if len(source) and name in entries[0].blocks:
+                # Descriptors that are not of this group may be of another.
+                wrong = ~self._right(name, entries, source, destination)
+                source, destination = source[wrong], destination[wrong]
         if len(source):
             value = f"index {int(source[0])} to index {int(destination[0])}"
             raise InvalidField("descriptors", value, EXPECTED)
 
-    def _right(self, group: str, table: _TableMap, source: Indices, destination: Indices) -> Bools:
+    def _right(self, group: str, entries: tuple[_Entries, _Entries], source: Indices, destination: Indices) -> Bools:
         """Which indices go from blocks of the request, in a group, to the blocks of the same tokens."""
-        theirs, mine = self._places[group]
-        of_source, of_destination = table.rows[group]
-        there = theirs.tokens_of(table.source.ids(source))
-        here = mine.tokens_of(table.destination.ids(destination))
+        theirs, mine = self._blocks[group]
+        there = theirs.tokens_of(entries[0].ids(source))
+        here = mine.tokens_of(entries[1].ids(destination))
         right: Bools = here > NOWHERE
         if theirs.unambiguous:
             right &= np.less(here, there + theirs.block_tokens)
             right &= np.less(there, here + mine.block_tokens)
         else:
             right &= there > NOWHERE
-        for entries, flat, rows in (
-            (table.source, source, of_source),
-            (table.destination, destination, of_destination),
-        ):
-            if not bool(rows.all()):
-                right &= rows[entries.rows(flat)]
+        for of, flat in zip(entries, (source, destination), strict=True):
+            if not bool(of.blocks[group].all()):
+                right &= of.blocks[group][of.rows(flat)]
         return right
 
     def check_source(self, descriptors: RawDescriptors) -> None:
@@ -351,7 +333,7 @@ class Footprint:
         one = np.ones(descriptors.count, np.uint64)
         for ends in (descriptors.source, descriptors.source + descriptors.length - one):
             wrong = np.arange(descriptors.count, dtype=np.int64)
-            for name, (theirs, _) in self._places.items():
+            for name, (theirs, _) in self._blocks.items():
                 for slabs in self._map.source.get((name, space), ()):
                     known, _, _ = _find(theirs, slabs, ends[wrong], one[wrong])
                     wrong = wrong[~known]
@@ -381,20 +363,20 @@ def _room(
     return np.where(least == ADDRESS_LIMIT, np.uint64(0), least)
 
 
-def _find(places: _Places, slabs: Slabs, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
+def _find(blocks: _RequestBlocks, slabs: Slabs, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
     inside, first, last = slabs.blocks(address, length)
-    known, low, high = places.find(first, last)
+    known, low, high = blocks.find(first, last)
     return inside & known, low, high
 
 
-def places_of(
+def request_blocks(
     source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, GroupRequest]
-) -> dict[str, tuple[_Places, _Places]]:
+) -> dict[str, tuple[_RequestBlocks, _RequestBlocks]]:
     """The blocks of one request on both sides, by group; all its footprints use the same ones."""
 
-    def of(blocks: NeededBlocks, group: Group) -> _Places:
+    def of(blocks: NeededBlocks, group: Group) -> _RequestBlocks:
         # A request has one block of state.
-        return _Places(blocks, 1 if group.kind is GroupKind.STATE else group.block_tokens)
+        return _RequestBlocks(blocks, 1 if group.kind is GroupKind.STATE else group.block_tokens)
 
     return {
         name: (of(wanted.source, source_groups[name]), of(wanted.destination, groups[name]))

@@ -12,10 +12,10 @@ request are enumerated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from math import lcm
 from typing import TypeAlias
 
@@ -74,11 +74,6 @@ class Lane:
         return Line(self.source, self.destination)
 
     @cached_property
-    def stripe_states(self) -> int:
-        """Stripes begin and end at multiples of this many states: the lcm of the block sizes."""
-        return lcm(self.source.block_states, self.destination.block_states)
-
-    @cached_property
     def planes(self) -> tuple[AlikePlanes, ...]:
         """The plane reads by their strides."""
         return alike(self.reads)
@@ -91,14 +86,7 @@ class Lane:
     def cut_below(self, token: int) -> int:
         """A token up to `token` behind which no smaller one can be read apart from its neighbours: `token` itself if a
         read may end there and another one begin, else a lower one, which is no lower than the next where that is so."""
-        states = int(token // self.tokens_per_state)
-        held = self.source
-        if not self.line.same_tokens:
-            # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
-            states = states // self.granule * self.granule
-        elif torn := held.held_before(states) % self.granule:
-            states = held.held_state(held.held_before(states) - torn)
-        return int(states * self.tokens_per_state)
+        return int(_first_moved(self, int(token // self.tokens_per_state)))
 
     @cached_property
     def linear_bytes(self) -> tuple[int, ...]:
@@ -116,32 +104,17 @@ class Lane:
         return Cut(0, 0, self.source.held_per_block)
 
     @cached_property
-    def _rows(self) -> dict[Cut, Rows]:
-        return {}
-
-    def rows(self, cut: Cut) -> Rows:
+    def rows(self) -> Callable[[Cut], Rows]:
         """The fused rows of a cut; kept, since requests ask for the same few again and again."""
-        rows = self._rows.get(cut)
-        if rows is None:
-            if len(self._rows) >= ROWS_KEPT:
-                self._rows.clear()
-            # With one block, planes that touch may be tensors of their own; no descriptor spans two NIXL regions.
-            across = min(self.source.num_blocks, self.destination.num_blocks) > 1
-            rows = self._rows[cut] = rows_of(self.planes, cut, across=across)
-        return rows
+        # With one block, planes that touch may be tensors of their own; no descriptor spans two NIXL regions.
+        across = min(self.source.num_blocks, self.destination.num_blocks) > 1
+        return lru_cache(ROWS_KEPT)(partial(rows_of, self.planes, across=across))
 
     @cached_property
-    def _loops(self) -> dict[tuple[int, Cut], tuple[Loop, ...]]:
-        return {}
-
-    def loops(self, alike: int, cut: Cut) -> tuple[Loop, ...]:
-        """The loops that copy a cut of the planes in ``planes[alike]``; kept, as rows are."""
-        found = self._loops.get((alike, cut))
-        if found is None:
-            if len(self._loops) >= ROWS_KEPT:
-                self._loops.clear()
-            found = self._loops[alike, cut] = loops_of(self.planes[alike], cut)
-        return found
+    def loops(self) -> Callable[[int, Cut], tuple[Loop, ...]]:
+        """Given an index of `planes` and a cut, the loops that copy the cut of these planes; kept, as rows are."""
+        planes = self.planes
+        return lru_cache(ROWS_KEPT)(lambda alike, cut: loops_of(planes[alike], cut))
 
 
 def _is_linear(plane: Plane, units: int) -> bool:
@@ -199,10 +172,10 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
         return _enumerated(lane, begin, end, needed)
     found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
     for pieces in line.period_pieces:
-        # The places in a block of either side tell the place in the period: there is one piece of each cut.
-        (place,), (own_place,) = pieces.source_block.tolist(), pieces.destination_block.tolist()
-        source = _repeated(needed.source, place, period // line.source_step, first, last)
-        destination = _repeated(needed.destination, own_place, period // line.destination_step, first, last)
+        # A cut tells where in the period its piece lies: there is one piece of each cut.
+        (index,), (own_index,) = pieces.source_block.tolist(), pieces.destination_block.tolist()
+        source = _repeated(needed.source, index, period // line.source_step, first, last)
+        destination = _repeated(needed.destination, own_index, period // line.destination_step, first, last)
         found.append(Segment(pieces.cut, source, destination))
     if last * period < end:
         found += _enumerated(lane, last * period, end, needed)
@@ -223,11 +196,9 @@ def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     if begin * per_state < needed.floor:
         raise _torn(lane, needed, per_state)
     begin, end = _striped(lane, begin, end)
+    first, last = begin, end
     if lane.line.same_tokens:
         first, last = lane.source.held_before(begin), lane.source.held_before(end)
-    else:
-        # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
-        first, last = begin, end
     if first >= last:
         return 0, 0
     if _first_moved(lane, begin) < needed.floor:
@@ -241,6 +212,7 @@ def _first_moved(lane: Lane, state: int) -> Fraction:
         first = lane.source.held_before(state) // lane.granule * lane.granule
         state = min(state, lane.source.held_state(first))
     else:
+        # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
         state = state // lane.granule * lane.granule
     return state * lane.tokens_per_state
 
@@ -254,7 +226,8 @@ def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
     """The lane's stripe of states ``[begin, end)``."""
     if lane.stripe.whole:
         return begin, end
-    step = lane.stripe_states
+    # Stripes begin and end at multiples of so many states.
+    step = lcm(lane.source.block_states, lane.destination.block_states)
     first = begin // step
     low, high = lane.stripe.blocks(-(-end // step) - first)
     return max(begin, (first + low) * step), min(end, (first + high) * step)
@@ -277,7 +250,7 @@ def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[
     ]
 
 
-def _repeated(blocks: NeededBlocks, place: int, step: int, first: int, last: int) -> Int64s:
-    """Ids of the block at `place` of every period from `first` to before `last`; a period has `step` blocks."""
-    begin = first * step + place - blocks.first
+def _repeated(blocks: NeededBlocks, index: int, step: int, first: int, last: int) -> Int64s:
+    """Ids of the block at `index` of every period from `first` to before `last`; a period has `step` blocks."""
+    begin = first * step + index - blocks.first
     return blocks.ids[begin : begin + (last - first - 1) * step + 1 : step]

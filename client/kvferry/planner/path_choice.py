@@ -161,7 +161,7 @@ def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
     return Work(
         states=end,
         step=step,
-        bytes=max(1, sum(row.total_bytes * count for row, count in rows)),
+        bytes=max(1, sum(int(row.length.sum()) * count for row, count in rows)),
         descriptors=sum(len(row) * count for row, count in rows),
         runs=sum(row.unfused * count for row, count in rows),
         source_blocks=len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0,

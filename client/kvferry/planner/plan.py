@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeAlias
 
 from kvferry._arguments import token_range
 from kvferry.errors import Incompatible, InvalidField, Mismatch
@@ -19,7 +18,7 @@ from kvferry.geometry.plane import Plane
 from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand, together
-from kvferry.planner.footprint import BlockMap, Footprint, places_of
+from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
 from kvferry.planner.lane import Lane, LaneKey, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, Tables, part_of_tables, prepare_tables
@@ -126,10 +125,11 @@ class ReadPlan:
 
     def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
         """Lanes of these reads only."""
-        return build_lanes(reads, *self._groups)
+        return build_lanes(reads, *self.groups_by_name)
 
     @cached_property
-    def _groups(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
+    def groups_by_name(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
+        """The groups of the source, and those of the destination."""
         return _by_name(self.source), _by_name(self.destination)
 
     def cut_below(self, group: str, token: int) -> int:
@@ -184,9 +184,9 @@ class ReadPlan:
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
         """The descriptors of what is needed, by group, which `needed` has checked."""
         expansion = expand(self.lanes, self.tables, self.staged, wanted)
-        places = places_of(*self._groups, wanted)
+        blocks = request_blocks(*self.groups_by_name, wanted)
         sources = tuple(
-            replace(found, footprint=Footprint(self._block_maps[found.source_rank], places))
+            replace(found, footprint=Footprint(self._block_maps[found.source_rank], blocks))
             for found in expansion.sources
         )
         return replace(expansion, sources=sources)
@@ -225,17 +225,8 @@ def plan_read(
     _check_size(lanes)
     rule = rule or PathRule()
     paths = tuple(choose_path(lane, rule) for lane in lanes)
-    return ReadPlan(
-        source=source,
-        destination=destination,
-        rank=mine,
-        reads=covering.reads,
-        uncovered=covering.uncovered,
-        lanes=lanes,
-        paths=paths,
-        rule=rule,
-        tables=_tables(lanes, paths),
-    )
+    tables = _tables(lanes, paths)
+    return ReadPlan(source, destination, mine, covering.reads, covering.uncovered, lanes, paths, rule, tables)
 
 
 def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> Tables:
@@ -254,11 +245,6 @@ def _check_size(lanes: tuple[Lane, ...]) -> None:
     if size > MAX_SIZE:
         message = f"the read falls into {len(lanes)} parts, which with their pieces count {size}, more than {MAX_SIZE}"
         raise Incompatible((Mismatch("too_large", "", "", "", "", message),))
-
-
-NextPart: TypeAlias = Callable[[Mapping[str, int], dict[str, int]], dict[str, GroupRequest]]
-"""Given where the next part of some layers begins, by group, returns what to read of them, and notes where the part
-after it begins."""
 
 
 class RequestParts:
@@ -289,9 +275,9 @@ class RequestParts:
     def __init__(self, plan: ReadPlan, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> None:
         check_groups(plan.destination.groups, destination)
         self._plan = plan
-        self._source_groups = {group.name: group for group in plan.source.groups}
         self._destination = destination
         self._tokens = token_range(tokens)
+        self._begin, self._end = self._tokens or (0, 0)
         self.granted: dict[str, Blocks] = {}
         self._moved: dict[str, int] = {}
         """Where the part that is read next begins, by group; absent: nothing was read of the group."""
@@ -315,17 +301,18 @@ class RequestParts:
         """
         self.granted = joined((self.granted, steps))
         if last:
-            return together(self._expanded(self._rest))
+            return together(self._all_layers(self._rest))
         if self._tokens is None:
             raise InvalidField("tokens", None, "the tokens to read, since the publication is not complete")
-        self._check(self._tokens)
-        parts = self._expanded(partial(self._so_far, self._tokens))
-        if unfinished is not None:
-            parts += self._some_layers(self._tokens, unfinished)
-        return together(parts)
+        self._check()
+        parts = self._all_layers(partial(self._so_far, self.granted))
+        return together(parts if unfinished is None else [*parts, *self._some_layers(unfinished)])
 
-    def _expanded(self, wanted: NextPart) -> list[Expansion]:
-        """Expand what is wanted of each layer."""
+    def _all_layers(
+        self, wanted: Callable[[Mapping[str, int], dict[str, int]], dict[str, GroupRequest]]
+    ) -> list[Expansion]:
+        """Expand what is wanted of each layer: `wanted` is given where the next part begins, by group, and notes where
+        the part after it begins."""
         until = dict(self._moved)
         if not self._ahead:
             found = [self._plan.expand_needed(wanted(self._moved, until))]
@@ -342,70 +329,65 @@ class RequestParts:
             self._layers_ahead = frozenset()
         return found
 
-    def _some_layers(self, tokens: tuple[int, int], unfinished: Unfinished) -> list[Expansion]:
+    def _some_layers(self, unfinished: Unfinished) -> list[Expansion]:
         """Expand the layers that are complete in blocks in which others are not, as far as they were not read."""
         layers = self._plan.layers.intersection(unfinished.layers) - self._layers_ahead
         if not layers:
             return []
-        plan, wanted = self._plan.of_layers(layers), dict[str, GroupRequest]()
         begun = {runs.group: runs.blocks() for runs in unfinished.groups}
-        for group in self._plan.groups:
-            more = begun.get(group.name)
-            if more is None or more.end_token is None or group.kind is not GroupKind.TOKENS:
-                continue
-            theirs = joined(({name: of for name, of in self.granted.items() if name == group.name}, {group.name: more}))
-            begin = self._moved.get(group.name, tokens[0])
-            end = self._plan.cut_below(group.name, min(more.end_token, tokens[1]))
-            if begin < end:
-                found = needed((group,), self._source_groups, theirs, self._destination, (begin, end))
-                if found:
-                    self._ahead[group.name] = end
-                    wanted |= found
+        more = {group.name: begun[group.name] for group in self._plan.groups if _grows(group, begun.get(group.name))}
+        theirs = joined(({name: self.granted[name] for name in more if name in self.granted}, more))
+        wanted = self._so_far(theirs, self._moved, self._ahead)
         if not wanted:
             return []
         self._layers_ahead |= layers
-        return [plan.expand_needed(wanted)]
+        return [self._plan.of_layers(layers).expand_needed(wanted)]
 
     def _rest(self, moved: Mapping[str, int], until: dict[str, int]) -> dict[str, GroupRequest]:
         """All that was not read, of all groups."""
         whole = [group for group in self._plan.groups if group.name not in moved]
-        wanted = needed(whole, self._source_groups, self.granted, self._destination, self._tokens)
+        wanted = self._needed(whole, self.granted, self._tokens)
         for name, begin in moved.items():
-            if self._tokens is not None:
-                wanted |= self._needed(name, (begin, self._tokens[1]))
+            wanted |= self._needed([self._plan.destination.group(name)], self.granted, (begin, self._end))
         return wanted
 
-    def _check(self, tokens: tuple[int, int]) -> None:
-        """Check once what no part can check by itself."""
-        if not self._checked:
-            # Each part is checked by itself; that no block is in two of them, only here.
-            groups = self._plan.groups
-            for group in groups:
-                if group.name not in self._destination:
-                    # The last step would find it, after all bytes have moved.
-                    raise missing(group.name)
-            mine = {group.name: self._destination[group.name] for group in groups}
-            written(groups, promised(groups, self.granted, mine), mine, tokens)
-            self._checked = True
-
     def _so_far(
-        self, tokens: tuple[int, int], moved: Mapping[str, int], until: dict[str, int]
+        self, granted: Mapping[str, Blocks], moved: Mapping[str, int], until: dict[str, int]
     ) -> dict[str, GroupRequest]:
         """What can be read before the last step."""
         wanted: dict[str, GroupRequest] = {}
         for group in self._plan.groups:
-            theirs = self.granted.get(group.name)
-            # What is rewritten while the source computes is read at the end, even if the home tells of it before.
-            if theirs is None or theirs.end_token is None or group.kind is not GroupKind.TOKENS:
+            theirs = granted.get(group.name)
+            if theirs is None or not _grows(group, theirs):
                 continue
-            begin = moved.get(group.name, tokens[0])
-            end = self._plan.cut_below(group.name, min(theirs.end_token, tokens[1]))
-            found = self._needed(group.name, (begin, end)) if begin < end else {}
+            begin = moved.get(group.name, self._begin)
+            end = self._plan.cut_below(group.name, min(theirs.end_token or 0, self._end))
+            found = self._needed([group], granted, (begin, end)) if begin < end else {}
             if found:
                 until[group.name] = end
                 wanted |= found
         return wanted
 
-    def _needed(self, name: str, tokens: tuple[int, int]) -> dict[str, GroupRequest]:
-        groups = (self._plan.destination.group(name),)
-        return needed(groups, self._source_groups, self.granted, self._destination, tokens)
+    def _needed(
+        self, groups: Sequence[Group], granted: Mapping[str, Blocks], tokens: tuple[int, int] | None
+    ) -> dict[str, GroupRequest]:
+        return needed(groups, self._plan.groups_by_name[0], granted, self._destination, tokens)
+
+    def _check(self) -> None:
+        """Check once what no part can check by itself: that no block is in two of them."""
+        if self._checked:
+            return
+        groups = self._plan.groups
+        for group in groups:
+            if group.name not in self._destination:
+                # The last step would find it, after all bytes have moved.
+                raise missing(group.name)
+        mine = {group.name: self._destination[group.name] for group in groups}
+        written(groups, promised(groups, self.granted, mine), mine, self._tokens)
+        self._checked = True
+
+
+def _grows(group: Group, blocks: Blocks | None) -> bool:
+    """Whether blocks can be read before the last step. What is rewritten while the source computes is read at the end,
+    even if the home tells of it before."""
+    return blocks is not None and blocks.end_token is not None and group.kind is GroupKind.TOKENS

@@ -172,7 +172,7 @@ def sample(lane: Lane, most: int = RECURRING_LIMIT) -> int:
     line = lane.line
     if _recurs(lane) and line.pieces_per_period <= most:
         return line.period
-    return min(line.destination_step, most * line.shortest_step)
+    return min(line.destination_step, most * line.steps[0])
 
 
 def _recurs(lane: Lane) -> bool:

@@ -29,7 +29,7 @@ class NeededBlocks:
     Attributes:
         ids: block ids, ``int64[n]``, a copy of the caller's. They have 64 bits because before numpy 2 an int32 array
             times an ``np.int64`` stays int32, and wraps in caches above 2 GiB.
-        first: place of the first of them in the request, counted in blocks of this side.
+        first: block index of the first of them in the request.
     """
 
     ids: npt.NDArray[np.int64]
@@ -75,7 +75,7 @@ def needed(
     """
     asked = token_range(tokens)
     found: dict[str, GroupRequest] = {}
-    pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
+    given: list[tuple[Group, AnyIds]] = []
     for group in groups:
         if group.name not in destination:
             raise missing(group.name)
@@ -94,9 +94,8 @@ def needed(
             if of.null_block is not None:
                 check_ids(group.name, side, blocks.ids, of.num_blocks, of.null_block)
         found[group.name] = wanted
-        pools.setdefault((bool(group.pool), group.pool or group.name), []).append(wanted.destination.ids)
-    for (_, pool), ids in pools.items():
-        check_unique(pool, ids)
+        given.append((group, wanted.destination.ids))
+    _check_once(given)
     return found
 
 
@@ -122,7 +121,7 @@ def written(
     by_name = {group.name: group for group in groups}
     check_groups(by_name.values(), destination)
     found: dict[str, AnyIds] = {}
-    pools: dict[tuple[bool, str], list[AnyIds]] = {}
+    given: list[tuple[Group, AnyIds]] = []
     for name, group in by_name.items():
         if source is not None and name in source and name not in destination:
             raise missing(name)
@@ -147,14 +146,22 @@ def written(
             behind = mine.ids[-(-end // group.block_tokens) - mine.first_token // group.block_tokens :]
         if source is not None:
             check_ids(name, "destination", ids, group.num_blocks, group.null_block)
-            pools.setdefault((bool(group.pool), group.pool or name), []).append(ids)
+            given.append((group, ids))
             ids = np.concatenate((ids, behind))
         if group.null_block is not None:
             ids = ids[ids != group.null_block]
         found[name] = ids
+    _check_once(given)
+    return found
+
+
+def _check_once(given: Iterable[tuple[Group, AnyIds]]) -> None:
+    """Check that the destination blocks of no pool have one twice."""
+    pools: dict[tuple[bool, str], list[AnyIds]] = {}
+    for group, ids in given:
+        pools.setdefault((bool(group.pool), group.pool or group.name), []).append(ids)
     for (_, pool), lists in pools.items():
         check_unique(pool, lists)
-    return found
 
 
 def promised(

@@ -45,11 +45,6 @@ class Rows:
     def __len__(self) -> int:
         return len(self.length)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the rows together."""
-        return int(self.length.sum())
-
 
 @dataclass(frozen=True, slots=True)
 class Strides:
@@ -62,7 +57,6 @@ class Strides:
 
     @classmethod
     def of(cls, plane: Plane) -> Strides:
-        """The strides of a plane."""
         return cls(plane.unit_stride, plane.page_tokens, plane.page_stride, plane.token_stride)
 
     def states(self, first: int, count: int) -> Int64s:

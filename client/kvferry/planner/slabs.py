@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
@@ -42,7 +42,7 @@ class Slabs:
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
         """Which ranges lie inside one slab and one cycle, and the ids of their first and last blocks."""
-        place = self._place(address)
+        place = self.at(address)
         begin = self.begin[place]
         # The ranges lie inside regions (`kvferry._transport.bounds`): their ends do not wrap.
         inside = (address >= begin) & (address + length <= self.end[place])
@@ -62,7 +62,7 @@ class Slabs:
 
     def room(self, address: Addresses) -> Addresses:
         """Bytes from each address to the end of its slab or cycle; 0 for addresses in no slab."""
-        place = self._place(address)
+        place = self.at(address)
         begin, span = self.begin[place], self.span[place]
         offset = address - begin
         for steps, _ in self.cycles:
@@ -70,14 +70,9 @@ class Slabs:
         inside = (address >= begin) & (address < self.end[place]) & (offset < span)
         return np.where(inside, span - offset, np.uint64(0))
 
-    def _place(self, address: Addresses) -> npt.NDArray[np.intp]:
+    def at(self, address: Addresses) -> npt.NDArray[np.intp]:
         """The index of the slab that each address lies in, or behind."""
         return np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
-
-    def stride_at(self, address: Addresses) -> Addresses:
-        """The stride of the slab that each address lies in, or behind."""
-        stride: Addresses = self.stride[self._place(address)]
-        return stride
 
 
 def layers_of(planes: Iterable[Plane]) -> tuple[Slabs, ...]:
@@ -158,13 +153,12 @@ class _Slab:
         return both if all(used <= step for step, used in both.used) else None
 
 
-def _slabs(planes: Iterable[Plane]) -> Iterator[_Slab]:
+def _slabs(planes: Iterable[Plane]) -> list[_Slab]:
     """The slabs of planes. Planes that step alike, as layers packed into one storage do, are joined into one slab."""
-    last: _Slab | None = None
+    found: list[_Slab] = []
     for slab in sorted(map(_Slab.of, planes), key=lambda slab: (slab.stride, slab.cycles, slab.begin)):
-        joined = None if last is None else last.joined(slab)
-        if joined is None and last is not None:
-            yield last
-        last = joined or slab
-    if last is not None:
-        yield last
+        joined = found[-1].joined(slab) if found else None
+        if joined is not None:
+            found.pop()
+        found.append(joined or slab)
+    return found

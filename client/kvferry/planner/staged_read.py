@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.geometry.blocks import split_runs
 from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 from kvferry.planner.lane import Lane, Segment
-from kvferry.planner.rows import Cut, Int64s, RowExtent
+from kvferry.planner.rows import Int64s, RowExtent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,33 +44,24 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedPiece:
-    """The same cut of many blocks: `places` are indices into `StagedRead.blocks`, rising."""
-
-    cut: Cut
-    places: Int64s
-    destination: Int64s
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StagedRead:
     """What one request reads of one lane through staging memory.
 
     Attributes:
         lane: the lane.
         blocks: source blocks, ``int64[n]``, rising.
-        pieces: where their bytes go.
+        pieces: where their bytes go; `Segment.source` are indices into `blocks`, rising.
     """
 
     lane: Lane
     blocks: Int64s
-    pieces: tuple[StagedPiece, ...]
+    pieces: tuple[Segment, ...]
 
     @property
     def total_bytes(self) -> int:
         """Bytes that reach the destination's blocks."""
         cells = sum(len(read.units) * read.source.state_bytes for read in self.lane.reads)
-        return sum(cells * piece.cut.count * len(piece.places) for piece in self.pieces)
+        return sum(cells * piece.cut.count * len(piece.source) for piece in self.pieces)
 
     @property
     def count(self) -> int:
@@ -142,7 +133,6 @@ class Batch:
 
     @classmethod
     def of(cls, read: StagedRead, rows: Sequence[_Rows], staged_bytes: int) -> Batch:
-        """The batch of these rows."""
         columns: list[tuple[Int64s, Int64s, Int64s]] = []
         for some in rows:
             size = some.extent.length
@@ -157,7 +147,7 @@ class Batch:
         planes = self.read.lane.planes
         return sum(
             sum(planes[alike].units * planes[alike].state_bytes for alike, _ in rows.extent.planes)
-            * sum(piece.cut.count * len(_within(piece.places, rows)) for piece in self.read.pieces)
+            * sum(piece.cut.count * len(piece.source[_within(piece.source, rows)]) for piece in self.read.pieces)
             for rows in self.rows
         )
 
@@ -171,9 +161,8 @@ class Batch:
         lane = self.read.lane
         for rows in self.rows:
             for piece in self.read.pieces:
-                chosen = _within(piece.places, rows)
-                places = piece.places[chosen.start : chosen.stop] - rows.first
-                ids = piece.destination[chosen.start : chosen.stop]
+                chosen = _within(piece.source, rows)
+                places, ids = piece.source[chosen] - rows.first, piece.destination[chosen]
                 if len(places) == 0:
                     continue
                 for alike, plane in rows.extent.planes:
@@ -202,14 +191,14 @@ def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:
     pieces = []
     for segment, of in zip(found, np.split(places.reshape(-1).astype(np.int64), ends[:-1]), strict=True):
         order = np.argsort(of, kind="stable")
-        pieces.append(StagedPiece(segment.cut, of[order], segment.destination[order]))
+        pieces.append(Segment(segment.cut, of[order], segment.destination[order]))
     return StagedRead(lane, blocks, tuple(pieces))
 
 
-def _within(places: Int64s, rows: _Rows) -> range:
-    """Which of the rising places lie in the blocks of `rows`."""
-    begin, end = np.searchsorted(places, (rows.first, rows.end))
-    return range(int(begin), int(end))
+def _within(blocks: Int64s, rows: _Rows) -> slice:
+    """Which of these rising indices of blocks are those of `rows`."""
+    begin, end = np.searchsorted(blocks, (rows.first, rows.end))
+    return slice(int(begin), int(end))
 
 
 def _from(starts: Int64s, first: int, end: int) -> Int64s:

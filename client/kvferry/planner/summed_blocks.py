@@ -2,9 +2,10 @@
 
 The design, of which `kvferry.planner.checksum` has the sum itself:
 
-- A *sum* belongs to (source rank, plane, block, unit). The block is named by its *place*, counted in the source's
-  blocks from the request's first token. Summed are the published states of the block. A block whose published tokens
-  end, or begin, inside a granule or a state has no sum: the rest of that granule may still change.
+- A *sum* belongs to (source rank, plane, block, unit). The block is named by its *block index*, counted in the source's
+  blocks from the request's first token (`places` here and in the protos). Summed are the published states of the block.
+  A block whose published tokens end, or begin, inside a granule or a state has no sum: the rest of that granule may
+  still change.
 - A source rank sums the blocks of a publication in its own memory, when its engine calls `Cache.checksum` after the
   publish, and sends the sums to the home in pages. The publish announces the sums, and a rank's last page is marked as
   the last, so a reader knows which sums to wait for.
@@ -19,7 +20,7 @@ The design, of which `kvferry.planner.checksum` has the sum itself:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +29,7 @@ import numpy.typing as npt
 
 from kvferry._arguments import described, seconds
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import AnyIds, Blocks
+from kvferry.geometry.blocks import AnyIds, BlockIds, Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
 from kvferry.planner.checksum import sampled
@@ -94,7 +95,7 @@ class AlikeBlocks:
     """Source blocks whose summed states lie alike on one side.
 
     Attributes:
-        places: of the source's blocks in the request, rising, ``int64[n]``.
+        places: block indices of the source's blocks, rising, ``int64[n]``.
         runs: where the states lie, in their order.
         ids: the block of this side that holds each run, ``int32`` or ``int64[n, runs]``; only ever an index.
     """
@@ -114,15 +115,11 @@ def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Bl
     """
     if group.kind is GroupKind.STATE:
         return 0, len(blocks.ids) * layout.held_per_block
-    first, end = blocks.first_token, blocks.end_token
+    end, per_block = blocks.end_token, layout.held_per_block
     if end is None:
-        end = (first // group.block_tokens + len(blocks.ids)) * group.block_tokens
-    per_state, granule, per_block = plane.tokens_per_state, plane.token_granule, layout.held_per_block
-    # Of the whole granules, and of those that hold any published token.
-    begin = -(-layout.held_before(-int(-first // per_state)) // granule) * granule
-    stop = layout.held_before(int(end // per_state)) // granule * granule
-    touched_begin = layout.held_before(int(first // per_state)) // granule * granule
-    touched_stop = -(-layout.held_before(-int(-end // per_state)) // granule) * granule
+        end = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
+    touched_begin, begin = whole_granules(layout, plane, blocks.first_token)
+    stop, touched_stop = whole_granules(layout, plane, end)
     if touched_begin < begin:
         begin = (touched_begin // per_block + 1) * per_block
     if touched_stop > stop:
@@ -130,24 +127,50 @@ def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Bl
     return begin, max(begin, stop)
 
 
+def whole_granules(layout: StateLayout, plane: Plane, token: int) -> tuple[int, int]:
+    """The number of held states before a token, in whole granules: without and with the granule that it lies in."""
+    per_state, granule = plane.tokens_per_state, plane.token_granule
+    below = layout.held_before(int(token // per_state)) // granule
+    above = -(-layout.held_before(-int(-token // per_state)) // granule)
+    return below * granule, above * granule
+
+
 def source_blocks(
     plane: Plane, group: Group, blocks: Blocks, publication: int, share: float
 ) -> tuple[AlikeBlocks, ...]:
     """The blocks of a publication that a source rank sums, where they lie at the source."""
     layout = StateLayout.of(plane, group)
-    per_block = layout.held_per_block
-    begin, stop = published_states(layout, plane, group, blocks)
-    places = np.arange(begin // per_block, -(-stop // per_block), dtype=np.int64)
-    places = places[sampled(publication, places, share)]
-    first_place = 0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens
-    low = np.maximum(begin - places * per_block, 0)
-    count = np.minimum(stop - places * per_block, per_block) - low
-    found = []
-    for alike in _rows_alike(np.stack((low, count), axis=1)):
-        run = StateRun(int(low[alike[0]]), int(count[alike[0]]))
-        chosen = places[alike]
-        found.append(AlikeBlocks(chosen, (run,), blocks.ids[chosen - first_place][:, None]))
-    return tuple(found)
+    published = published_states(layout, plane, group, blocks)
+    return states_in_blocks(layout, group, blocks, published, lambda indices, _: sampled(publication, indices, share))
+
+
+def states_in_blocks(
+    layout: StateLayout,
+    group: Group,
+    blocks: Blocks,
+    held: tuple[int, int],
+    wanted: Callable[[Int64s, BlockIds], npt.NDArray[np.bool_]],
+) -> tuple[AlikeBlocks, ...]:
+    """The blocks that hold a range of the held states of a request.
+
+    Args:
+        layout, group, blocks: of one side.
+        held: the range.
+        wanted: which blocks are taken, given their block indices and ids.
+    """
+    (begin, stop), per_block = held, layout.held_per_block
+    if begin >= stop:
+        return ()
+    indices = np.arange(begin // per_block, -(-stop // per_block), dtype=np.int64)
+    ids = blocks.ids[indices - (0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens)]
+    chosen = wanted(indices, ids)
+    indices, ids = indices[chosen], ids[chosen]
+    low = np.maximum(begin - indices * per_block, 0)
+    count = np.minimum(stop - indices * per_block, per_block) - low
+    return tuple(
+        AlikeBlocks(indices[alike], (StateRun(int(low[alike[0]]), int(count[alike[0]])),), ids[alike][:, None])
+        for alike in _rows_alike(np.stack((low, count), axis=1))
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,21 +201,21 @@ def held_blocks(
     source, destination, per_block = lane.source, lane.destination, lane.source.held_per_block
     published = published_states(source, lane.reads[0].source, source_group, granted)
     moved = _moved(lane, needed)
-    all_places = np.arange(moved[0] // per_block, -(-moved[1] // per_block), dtype=np.int64)
+    all_indices = np.arange(moved[0] // per_block, -(-moved[1] // per_block), dtype=np.int64)
     at_once = max(1, STATES_AT_ONCE // per_block)
-    for first in range(0, len(all_places), at_once):
-        places = all_places[first : first + at_once]
-        index = places[:, None] * per_block + np.arange(per_block, dtype=np.int64)
+    for first in range(0, len(all_indices), at_once):
+        indices = all_indices[first : first + at_once]
+        index = indices[:, None] * per_block + np.arange(per_block, dtype=np.int64)
         summed = (index >= published[0]) & (index < published[1])
         got = (index >= moved[0]) & (index < moved[1])
         there = index
         if not lane.line.same_tokens:
-            states = _held_states(source, index)
+            states = source.held_state(index)
             got &= destination.holds(states)
             there = destination.held_indices(states)
-        chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, places, share)
+        chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, indices, share)
         others = int(np.count_nonzero(got.any(axis=1) & ~chosen))
-        of = (places[chosen], there[chosen], summed[chosen])
+        of = (indices[chosen], there[chosen], summed[chosen])
         yield HeldBlocks(tuple(_alike(*of, lane, needed)) if bool(chosen.any()) else (), others)
 
 
@@ -208,13 +231,13 @@ def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
 
 
 def _alike(
-    places: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: GroupRequest
+    indices: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: GroupRequest
 ) -> Iterator[AlikeBlocks]:
     """Gather source blocks by how their states lie in the destination's blocks.
 
     Args:
-        places: of the source's blocks.
-        there: the place of each of their states on the destination's line of held states, ``int64[n, states]``.
+        indices: block indices of the source's blocks.
+        there: the index of each of their states on the destination's line of held states, ``int64[n, states]``.
         summed: which of them count, at least one of each block.
     """
     per_block = lane.destination.held_per_block
@@ -230,15 +253,7 @@ def _alike(
         counts = np.diff(np.concatenate((starts, [len(states)])))
         runs = tuple(StateRun(int(a), int(c)) for a, c in zip(at[starts], counts, strict=True))
         ids = needed.destination.ids[first[alike][:, None] + block[starts] - needed.destination.first]
-        yield AlikeBlocks(places[alike], runs, ids)
-
-
-def _held_states(layout: StateLayout, index: Int64s) -> Int64s:
-    """`StateLayout.held_state` of many."""
-    shard = layout.shard
-    turn, within = np.divmod(index, shard.interleave)
-    states: Int64s = (turn * shard.count + shard.index) * shard.interleave + within
-    return states
+        yield AlikeBlocks(indices[alike], runs, ids)
 
 
 def _rows_alike(rows: Int64s) -> list[npt.NDArray[np.int64]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane, TokenShard
 from kvferry.planner.rows import Cut, Int64s
+
+Index = TypeVar("Index", int, Int64s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,6 @@ class StateLayout:
 
     @classmethod
     def of(cls, plane: Plane, group: Group) -> StateLayout:
-        """The layout of a plane."""
         shard = plane.token_shard
         # Plane and check_rank have seen to it that no state is torn apart.
         interleave = int(shard.interleave / plane.tokens_per_state) if shard.count > 1 else 1
@@ -60,9 +62,9 @@ class StateLayout:
         in_turn = min(max(rest - self.shard.index * self.shard.interleave, 0), self.shard.interleave)
         return whole * self.shard.interleave + in_turn
 
-    def held_state(self, index: int) -> int:
+    def held_state(self, index: Index) -> Index:
         """Which state is the `index`-th of those held."""
-        turn, within = divmod(index, self.shard.interleave)
+        turn, within = index // self.shard.interleave, index % self.shard.interleave
         return (turn * self.shard.count + self.shard.index) * self.shard.interleave + within
 
     def holds(self, states: Int64s) -> npt.NDArray[np.bool_]:
@@ -70,7 +72,7 @@ class StateLayout:
         return np.equal(states // self.shard.interleave % self.shard.count, self.shard.index)
 
     def held_indices(self, states: Int64s) -> Int64s:
-        """The place of each of the states, all held, among those held."""
+        """The index of each of the states, all held, among those held."""
         turn = self.shard.interleave * self.shard.count
         return states // turn * self.shard.interleave + states % self.shard.interleave
 
@@ -121,21 +123,16 @@ class Line:
         return lcm(self.source_step, self.destination_step)
 
     @cached_property
-    def _steps(self) -> tuple[int, ...]:
-        """Pieces end at multiples of these: blocks, and the turns of token shards."""
+    def steps(self) -> tuple[int, ...]:
+        """Pieces end at multiples of these states, the fewest first: blocks, and the turns of token shards."""
         turns = () if self.same_tokens else (self.source.shard, self.destination.shard)
         steps = {self.source_step, self.destination_step, *(turn.interleave for turn in turns if turn.count > 1)}
         return tuple(sorted(steps))
 
-    @property
-    def shortest_step(self) -> int:
-        """No piece is longer than this many states."""
-        return self._steps[0]
-
     @cached_property
     def pieces_per_period(self) -> int:
         """An upper bound, known without making them."""
-        return sum(self.period // step for step in self._steps)
+        return sum(self.period // step for step in self.steps)
 
     @cached_property
     def period_pieces(self) -> tuple[Pieces, ...]:
@@ -155,7 +152,7 @@ class Line:
             source_at, destination_at = self.source.held_indices(first), self.destination.held_indices(first)
         source_block, source_at = np.divmod(source_at, self.source.held_per_block)
         destination_block, destination_at = np.divmod(destination_at, self.destination.held_per_block)
-        # Blocks hold at most 2**20 states (`covering.MAX_CELLS`), so that this does not wrap.
+        # Blocks hold at most 2**20 states (`coverage.MAX_CELLS`), so that this does not wrap.
         cuts = (source_at * self.destination.held_per_block + destination_at) * (int(count.max()) + 1) + count
         order = np.argsort(cuts, kind="stable")
         return tuple(
@@ -169,5 +166,5 @@ class Line:
 
     def _edges(self, begin: int, end: int) -> Int64s:
         """Where pieces of ``[begin, end)`` begin or end, rising."""
-        inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self._steps]
+        inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self.steps]
         return np.unique(np.concatenate((np.array([begin, end], np.int64), *inner)))

@@ -13,11 +13,11 @@ Neither torch nor numpy is imported here.
 
 from __future__ import annotations
 
-from kvferry.geometry.tensors.holding import OPAQUE as OPAQUE
-from kvferry.geometry.tensors.holding import PLAIN as PLAIN
-from kvferry.geometry.tensors.holding import Holding as Holding
-from kvferry.geometry.tensors.holding import Part as Part
-from kvferry.geometry.tensors.holding import heads_held as heads_held
+from kvferry.geometry.tensors.planes import OPAQUE as OPAQUE
+from kvferry.geometry.tensors.planes import PLAIN as PLAIN
+from kvferry.geometry.tensors.planes import Holding as Holding
+from kvferry.geometry.tensors.planes import Part as Part
+from kvferry.geometry.tensors.planes import heads_held as heads_held
 from kvferry.geometry.tensors.planes import named_tensors as named_tensors
 from kvferry.geometry.tensors.planes import opaque_planes as opaque_planes
 from kvferry.geometry.tensors.planes import planes_of as planes_of

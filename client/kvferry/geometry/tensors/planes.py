@@ -1,4 +1,4 @@
-"""Planes from tensors whose axes are named."""
+"""Planes from tensors whose axes are named, and what such a tensor holds of the model: heads, tokens, components."""
 
 from __future__ import annotations
 
@@ -7,17 +7,107 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast
 
-from kvferry._arguments import instance, integer, integer_map, mapping, several, text, texts
+from kvferry._arguments import check_fields, instance, integer, integer_map, mapping, several, text, texts
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.model import Group, GroupKind
-from kvferry.geometry.plane import Interval, Plane
-from kvferry.geometry.tensors.holding import OPAQUE, PLAIN, Holding, Part
+from kvferry.geometry.plane import Interval, Plane, TokenShard
 from kvferry.geometry.tensors.view import Tensor, TensorView, view_of
+
+PLAIN = "plain"
+"""Format of bytes in their natural order: each unit's content of each state is contiguous and means the same in every
+layout, so that engines of different layouts can read from each other."""
+
+OPAQUE = "opaque"
+"""Format of bytes whose order inside a page is not declared."""
+
+ALL_TOKENS = TokenShard()
 
 AXES = ("layer", "kv", "block", "page", "slot", "token", "unit", "content")
 _ALIASES = {"head": "unit", "channel": "unit", "row": "token", "state": "token"}
 
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One component inside a tensor.
+
+    Attributes:
+        component: its name, see `Plane.component`.
+        kv: its index along the ``kv`` axis.
+        content: its elements of the ``content`` axes; None: all.
+        channels: its indices along the tensor's ``unit`` axis; None: all.
+        units: the units these are, counted over the whole model; None: those of the call.
+        axis_size: units of the whole model; None: that of the call.
+        format, token_granule: None: those of the call.
+    """
+
+    component: str
+    kv: int | None = None
+    content: Interval | None = None
+    channels: Interval | None = None
+    units: Interval | None = None
+    axis_size: int | None = None
+    format: str | None = None
+    token_granule: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What the tensors of a call hold, the same for all of them.
+
+    Attributes:
+        units: units held, counted over the whole model; None: as many as the tensor has, and no other rank has any.
+        axis_size: units of the whole model; None: the end of `units`.
+        token_shard: tokens held.
+        tokens_per_state: tokens that one state stands for.
+        format: what the bytes mean.
+        dtype: None: the tensor's.
+        token_granule: states that may not be cut apart; 0: a whole page.
+        units_divide: whether single units may be read.
+        optional_cover: may stay uncovered by a source.
+        shared: other tensors of the rank that say so too may be the same memory: layers that share a cache.
+    """
+
+    units: Interval | None = None
+    axis_size: int | None = None
+    token_shard: TokenShard = ALL_TOKENS
+    tokens_per_state: Fraction = Fraction(1)
+    format: str = PLAIN
+    dtype: str | None = None
+    token_granule: int = 1
+    units_divide: bool = True
+    optional_cover: bool = False
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not isinstance(self.tokens_per_state, Fraction):
+            object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
+        if self.tokens_per_state <= 0 or self.token_granule < 0:
+            raise InvalidField("holding", (self.tokens_per_state, self.token_granule), "positive tokens_per_state")
+
+
 Components = Sequence[str | Part] | Mapping[str, int]
+
+
+def heads_held(heads: range | Interval, total_heads: int | None) -> Holding:
+    """Holding of some heads of the model; raises `InvalidField`.
+
+    Args:
+        heads: the heads, e.g. ``range(2, 4)``.
+        total_heads: heads of the whole model.
+    """
+    expected = "range(first, end) of the model's heads, not empty"
+    if isinstance(heads, range):
+        if heads.step != 1 or not 0 <= heads.start < heads.stop:
+            raise InvalidField("heads", heads, expected)
+        heads = Interval(heads.start, heads.stop)
+    found = instance("heads", heads, Interval, expected)
+    if total_heads is None:
+        raise InvalidField("total_heads", None, "the number of heads of the whole model, beside heads")
+    return Holding(units=found, axis_size=integer("total_heads", total_heads, found.end))
 
 
 def planes_of(
@@ -263,19 +353,15 @@ def _parts(axis: _Axes, components: Components | None) -> list[Part]:
                 raise axis.problem(f"{len(parts)} components for a kv axis of {axis.size('kv')}")
             parts = [replace(part, kv=index) for index, part in enumerate(parts)]
     for part in parts:
-        _check_part(axis, part)
+        if not (axis.has("kv") or part.kv is None) or (part.kv or 0) not in range(axis.size("kv")):
+            raise axis.problem(f"{part.component} is at index {part.kv} of a kv axis of {axis.size('kv')}")
+        if axis.size("kv") > 1 and part.kv is None:
+            raise axis.problem(f"{part.component} has no index along the kv axis")
+        if part.content and part.content.end > axis.content:
+            raise axis.problem(f"{part.component} is elements {part.content} of a content of {axis.content}")
+        if part.channels and part.channels.end > axis.size("unit"):
+            raise axis.problem(f"{part.component} is channels {part.channels} of an axis of {axis.size('unit')}")
     return parts
-
-
-def _check_part(axis: _Axes, part: Part) -> None:
-    if not (axis.has("kv") or part.kv is None) or (part.kv or 0) not in range(axis.size("kv")):
-        raise axis.problem(f"{part.component} is at index {part.kv} of a kv axis of {axis.size('kv')}")
-    if axis.size("kv") > 1 and part.kv is None:
-        raise axis.problem(f"{part.component} has no index along the kv axis")
-    if part.content and part.content.end > axis.content:
-        raise axis.problem(f"{part.component} is elements {part.content} of a content of {axis.content}")
-    if part.channels and part.channels.end > axis.size("unit"):
-        raise axis.problem(f"{part.component} is channels {part.channels} of an axis of {axis.size('unit')}")
 
 
 def _block_states(group: Group, holding: Holding) -> int:
@@ -312,42 +398,27 @@ def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holdi
         memory_kind=view.memory_kind,
         device=view.device,
         base=base,
-        num_blocks=paging.num_blocks,
-        block_stride=paging.block_stride,
-        page_tokens=paging.page_states,
-        page_stride=paging.page_stride,
-        block_states=paging.page_states * paging.pages,
         unit_stride=axis.stride("unit") if len(units) > 1 else 0,
-        token_stride=paging.token_stride,
         state_bytes=len(content) * view.itemsize,
         axis_size=part.axis_size or holding.axis_size or units.end,
         units=units,
         token_shard=holding.token_shard,
         tokens_per_state=holding.tokens_per_state,
-        token_granule=granule or paging.page_states,
+        token_granule=granule or paging["page_tokens"],
         units_divide=holding.units_divide,
         optional_cover=holding.optional_cover,
         shared=holding.shared,
+        **paging,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Paging:
-    """How a tensor's block axes make the group's blocks; strides in bytes."""
-
-    num_blocks: int
-    block_stride: int
-    pages: int
-    page_stride: int
-    page_states: int
-    token_stride: int
-
-
-def _paging(axis: _Axes, group: Group, holding: Holding) -> _Paging:
+def _paging(axis: _Axes, group: Group, holding: Holding) -> dict[str, int]:
+    """How a tensor's block axes make the group's blocks, as fields of a plane; strides in bytes."""
     states = _block_states(group, holding)
     if axis.has("slot"):
         states, stride = states or 1, axis.stride("slot")
-        found = _Paging(axis.size("slot") // states, stride * states, 1, 0, states, stride if states > 1 else 0)
+        blocks, pages, page_states = axis.size("slot") // states, 1, states
+        block_stride, page_stride, token_stride = stride * states, 0, stride if states > 1 else 0
     else:
         page_states = axis.size("token")
         blocks, block_stride, token_stride = axis.size("block"), axis.stride("block"), axis.stride("token")
@@ -358,20 +429,26 @@ def _paging(axis: _Axes, group: Group, holding: Holding) -> _Paging:
                 f"blocks of group {group.name!r} have {states} states, but the tensor has pages of {page_states}"
                 + (f", {axis.size('page')} per block" if axis.has("page") else "")
             )
-        if axis.has("page"):
-            found = _Paging(blocks, block_stride, pages, axis.stride("page"), page_states, token_stride)
-        else:
+        page_stride = axis.stride("page")
+        if not axis.has("page"):
             page_stride = block_stride if pages > 1 else 0
-            found = _Paging(blocks // pages, block_stride * pages, pages, page_stride, page_states, token_stride)
-    if found.num_blocks < group.num_blocks:
+            blocks, block_stride = blocks // pages, block_stride * pages
+    if blocks < group.num_blocks:
         name = "slot" if axis.has("slot") else "block"
-        states, there = found.page_states * found.pages, f"axis {name!r} has {axis.size(name)}"
-        if found.pages > 1 and not axis.has("page"):
-            there += f", axis 'token' has {found.page_states} where a block has {states}, so {found.pages} make a block"
+        there = f"axis {name!r} has {axis.size(name)}"
+        if pages > 1 and not axis.has("page"):
+            there += f", axis 'token' has {page_states} where a block has {states}, so {pages} make a block"
         elif name == "slot":
             there += f", and a block has {states}"
         raise axis.problem(
-            f"{there}: {found.num_blocks} blocks fit, and group {group.name!r} has {group.num_blocks}; are the axes "
+            f"{there}: {blocks} blocks fit, and group {group.name!r} has {group.num_blocks}; are the axes "
             "named in the tensor's order?"
         )
-    return found
+    return {
+        "num_blocks": blocks,
+        "block_stride": block_stride,
+        "page_tokens": page_states,
+        "page_stride": page_stride,
+        "block_states": page_states * pages,
+        "token_stride": token_stride,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -97,9 +97,10 @@ class TensorView:
         size, stride = self.shape[axis], self.strides[axis]
         if inner < 1 or size % inner:
             raise BadGeometry("tensor", f"axis {axis} of {self.described} does not divide by {inner}")
-        return self._reshaped(
-            (*self.shape[:axis], size // inner, inner, *self.shape[axis + 1 :]),
-            (*self.strides[:axis], stride * inner, stride, *self.strides[axis + 1 :]),
+        return replace(
+            self,
+            shape=(*self.shape[:axis], size // inner, inner, *self.shape[axis + 1 :]),
+            strides=(*self.strides[:axis], stride * inner, stride, *self.strides[axis + 1 :]),
         )
 
     def merge_tail(self, axis: int, shape: tuple[int, ...]) -> TensorView:
@@ -111,12 +112,7 @@ class TensorView:
         if self.contiguous_tail > axis or prod(shape) != prod(self.shape[axis:]):
             raise BadGeometry("tensor", f"the axes from {axis} on of {self.described} are not one piece of {shape}")
         strides = tuple(prod(shape[i + 1 :]) * self.itemsize for i in range(len(shape)))
-        return self._reshaped((*self.shape[:axis], *shape), (*self.strides[:axis], *strides))
-
-    def _reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
-        return TensorView(
-            self.address, shape, strides, self.itemsize, self.dtype, self.memory_kind, self.device, self.storage
-        )
+        return replace(self, shape=(*self.shape[:axis], *shape), strides=(*self.strides[:axis], *strides))
 
 
 def view_of(tensor: object) -> TensorView:
@@ -129,7 +125,12 @@ def view_of(tensor: object) -> TensorView:
     if isinstance(tensor, TensorView):
         return tensor
     known = _known(tensor)
-    return _view_of_torch(known) if hasattr(known, "untyped_storage") else _view_of_numpy(known)
+    view = _view_of_torch(known) if hasattr(known, "untyped_storage") else _view_of_numpy(known)
+    first, last = view.extent
+    base, length = view.storage
+    if view.storage != (0, 0) and not base <= first < last <= base + length:
+        raise BadGeometry("tensor", f"{view.described} reaches past the {length} bytes that it is a view of")
+    return view
 
 
 def _known(tensor: object) -> Any:
@@ -163,7 +164,7 @@ def _view_of_torch(tensor: Any) -> TensorView:
         raise BadGeometry("tensor", f"a tensor of shape {tuple(tensor.shape)} holds nothing")
     itemsize = int(tensor.element_size())
     storage = tensor.untyped_storage()
-    found = TensorView(
+    return TensorView(
         address=int(tensor.data_ptr()),
         shape=tuple(int(size) for size in tensor.shape),
         strides=tuple(int(stride) * itemsize for stride in tensor.stride()),
@@ -173,8 +174,6 @@ def _view_of_torch(tensor: Any) -> TensorView:
         device=0 if kind is MemoryKind.DRAM else int(tensor.device.index or 0),
         storage=(int(storage.data_ptr()), int(storage.nbytes())),
     )
-    _check_inside(found)
-    return found
 
 
 def _view_of_numpy(array: Any) -> TensorView:
@@ -186,7 +185,7 @@ def _view_of_numpy(array: Any) -> TensorView:
     root = array
     while hasattr(getattr(root, "base", None), "__array_interface__"):
         root = root.base
-    found = TensorView(
+    return TensorView(
         address=int(address),
         shape=tuple(array.shape),
         strides=tuple(array.strides),
@@ -194,8 +193,6 @@ def _view_of_numpy(array: Any) -> TensorView:
         dtype=str(array.dtype),
         storage=_bounds(root),
     )
-    _check_inside(found)
-    return found
 
 
 def _check_elements(dtype: Any) -> None:
@@ -222,13 +219,6 @@ def _bounds(root: Any) -> tuple[int, int]:
     steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     below, above = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
     return int(root.__array_interface__["data"][0]) + below, above - below + int(root.itemsize)
-
-
-def _check_inside(view: TensorView) -> None:
-    first, last = view.extent
-    base, length = view.storage
-    if view.storage != (0, 0) and not base <= first < last <= base + length:
-        raise BadGeometry("tensor", f"{view.described} reaches past the {length} bytes that it is a view of")
 
 
 def held(tensor: Tensor) -> Tensor:

@@ -1,17 +1,76 @@
-"""vLLM's attention on GPUs and, permuted inside a page by its kernel, on CPUs; its latent attention and indexers, which
-are the same on every rank."""
+"""Planes of the engines people use, from the tensors they have.
+
+Each function names the public source of its byte order: repository, file, function, version. Where the bytes of a
+unit and token are in natural order the format is ``plain``, whatever the layout around them, so that engines of
+different layouts, block sizes and even makes can read from each other. Where a kernel permutes inside a page the
+format has a name of its own and a page moves whole.
+
+Layer names are compared verbatim: both engines of a read must use the same. All functions take `group` and
+`holding` as `kvferry.geometry.tensors.planes_of` does.
+
+Of vLLM there are its attention on GPUs and, permuted inside a page by its kernel, on CPUs; its latent attention and
+indexers, which are the same on every rank.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvferry._arguments import integer, text
 from kvferry.errors import BadGeometry
-from kvferry.geometry.formats.parts import Layers, halves, head_width, latent_parts, with_axes
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane
-from kvferry.geometry.tensors import PLAIN, Holding, Part, named_tensors, planes_of_tensor, view_of
+from kvferry.geometry.tensors import OPAQUE as OPAQUE
+from kvferry.geometry.tensors import PLAIN as PLAIN
+from kvferry.geometry.tensors import (
+    Holding,
+    Part,
+    Tensor,
+    TensorView,
+    named_tensors,
+    planes_of,
+    planes_of_tensor,
+    view_of,
+)
+
+Layers = Mapping[str, Tensor]
+"""Tensors by layer name."""
+
+FP8_DS_BYTES = 656
+_CPU_NATURAL_VALUES = ("vec", "vec16")
+
+
+def _with_axes(layer: str, tensor: Tensor, count: int) -> TensorView:
+    """The memory of a tensor of so many axes; raises `BadGeometry`."""
+    view = view_of(tensor)
+    if len(view.shape) != count:
+        raise BadGeometry(f"layer {layer}", f"{count} axes are expected of {view.described}")
+    return view
+
+
+def _halves(layer: str, view: TensorView, width: int) -> dict[str, int]:
+    """K and V as equal parts of the content; raises `BadGeometry`."""
+    if width % 2:
+        raise BadGeometry(f"layer {layer}", f"K and V cannot be equal parts of the content of {view.described}")
+    return {"key": width // 2, "value": width // 2}
+
+
+def _latent_parts(layer: str, width: int, latent_dim: int) -> dict[str, int]:
+    """The latent and, if anything follows it, the rope; raises `BadGeometry`."""
+    if not 0 < integer("latent_dim", latent_dim) <= width:
+        raise BadGeometry(f"layer {layer}", f"a latent of {latent_dim} elements in a content of {width}")
+    rope_dim = width - latent_dim
+    return {"latent": latent_dim, "rope": rope_dim} if rope_dim else {"latent": latent_dim}
+
+
+def _head_width(layer: str, view: TensorView, heads: int) -> int:
+    """Elements of a head in a content that holds all heads of the rank; raises `BadGeometry`."""
+    width = view.shape[-1]
+    if integer("heads", heads) < 1 or width % heads:
+        raise BadGeometry(f"layer {layer}", f"{heads} heads do not divide the content of {view.described}")
+    return width // heads
 
 
 def vllm_attention(
@@ -23,7 +82,6 @@ def vllm_attention(
         kv_caches: by layer, ``[blocks, heads, tokens, key_dim + value_dim]`` of any strides: vLLM's layouts LBHNC,
             LBNHC, LHBNC, BLHNC, BLNHC and BHLNC differ in them alone. Kernel blocks smaller than the group's blocks
             become pages.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         key_dim: elements of K; None: as many as of V.
 
     Source: vllm-project/vllm 0.32.0, ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py (logical ``[B, H, N,
@@ -34,11 +92,11 @@ def vllm_attention(
     """
     found: list[Plane] = []
     for layer, tensor in named_tensors(kv_caches).items():
-        view = with_axes(layer, tensor, 4)
+        view = _with_axes(layer, tensor, 4)
         width = view.shape[3]
         if key_dim is not None and not 0 < integer("key_dim", key_dim) < width:
             raise BadGeometry(f"layer {layer}", f"keys of {key_dim} elements in the content of {view.described}")
-        parts = halves(layer, view, width) if key_dim is None else {"key": key_dim, "value": width - key_dim}
+        parts = _halves(layer, view, width) if key_dim is None else {"key": key_dim, "value": width - key_dim}
         axes = ("block", "head", "token", "content")
         found += planes_of_tensor(view, axes, group, layer, parts, holding)
     return tuple(found)
@@ -49,18 +107,16 @@ def vllm_two_slots(kv_caches: Layers, group: Group, heads: int, holding: Holding
 
     Args:
         kv_caches: by layer, ``[blocks, 2, tokens, heads · head_dim]`` of any strides.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         heads: KV heads on this rank.
 
     Source: vllm-project/vllm 0.32.0, ``B12xPagedAttentionImpl._kv_cache_views`` in vllm/v1/attention/backends/b12x.py
     and ``RocmSegmentedAttentionImpl._split_kv_cache`` in rocm_segmented_attn.py. Not for `vllm_tiles`.
     """
-    found: list[Plane] = []
+    split: dict[str, Tensor] = {}
     for layer, tensor in named_tensors(kv_caches).items():
-        view = with_axes(layer, tensor, 4)
-        view = view.split(3, head_width(layer, view, heads))
-        found += planes_of_tensor(view, ("block", "kv", "token", "head", "content"), group, layer, None, holding)
-    return tuple(found)
+        view = _with_axes(layer, tensor, 4)
+        split[layer] = view.split(3, _head_width(layer, view, heads))
+    return planes_of(split, ("block", "kv", "token", "head", "content"), group, None, holding)
 
 
 def vllm_tiles(
@@ -72,7 +128,6 @@ def vllm_tiles(
 
     Args:
         kv_caches: by layer, ``[blocks, 2, tokens, heads · head_dim]``; a page of each slot is one piece.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         heads: KV heads on this rank.
         format: name of the order in the tile.
 
@@ -81,14 +136,12 @@ def vllm_tiles(
     ``reshape_and_cache_shuffle_kernel`` in vllm/v1/attention/backends/rocm_aiter_fa.py (V ``[heads, tokens / x,
     head_dim, x]``).
     """
-    found: list[Plane] = []
-    parts = [Part(name, kv=kv, format=format, token_granule=0) for kv, name in enumerate(("key", "value"))]
+    tiles: dict[str, Tensor] = {}
     for layer, tensor in named_tensors(kv_caches).items():
-        view = with_axes(layer, tensor, 4)
-        width, tokens = head_width(layer, view, heads), view.shape[2]
-        tiles = view.merge_tail(2, (heads, tokens, width))
-        found += planes_of_tensor(tiles, ("block", "kv", "head", "token", "content"), group, layer, parts, holding)
-    return tuple(found)
+        view = _with_axes(layer, tensor, 4)
+        tiles[layer] = view.merge_tail(2, (heads, view.shape[2], _head_width(layer, view, heads)))
+    parts = [Part(name, kv=kv, format=format, token_granule=0) for kv, name in enumerate(("key", "value"))]
+    return planes_of(tiles, ("block", "kv", "head", "token", "content"), group, parts, holding)
 
 
 def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | None = None) -> tuple[Plane, ...]:
@@ -96,7 +149,6 @@ def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | 
 
     Args:
         kv_caches: by layer, ``[blocks, heads, tokens, bytes]`` or, of one head, ``[blocks, tokens, bytes]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         format: name of what is in a cell.
 
     Source: vllm-project/vllm 0.32.0, ``TritonAttentionImpl._ensure_scale_caches`` in
@@ -123,7 +175,6 @@ def vllm_nvfp4(
         kv_caches: by layer, ``uint8 [blocks, 2 · heads, tokens, 9 / 16 · head_dim]``, heads before tokens in memory.
             The shape is only a size: a side of a page is ``[heads · tokens · head_dim / 2 | heads · tokens · head_dim
             / 16]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         heads: KV heads on this rank.
         scales: format of the scales.
 
@@ -132,7 +183,7 @@ def vllm_nvfp4(
     """
     found: list[Plane] = []
     for layer, tensor in named_tensors(kv_caches).items():
-        view = with_axes(layer, tensor, 4)
+        view = _with_axes(layer, tensor, 4)
         _, slots, tokens, width = view.shape
         scale = width // 9
         if view.itemsize != 1 or slots != 2 * heads or width % 9:
@@ -155,15 +206,11 @@ def vllm_nvfp4(
     return tuple(found)
 
 
-FP8_DS_BYTES = 656
-
-
 def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding | None = None) -> tuple[Plane, ...]:
     """vLLM's latent attention: latent and rope side by side for each token, the same on every rank.
 
     Args:
         kv_caches: by layer, ``[blocks, tokens, latent_dim + rope_dim]`` or, since 0.32, ``[blocks, 1, tokens, …]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         latent_dim: kv_lora_rank of the model.
 
     Source: vllm-project/vllm, ``concat_and_cache_mla_kernel`` in csrc/cache_kernels.cu (kv_cache is ``[num_blocks,
@@ -173,7 +220,7 @@ def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding 
     for layer, tensor in named_tensors(kv_caches).items():
         view = view_of(tensor)
         axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
-        found += planes_of_tensor(view, axes, group, layer, latent_parts(layer, view.shape[-1], latent_dim), holding)
+        found += planes_of_tensor(view, axes, group, layer, _latent_parts(layer, view.shape[-1], latent_dim), holding)
     return tuple(found)
 
 
@@ -185,7 +232,6 @@ def vllm_mla_fp8_ds(kv_caches: Layers, group: Group, holding: Holding | None = N
 
     Args:
         kv_caches: by layer, ``uint8 [blocks, tokens, 656]`` or ``[blocks, 1, tokens, 656]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
 
     Raises:
         BadGeometry: rows of another width.
@@ -210,7 +256,6 @@ def vllm_mla_pages(
     Args:
         kv_caches: by layer, ``uint8 [blocks, 1, states, row_bytes + scale bytes]``. The shape is only a size: inside a
             page the bytes are ``[states · row_bytes | states · scale bytes]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         row_bytes: bytes of a state without its scales: 576 in V4.
         format: name of what is in a row and its scales.
 
@@ -239,7 +284,6 @@ def vllm_indexer(
     Args:
         kv_caches: by layer, ``uint8 [blocks, tokens, index_dim + scale bytes]`` or ``[blocks, 1, tokens, …]``. The
             shape is only a size: inside a page the bytes are ``[tokens · index_dim | tokens · scale bytes]``.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         index_dim: bytes of a token's key.
         format, token_granule: of the keys.
 
@@ -272,9 +316,6 @@ def _rows_then_scales(
     return tuple(found)
 
 
-_CPU_NATURAL_VALUES = ("vec", "vec16")
-
-
 def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None = None) -> tuple[Plane, ...]:
     """vLLM's CPU attention: for each block and head a page of K, then a page of V, permuted inside by the kernel.
 
@@ -284,7 +325,6 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
 
     Args:
         kv_caches: by layer, ``[blocks, heads, tokens, 2 · head_dim]``, contiguous.
-        group, holding: see `kvferry.geometry.tensors.planes_of`.
         isa: what ``_get_attn_isa`` in vllm/v1/attention/backends/cpu_attn.py answers on this machine: ``vec``,
             ``amx`` …
 
@@ -303,12 +343,84 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
             Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0),
             Part("value", kv=1, token_granule=0),
         ]
-    found: list[Plane] = []
+    pages: dict[str, Tensor] = {}
     for layer, tensor in named_tensors(kv_caches).items():
-        view = with_axes(layer, tensor, 4)
-        _, _, tokens, width = view.shape
-        halves(layer, view, width)
-        pages = view.merge_tail(2, (2, tokens, width // 2))
-        axes = ("block", "head", "kv", "token", "content")
-        found += planes_of_tensor(pages, axes, group, layer, parts, holding)
+        view = _with_axes(layer, tensor, 4)
+        width = _halves(layer, view, view.shape[3])["key"]
+        pages[layer] = view.merge_tail(2, (2, view.shape[2], width))
+    return planes_of(pages, ("block", "head", "kv", "token", "content"), group, parts, holding)
+
+
+def sglang_mha(k_buffer: Layers, v_buffer: Layers, group: Group, holding: Holding | None = None) -> tuple[Plane, ...]:
+    """SGLang's attention pool: K and V apart, a row for each token slot; with its HND switch a page for each row.
+
+    A block is a page of the group's block_tokens slots; block 0 holds SGLang's padding slots, so it is the null block.
+
+    Args:
+        k_buffer, v_buffer: by layer, ``[slots, heads, head_dim]``, or ``[pages, heads, tokens, head_dim]`` with
+            ``SGLANG_USE_HND_KVCACHE``.
+
+    Source: sgl-project/sglang 0.5.23, ``MHATokenToKVPool._kv_buffer_shapes`` and ``_create_buffers_normal`` in
+    python/sglang/srt/mem_cache/memory_pool.py. Not for its ``vectorized_5d`` layout.
+    """
+    found: list[Plane] = []
+    keys, values = named_tensors(k_buffer), named_tensors(v_buffer)
+    for layer, key in keys.items():
+        if layer not in values:
+            raise BadGeometry(f"layer {layer}", "it has a K buffer and no V buffer")
+        for component, tensor in (("key", key), ("value", values[layer])):
+            view = view_of(tensor)
+            axes = ("slot", "head", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
+            found += planes_of_tensor(view, axes, group, layer, (component,), holding)
     return tuple(found)
+
+
+def sglang_mla(kv_buffer: Layers, group: Group, latent_dim: int, holding: Holding | None = None) -> tuple[Plane, ...]:
+    """SGLang's latent pool: latent and rope side by side, a row for each token slot.
+
+    Args:
+        kv_buffer: by layer, ``[slots, 1, latent_dim + rope_dim]``.
+        latent_dim: kv_lora_rank of the model.
+
+    Source: sgl-project/sglang 0.5.23, ``MLATokenToKVPool._create_buffers`` in
+    python/sglang/srt/mem_cache/memory_pool.py.
+    """
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(kv_buffer).items():
+        view = _with_axes(layer, tensor, 3)
+        parts = _latent_parts(layer, view.shape[-1], latent_dim)
+        found += planes_of_tensor(view, ("slot", "head", "content"), group, layer, parts, holding)
+    return tuple(found)
+
+
+def trtllm_pool(
+    pool: Tensor,
+    layers: Sequence[str],
+    group: Group,
+    heads: int,
+    holding: Holding | None = None,
+    components: Sequence[str] = ("key", "value"),
+) -> tuple[Plane, ...]:
+    """A pool of TensorRT-LLM's paged cache: blocks of all its layers, each K, then V, as ``[heads, tokens, head_dim]``.
+
+    Args:
+        pool: ``[blocks, layers, len(components), heads · tokens · head_dim]``, contiguous.
+        layers: names of the pool's layers, in its order.
+        heads: KV heads on this rank.
+        components: ``("latent",)`` and the like for a pool of one factor.
+
+    Source: NVIDIA/TensorRT-LLM, ``WindowBlockManager::allocatePools`` in
+    cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp (``{mNumPrimaryBlocks, pool.numLayers, mKVFactor, blockSize}``)
+    and ``KVBlockArray::getKVLocalIdx`` in cpp/tensorrt_llm/kernels/kvCacheUtils.h (``[numHeads, tokensPerBlock,
+    hiddenSizePerHead]``), 0ccf9032 (2025). Not for FP4 pools, nor for recurrent states, whose layers come first.
+    """
+    view = _with_axes("pool", pool, 4)
+    size, cells = view.shape[3], integer("heads", heads) * group.block_tokens
+    if heads < 1 or cells < 1 or size % cells:
+        raise BadGeometry(
+            "pool", f"blocks of {size} elements do not divide by {heads} heads of {group.block_tokens} tokens"
+        )
+    view = view.split(3, size // heads).split(4, size // cells)
+    return planes_of_tensor(
+        view, ("block", "layer", "kv", "head", "token", "content"), group, layers, components, holding
+    )
