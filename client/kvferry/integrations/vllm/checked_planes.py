@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.plane import Plane
-from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.groups import BlockTable, layer_spec, transferred
 from kvferry.integrations.vllm.layouts import Layer, backend_of, family_of, layer_planes
 from kvferry.integrations.vllm.self_check import Report, self_check
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def checked_planes(
-    vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, Tensor], place: RankPlace
+    vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, torch.Tensor], place: RankPlace
 ) -> list[Plane]:
     """Return the planes of a rank's caches, ordered by group.
 
@@ -34,7 +34,7 @@ def checked_planes(
         logger.warning("kvferry was not run on %s yet: please report what you see", current_platform.device_name)
     layers = layers_of(vllm_config, kv_cache_config, setup.tables, kv_caches, place)
     planes = [plane for layer in layers for plane in layer_planes(layer)]
-    report = self_check(layers, planes, vllm_config) if setup.settings.self_check else None
+    report = self_check(layers, planes) if setup.settings.self_check else None
     check_shown(layers, report)
     return planes
 
@@ -43,7 +43,7 @@ def layers_of(
     vllm_config: Any,
     kv_cache_config: Any,
     tables: Sequence[BlockTable],
-    kv_caches: Mapping[str, Tensor],
+    kv_caches: Mapping[str, torch.Tensor],
     place: RankPlace,
 ) -> list[Layer]:
     """Return the layers of a rank, ordered by group.

@@ -9,13 +9,10 @@ from vllm.platforms import current_platform
 from kvferry.errors import InvalidField
 from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts.layer import Layer
+from kvferry.testing.layout import SCALED
 
 # Contents whose bytes depend on factors that stand outside the cache.
 _SCALED = ("fp8", "fp8 slots", "nvfp4")
-
-
-SCALED = " * "
-"""What stands between the name of a type and its static scale."""
 
 
 def content_of(spec: Any) -> str:

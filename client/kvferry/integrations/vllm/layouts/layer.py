@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group
-from kvferry.geometry.tensors import Holding, Tensor
+from kvferry.geometry.tensors import Holding
 
 # What a class that `subclass_attention_backend` of vLLM returns has of its own.
 _OF_A_DERIVED_CLASS = {"get_builder_cls", "__module__", "__doc__", "__abstractmethods__", "_abc_impl"}
@@ -29,7 +31,7 @@ class Layer:
     """
 
     name: str
-    cache: Tensor
+    cache: torch.Tensor
     spec: Any
     group: Group
     heads: Holding
