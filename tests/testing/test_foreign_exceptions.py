@@ -53,7 +53,6 @@ ONCE = {
     "_reads/leased_reads.py": "work after its queue has ended",
     "_reads/callbacks.py": "a callback after its queue has ended",
     "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request",
-    "integrations/vllm/worker.py": "announces memory once",
     "testing/_fabric.py": "an event loop, which catches its tasks' errors",
 }
 """Where a thread is started for one piece of work."""
@@ -67,6 +66,7 @@ OWN = {
     "_cli/engines.py": "a program's own pool",
     "_cli/top.py": "a program's own pool",
     "integrations/sglang/bootstrap.py": "a pool whose futures keep errors, and a timer",
+    "integrations/vllm/worker.py": "announces memory once",
     "testing/_fabric.py": "a pool whose futures keep errors",
 }
 """Where a thread is made in another way."""

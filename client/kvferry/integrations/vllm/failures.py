@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvferry._wire.reference import parse_reference
+from kvferry import parse_reference
 from kvferry.engine import ReadEnd
 from kvferry.errors import KvferryError
 

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvferry._control.publications import Publication
-from kvferry._prompt import Prompt
+from kvferry import Prompt, Publication
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
-from kvferry._control.publications import Publication
-from kvferry._prompt import Prompt
+from kvferry import Prompt, Publication
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry._prompt import Prompt
+from kvferry import Prompt
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.vllm.failures import log_failure

@@ -8,8 +8,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry._control.publications import Publication, Release, ReleaseOutcome
-from kvferry._prompt import Prompt
+from kvferry import Prompt, Publication, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks

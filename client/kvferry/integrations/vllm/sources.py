@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry._wire.reference import parse_reference
+from kvferry import parse_reference
 from kvferry.errors import KvferryError
 
 MOST = 1024

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvferry._wire.reference import parse_reference
+from kvferry import parse_reference
 from kvferry.errors import KvferryError
 
 

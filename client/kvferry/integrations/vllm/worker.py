@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from kvferry._threads import start_thread
 from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.plane import Plane
@@ -83,11 +82,12 @@ class ConnectorWorker:
         self._waits, self._asked = metadata.waits, metadata.asks
         with self._lock:
             if metadata.token and not self._announcing:
+                announce = threading.Thread(target=self._announce, args=(metadata.token,), daemon=True)
                 try:
-                    start_thread(partial(self._announce, metadata.token), "kvferry-announce")
+                    announce.start()
                     self._announcing = True
-                except KvferryError as error:
-                    # The token comes again with the next step.
+                except RuntimeError as error:
+                    # The system has no more threads. The token comes again with the next step.
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
             if not self._announced:
                 if metadata.orders:
