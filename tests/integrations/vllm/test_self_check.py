@@ -22,11 +22,13 @@ import vllm.triton_utils
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 
+from kvferry import EngineSpec, WorkerPort
 from kvferry.errors import BadGeometry, LayoutMismatch
 from kvferry.geometry import Interval, Plane, formats
 from kvferry.geometry.tensors import Part, planes_of_tensor
 from kvferry.integrations.vllm.layouts import Layer, layer_planes
 from kvferry.integrations.vllm.self_check import Report, self_check
+from kvferry.testing import Fabric
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model
 from tests.support.vllm_layers import Rank, attention, bound, config_of, latent, mamba
@@ -507,8 +509,14 @@ def test_two_layers_in_the_same_place_are_refused(tmp_path: Path) -> None:
     rank = bound(config, attention(config, count=2))
     first, second = rank.layers
     both = [first, replace(second, cache=first.cache)]
-    with pytest.raises(LayoutMismatch, match="both hold the same bytes"):
-        self_check(both, [plane for layer in both for plane in layer_planes(layer)])
+    planes = [plane for layer in both for plane in layer_planes(layer)]
+    # What follows the self-check: nothing of such a rank is registered.
+    spec = EngineSpec("prefill", (first.group,))
+    caches: Any = {layer.name: layer.cache for layer in both}
+    with Fabric() as fabric:
+        port = WorkerPort(fabric.client(), spec, 0)
+        with pytest.raises(BadGeometry, match="hold the same byte"):
+            port.register_memory(caches, planes=planes, replicated=True)
 
 
 def test_a_cache_that_vllm_does_not_write_to_is_refused(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from kvferry.errors import BadGeometry, LayoutMismatch
-from kvferry.geometry.overlap import check_apart
+from kvferry.errors import LayoutMismatch
 from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import view_of
 from kvferry.integrations.vllm.layouts import Layer
@@ -95,7 +94,6 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | Non
             raise LayoutMismatch(layer.name, "no planes are declared for it")
         check_layout(layer.group, layer.cache, own, block_bytes=_content_bytes(layer.spec))
         kinds.setdefault(_kind(layer, own), []).append(layer)
-    _check_apart(layers, planes)
     found = []
     # vLLM makes its caches in this mode, outside of which they may not be changed.
     with torch.inference_mode():
@@ -139,15 +137,6 @@ def _check(layer: Layer, planes: Sequence[Plane], names: tuple[str, ...], seed: 
             logger.exception("self-check: %s of %s could not be written", layer.name, path.name)
             reason = f"vLLM's write failed: {error!r}"
     return Checked(path.name, names, CheckedLayout(), reason)
-
-
-def _check_apart(layers: Sequence[Layer], planes: Sequence[Plane]) -> None:
-    """Check that layers share no bytes, unless their groups share a pool."""
-    try:
-        check_apart({layer.group.name: layer.group for layer in layers}.values(), 0, planes)
-    except BadGeometry as error:
-        names = error.values["where"].rpartition("planes ")[2]
-        raise LayoutMismatch(names.partition("/")[0], f"planes {names}: {error.values['problem']}") from None
 
 
 def _kind(layer: Layer, planes: Sequence[Plane]) -> tuple[Any, ...]:
