@@ -53,7 +53,7 @@ def test_the_last_blocks_of_a_request_are_published_when_its_slowest_rank_has_co
     publication = port.publish("r", {}, last=False)
     port.take()
     publishing.computed({fast: 1})
-    publishing.complete(publication, BLOCKS, prompt=PROMPT)
+    publishing.publish("r", BLOCKS, prompt=PROMPT, publication=publication)
     assert port.take() == []
     assert publishing.waiting
     publishing.computed({1 - fast: 1})
@@ -66,7 +66,7 @@ def test_the_last_blocks_of_a_request_that_every_rank_has_computed_are_published
     publication = port.publish("r", {}, last=False)
     port.take()
     publishing.computed({0: 1, 1: 1})
-    publishing.complete(publication, BLOCKS, prompt=PROMPT)
+    publishing.publish("r", BLOCKS, prompt=PROMPT, publication=publication)
     assert port.take() == [LAST_STEP]
 
 

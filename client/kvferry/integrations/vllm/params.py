@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvferry import parse_reference
+from kvferry import Publication, parse_reference
 from kvferry.errors import KvferryError
-from kvferry.integrations.vllm.siblings import Published
 
 REFERENCE = "kvferry_reference"
 """The field that holds kvferry's reference: of the publication that decode reads, or that prefill makes."""
@@ -55,7 +54,7 @@ def is_routers(reference: str) -> bool:
         return False
 
 
-def published_params(published: Published) -> dict[str, Any]:
+def published_params(published: Publication) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` for decode. Routers pass them on unread."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: published.reference}
     return {**params, TRACEPARENT: published.traceparent} if published.traceparent else params

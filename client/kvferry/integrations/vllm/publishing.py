@@ -92,38 +92,41 @@ class ComputedPublishing:
         prompt: Prompt,
         reference: str = "",
         payload: bytes = b"",
+        publication: Publication | None = None,
     ) -> Publication:
         """Publish a finished request as soon as it is computed, under a router's reference if there is one. The payload
-        goes with the last blocks, the marks of the prompt with the first. Errors as `SchedulerPort.publish`."""
+        goes with the last blocks, the marks of the prompt with the first. Errors as `SchedulerPort.publish` and
+        `SchedulerPort.publish_more`.
+
+        Args:
+            request_id: the request.
+            blocks: those that are not published yet.
+            traceparent: of the trace that it belongs to; empty: none.
+            prompt: its prompt.
+            reference: the router's reference; empty: none.
+            payload: for the reader's engine.
+            publication: has the first blocks; None: it is made now.
+        """
         step = self._scheduled.pop(request_id, self._step)
         now = step <= min(self._computed.values())
-        publication = self._port.publish(
-            request_id,
-            blocks if now else {},
-            last=now,
-            payload=payload if now else b"",
-            checksums=self._checksums,
-            traceparent=traceparent,
-            reference=reference,
-            prompt=prompt,
-        )
+        if publication is None:
+            publication = self._port.publish(
+                request_id,
+                blocks if now else {},
+                last=now,
+                payload=payload if now else b"",
+                checksums=self._checksums,
+                traceparent=traceparent,
+                reference=reference,
+                prompt=prompt,
+            )
+        elif now:
+            self._port.publish_more(publication, blocks, last=True, payload=payload, prompt=prompt)
         if now:
             self._sums.append(Summed(publication.number, blocks))
         else:
             self._held.append(_HeldBack(step, publication, blocks, payload, prompt))
         return publication
-
-    def complete(
-        self, publication: Publication, blocks: Mapping[str, Blocks], payload: bytes = b"", *, prompt: Prompt
-    ) -> None:
-        """Publish the last blocks of a finished request as soon as they are computed. Errors as
-        `SchedulerPort.publish_more`."""
-        step = self._scheduled.pop(publication.request_id, self._step)
-        if step <= min(self._computed.values()):
-            self._port.publish_more(publication, blocks, last=True, payload=payload, prompt=prompt)
-            self._sums.append(Summed(publication.number, blocks))
-        else:
-            self._held.append(_HeldBack(step, publication, blocks, payload, prompt))
 
     def computed(self, steps: Mapping[int, int]) -> None:
         """Take the last step that each of some ranks has computed, and publish what was held until then."""

@@ -18,6 +18,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.block_hold import BlockHold, Holds, ids_of
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.publishing import Summed
+from kvferry.integrations.vllm.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class RoutedPublishing:
         """Those that have parts."""
         self._by_publication: dict[int, Routed] = {}
         """Those of which something is published."""
-        self._used: dict[str, None] = {}
+        self._used = Remembered[str](MOST_USED)
         """References under which something was published."""
         self._idle_since: float | None = None
 
@@ -223,9 +224,7 @@ class RoutedPublishing:
 
     def keep(self, routed: Routed, publication: Publication) -> bool:
         """Keep what is held of a request until its publication is released, see `Holds.keep`."""
-        self._used[routed.reference] = None
-        if len(self._used) > MOST_USED:
-            del self._used[next(iter(self._used))]
+        self._used.add(routed.reference)
         return self._holds.keep(publication.number, routed.held)
 
     def give_up(self, routed: Routed, *, decline: bool = True) -> None:

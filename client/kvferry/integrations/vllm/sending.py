@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, short
 from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
 from kvferry.integrations.vllm.routed import BlockIds, Routed, RoutedPublishing
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.siblings import Published, Siblings
+from kvferry.integrations.vllm.siblings import Siblings
 from kvferry.integrations.vllm.values import StepsDone
 
 logger = logging.getLogger(__name__)
@@ -137,12 +137,11 @@ class Sending:
             return self._not_published(request_id, routed, decline=not isinstance(error, RouterKeyUsed)), None
         if publication is None:
             return self._not_published(request_id, routed), None
-        made = Published(request_id, publication.number, publication.reference, publication.traceparent)
-        self._published.add(request, tokens, made)
+        self._published.add(request, tokens, publication)
         held = self._hold(publication, blocks) if routed is None else self._routed.keep(routed, publication)
         if not held:
             self._kept[publication.number] = request_id
-        return not held, published_params(made)
+        return not held, published_params(publication)
 
     def lost(self, blocks: Iterable[int]) -> None:
         """Handle blocks that vLLM was told could not be loaded."""
@@ -198,26 +197,17 @@ class Sending:
         self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None, payload: bytes, prompt: Prompt
     ) -> Publication | None:
         """Publish a finished request, or the rest of it; None: its publication was withdrawn."""
-        if routed is not None and routed.withdrawn:
-            return None
-        if routed is None:
-            publication = self._publishing.publish(
-                request.request_id, blocks, traceparent_of(request), prompt=prompt, payload=payload
-            )
-        else:
-            rest = self._routed.rest(routed, blocks)
-            if routed.publication is not None:
-                self._publishing.complete(routed.publication, rest, payload, prompt=prompt)
-                return routed.publication
-            publication = self._publishing.publish(
-                request.request_id,
-                rest,
-                routed.traceparent,
-                prompt=prompt,
-                reference=routed.reference,
-                payload=payload,
-            )
-        self._count("published")
+        request_id, reference, traceparent, begun = request.request_id, "", traceparent_of(request), None
+        if routed is not None:
+            if routed.withdrawn:
+                return None
+            blocks = self._routed.rest(routed, blocks)
+            reference, traceparent, begun = routed.reference, routed.traceparent, routed.publication
+        publication = self._publishing.publish(
+            request_id, blocks, traceparent, prompt=prompt, reference=reference, payload=payload, publication=begun
+        )
+        if begun is None:
+            self._count("published")
         return publication
 
     def _hold(self, publication: Publication, blocks: Mapping[str, Blocks]) -> bool:

@@ -94,6 +94,9 @@ class ConnectorSettings:
             )
         if self.role is not None and self.role not in ROLES.values():
             raise InvalidField("role", _shown(self.role), "prefill, decode or both")
+        homes = self.allowed_homes
+        if not isinstance(homes, tuple) or not all(isinstance(home, str) for home in homes):
+            raise InvalidField("allowed_homes", _shown(homes), "several strings")
         # The client checks the others.
         for name in ("self_check", "traces"):
             if not isinstance(getattr(self, name), bool):
