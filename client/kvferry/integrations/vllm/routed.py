@@ -16,9 +16,9 @@ from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.block_hold import BlockHold, Holds, ids_of
-from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.publishing import Summed
 from kvferry.integrations.vllm.remembered import Remembered
+from kvferry.integrations.vllm.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class Routed:
         request: vLLM's request.
         reference: the router's reference.
         prompt: its prompt.
+        held: the blocks that are published or will be soon.
         traceparent: of the trace that it belongs to; empty: none.
         publication: what its first part was published as; None: nothing is published yet.
-        held: the blocks that are published or will be soon; None: vLLM cannot hold them for us.
         parts: computed blocks that are not published yet, because their step has not ended.
         published: end of the published tokens, by group.
         planned: the same, with the parts.
@@ -61,9 +61,9 @@ class Routed:
     request: Any
     reference: str = field(repr=False)
     prompt: Prompt
+    held: BlockHold
     traceparent: str = ""
     publication: Publication | None = None
-    held: BlockHold | None = None
     parts: deque[_Part] = field(default_factory=deque)
     published: dict[str, int] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
@@ -90,50 +90,28 @@ class RoutedPublishing:
     preempted request is withdrawn.
 
     Args:
-        port: the engine's port.
+        setup: the engine.
+        port: its port.
         holds: what is held of all publications.
-        tables: vLLM's block tables.
-        ranks: number of ranks.
         count: counts something by its name, see `KvferryStats`.
         sums: takes the parts that are published: integrity mode sums them.
-        rewritten: see `Setup`.
-        checksums: whether the source will sum the blocks.
-        now: the clock, in seconds.
     """
 
     def __init__(
-        self,
-        port: SchedulerPort,
-        holds: Holds,
-        tables: Sequence[BlockTable],
-        ranks: int,
-        count: Callable[[str], None],
-        sums: list[Summed],
-        *,
-        rewritten: int = 0,
-        checksums: bool = False,
-        now: Callable[[], float] = time.monotonic,
+        self, setup: Setup, port: SchedulerPort, holds: Holds, count: Callable[[str], None], sums: list[Summed]
     ) -> None:
+        self._setup = setup
         self._port = port
         self._holds = holds
-        self._tables = tables
         self._count = count
         self._sums = sums
-        self._rewritten = rewritten
-        self._checksums = checksums
-        self._now = now
-        self._ended = dict.fromkeys(range(ranks), 0)
+        self._now = time.monotonic
+        self._ended = dict.fromkeys(range(setup.spec.num_ranks), 0)
         self._block_ids: BlockIds | None = None
         self._requests: dict[str, Routed] = {}
         """Those that are published under their reference, each by its request_id, until they finish."""
         self._followers: dict[str, Routed] = {}
         """Other samples of the same prompt (n > 1), which have the same reference."""
-        self._first: dict[str, str] = {}
-        """The request of each reference among `_requests`."""
-        self._parted: dict[str, Routed] = {}
-        """Those that have parts."""
-        self._by_publication: dict[int, Routed] = {}
-        """Those of which something is published."""
         self._used = Remembered[str](MOST_USED)
         """References under which something was published."""
         self._idle_since: float | None = None
@@ -145,18 +123,16 @@ class RoutedPublishing:
     @property
     def waiting(self) -> bool:
         """Whether parts wait for the end of a step."""
-        return bool(self._parted)
+        return any(routed.parts for routed in self._requests.values())
 
     def expect(self, request: Any, reference: str, prompt: Prompt, traceparent: str) -> None:
         """Note that a request that has arrived is to be published under a router's reference."""
-        routed = Routed(request, reference, prompt, traceparent)
+        routed = Routed(request, reference, prompt, self._holds.begin(), traceparent)
         # The prompt of a session grows, and its last tokens are computed again.
         routed.closed = self._block_ids is None or bool(getattr(request, "resumable", False))
         # A sample may come when the first one has ended.
-        if reference in self._used or reference in self._first:
-            self._followers[routed.request_id] = routed
-        else:
-            self._add(routed)
+        others = reference in self._used or any(other.reference == reference for other in self._requests.values())
+        (self._followers if others else self._requests)[routed.request_id] = routed
 
     def begin(self, step: int, scheduled: Mapping[str, int]) -> None:
         """Begin a step.
@@ -177,7 +153,7 @@ class RoutedPublishing:
         for rank, step in steps.items():
             self._ended[rank] = max(self._ended[rank], step)
         everywhere = min(self._ended.values())
-        for routed in tuple(self._parted.values()):
+        for routed in self._requests.values():
             while routed.parts and routed.parts[0].step <= everywhere:
                 self._publish(routed, routed.parts[0].blocks)
 
@@ -193,7 +169,7 @@ class RoutedPublishing:
             if any(not bad.isdisjoint(ids_of(part.blocks)) for part in routed.parts):
                 self._forget_parts(routed)
                 routed.closed = True
-            if routed.held is not None and routed.held.any_of(bad) and not routed.withdrawn:
+            if routed.held.any_of(bad) and not routed.withdrawn:
                 logger.warning("request %r: blocks that are published could not be loaded", routed.request_id)
                 self._forget_parts(routed)
                 self._withdraw(routed)
@@ -207,9 +183,6 @@ class RoutedPublishing:
         """Return a request that has finished, and forget it; None: no router has made a reference for it."""
         routed = self._requests.pop(request_id, None)
         if routed is not None:
-            del self._first[routed.reference]
-            if routed.publication is not None:
-                self._by_publication.pop(routed.publication.number, None)
             self._forget_parts(routed)
         return routed
 
@@ -217,9 +190,9 @@ class RoutedPublishing:
         """Return what is not published yet of all blocks of a finished request, and hold it."""
         found = {
             table.group.name: table.rest(blocks[table.group.name], routed.published.get(table.group.name, 0))
-            for table in self._tables
+            for table in self._setup.tables
         }
-        self._hold(routed, found)
+        routed.held.add(found)
         return found
 
     def keep(self, routed: Routed, publication: Publication) -> bool:
@@ -238,13 +211,12 @@ class RoutedPublishing:
             if not routed.withdrawn:
                 self._withdraw(routed)
             return
-        if routed.held is not None:
-            routed.held.free()
+        routed.held.free()
         if routed.withdrawn or not decline:
             return
         for request_id, follower in self._followers.items():
             if follower.reference == routed.reference:
-                self._add(self._followers.pop(request_id))
+                self._requests[request_id] = self._followers.pop(request_id)
                 return
         try:
             # Decode waits for it.
@@ -254,30 +226,26 @@ class RoutedPublishing:
 
     def released(self, publication: int) -> None:
         """Forget what is held of a publication, which is free again."""
-        routed = self._by_publication.pop(publication, None)
-        if routed is not None:
-            # Its reader has given up, or died.
-            routed.held = None
-            self._forget_parts(routed)
-            routed.closed = routed.withdrawn = True
+        for routed in self._requests.values():
+            if routed.publication is not None and routed.publication.number == publication:
+                # Its reader has given up, or died.
+                routed.held = self._holds.begin()
+                self._forget_parts(routed)
+                routed.closed = routed.withdrawn = True
 
     # Internal.
-
-    def _add(self, routed: Routed) -> None:
-        self._requests[routed.request_id] = routed
-        self._first[routed.reference] = routed.request_id
 
     def _plan(self, routed: Routed, step: int, tokens: int) -> None:
         """Plan to publish what a step completes of a prompt; nothing, if vLLM's blocks are not known."""
         if self._block_ids is None:
             return
         # The last token comes with the end of the request, so that something is left for it.
-        tokens = min(tokens - self._rewritten, routed.request.num_prompt_tokens - 1)
+        tokens = min(tokens - self._setup.rewritten, routed.request.num_prompt_tokens - 1)
         if not self._is_longer(routed, tokens):
             return
         ids = self._block_ids(routed.request_id)
         blocks = {}
-        for table in self._tables:
+        for table in self._setup.tables:
             name = table.group.name
             found = table.early(ids[table.index], routed.planned.get(name, 0), tokens)
             if len(found.ids):
@@ -285,23 +253,16 @@ class RoutedPublishing:
                 routed.planned[name] = found.end_token or 0
         if blocks:
             # From now on, because vLLM may free them before the step has ended.
-            self._hold(routed, blocks)
+            routed.held.add(blocks)
             routed.parts.append(_Part(step, blocks))
-            self._parted[routed.request_id] = routed
 
     def _is_longer(self, routed: Routed, tokens: int) -> bool:
         """Whether a block of some group is full that was not before."""
         return any(
             tokens // table.entry_tokens * table.entry_tokens > routed.planned.get(table.group.name, 0)
-            for table in self._tables
+            for table in self._setup.tables
             if not table.forgets
         )
-
-    def _hold(self, routed: Routed, blocks: Mapping[str, Blocks]) -> None:
-        if routed.held is None:
-            routed.held = self._holds.begin()
-        if routed.held is not None:
-            routed.held.add(blocks)
 
     def _publish(self, routed: Routed, blocks: Mapping[str, Blocks]) -> None:
         try:
@@ -310,13 +271,12 @@ class RoutedPublishing:
                     routed.request_id,
                     blocks,
                     last=False,
-                    checksums=self._checksums,
+                    checksums=self._setup.sums,
                     traceparent=routed.traceparent,
                     reference=routed.reference,
                     prompt=routed.prompt,
                 )
                 self.keep(routed, routed.publication)
-                self._by_publication[routed.publication.number] = routed
                 self._count("published")
             else:
                 self._port.publish_more(routed.publication, blocks, last=False)
@@ -330,18 +290,14 @@ class RoutedPublishing:
                 self._withdraw(routed)
             return
         routed.parts.popleft()
-        if not routed.parts:
-            del self._parted[routed.request_id]
         self._sums.append(Summed(routed.publication.number, blocks, last=False))
         routed.published |= {name: listed.end_token or 0 for name, listed in blocks.items()}
 
     def _forget_parts(self, routed: Routed) -> None:
         """Free the blocks of the parts that are not published yet."""
-        if routed.held is not None:
-            for part in routed.parts:
-                routed.held.drop(part.blocks)
+        for part in routed.parts:
+            routed.held.drop(part.blocks)
         routed.parts.clear()
-        self._parted.pop(routed.request_id, None)
         routed.planned = dict(routed.published)
 
     def _withdraw(self, routed: Routed) -> None:

@@ -43,13 +43,10 @@ class Sending:
         self._setup = setup
         self._port = port
         self._count = count
-        ranks = setup.spec.num_ranks
         self._sums: list[Summed] = []
-        self._publishing = ComputedPublishing(port, ranks, self._sums, checksums=setup.sums)
+        self._publishing = ComputedPublishing(port, setup.spec.num_ranks, self._sums, checksums=setup.sums)
         self._holds = Holds()
-        self._routed = RoutedPublishing(
-            port, self._holds, setup.tables, ranks, count, self._sums, rewritten=setup.rewritten, checksums=setup.sums
-        )
+        self._routed = RoutedPublishing(setup, port, self._holds, count, self._sums)
         self._kept: dict[int, str] = {}
         """Requests whose blocks vLLM keeps until they are released, by the numbers of their publications: a client may
         use a request_id again while blocks are held for it here."""
@@ -138,7 +135,12 @@ class Sending:
         if publication is None:
             return self._not_published(request_id, routed), None
         self._published.add(request, tokens, publication)
-        held = self._hold(publication, blocks) if routed is None else self._routed.keep(routed, publication)
+        if routed is not None:
+            held = self._routed.keep(routed, publication)
+        else:
+            hold = self._holds.begin()
+            hold.add(blocks)
+            held = self._holds.keep(publication.number, hold)
         if not held:
             self._kept[publication.number] = request_id
         return not held, published_params(publication)
@@ -209,13 +211,6 @@ class Sending:
         if begun is None:
             self._count("published")
         return publication
-
-    def _hold(self, publication: Publication, blocks: Mapping[str, Blocks]) -> bool:
-        """Hold the blocks of a finished request, see `Holds.keep`."""
-        hold = self._holds.begin()
-        if hold is not None:
-            hold.add(blocks)
-        return self._holds.keep(publication.number, hold)
 
     def _first_token(self, request: Any, tokens: int) -> bytes:
         """Return the payload of a request of which so many tokens are published: the first token of its answer.
