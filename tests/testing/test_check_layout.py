@@ -111,6 +111,27 @@ def test_wrong_planes_are_refused(wrong: Callable[[Sequence[Plane]], list[Plane]
     assert refused.value.values["layer"] == "layer.0"
 
 
+def test_an_engine_is_given_no_slots_that_it_does_not_have() -> None:
+    """It would write past its cache."""
+    cache, _, planes = engine()
+    slots_seen: list[int] = []
+    longer = [
+        replace(
+            plane,
+            block_states=2 * TOKENS,
+            page_tokens=2 * TOKENS,
+            token_stride=plane.token_stride // 2,
+            unit_stride=plane.unit_stride,
+            units=Interval(0, HEADS // 2),
+            axis_size=HEADS // 2,
+        )
+        for plane in planes
+    ]
+    with pytest.raises(LayoutMismatch, match="hold 16 tokens, the group's 8"):
+        check(cache, longer, write=lambda _, slots: slots_seen.extend(slots.tolist()), token=TOKEN)
+    assert slots_seen == []
+
+
 def test_a_kernel_that_writes_elsewhere_is_found_with_the_token_the_head_and_both_bytes() -> None:
     cache, write, planes = engine()
 

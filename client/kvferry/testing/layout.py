@@ -89,7 +89,7 @@ def check_layout(
         tensor: what the planes were made of, ``[blocks, ...]``; the first axis may count pages of which each block has
             several. Use `torch.Tensor.movedim` for another axis.
         planes: the layer's planes.
-        write: the engine's own way to write tokens; None: tokens are not written.
+        write: the engine's own way to write tokens, each of which is a state of the planes; None: none are written.
         token: what `write` takes of one token, by component: tensors of the right dtype and shape, ``[heads, width]``,
             whose values do not matter. Planes of other names, such as ``key_scale``, belong to that of which they are
             a part (``key``), or else depend on all.
@@ -112,7 +112,7 @@ def check_layout(
         probe = _Probe(planes, block, tensor, group.num_blocks)
         try:
             if write is not None and token is not None:
-                values |= _TokenCheck(probe, write, token).run(thorough=number < 2, dependence=not number)
+                values |= _TokenCheck(group, probe, write, token).run(thorough=number < 2, dependence=not number)
             for index, state in enumerate(states):
                 values |= _StateCheck(probe, index, state[block]).run()
         finally:
@@ -390,19 +390,22 @@ class _TokenCheck:
     """The check of one block that the engine writes token by token.
 
     Args:
+        group: the layer's group.
         probe: the block.
         write: the engine's function.
         token: what it takes of one token.
     """
 
-    def __init__(self, probe: _Probe, write: WriteTokens, token: Tokens) -> None:
+    def __init__(self, group: Group, probe: _Probe, write: WriteTokens, token: Tokens) -> None:
         self._probe, self._planes, self._write = probe, probe.planes, write
-        self._states = self._planes[0].block_states
         for plane in self._planes:
+            # The engine would write past the cache if it was given slots that it does not have.
+            self._states = group.block_tokens // plane.token_shard.count
             if plane.block_states != self._states:
                 raise LayoutMismatch(
                     plane.layer,
-                    f"blocks of {plane.component} and of {self._planes[0].component} hold different numbers of tokens",
+                    f"a block of {plane.component} is declared to hold {plane.block_states} tokens, the group's"
+                    f" {self._states}",
                     component=plane.component,
                     expected=self._states,
                     found=plane.block_states,

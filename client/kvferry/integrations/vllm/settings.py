@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,14 +100,13 @@ class ConnectorSettings:
         for name in ("self_check", "traces"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidField(name, _shown(getattr(self, name)), "true or false")
-        for name, kinds, least, expected in (
-            ("read_timeout", (int, float), sys.float_info.min, f"more than 0 to {MOST_SECONDS:.0e} seconds"),
-            ("start_timeout", (int, float), sys.float_info.min, f"more than 0 to {MOST_SECONDS:.0e} seconds"),
-            ("max_waiting", int, 1, "an integer of at least 1"),
-        ):
+        for name in ("read_timeout", "start_timeout"):
             value = getattr(self, name)
-            if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= MOST_SECONDS:
-                raise InvalidField(name, _shown(value), expected)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_SECONDS:
+                raise InvalidField(name, _shown(value), f"more than 0 to {MOST_SECONDS:.0e} seconds")
+        most = self.max_waiting
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise InvalidField("max_waiting", _shown(most), "an integer of at least 1")
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> ConnectorSettings:

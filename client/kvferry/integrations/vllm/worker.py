@@ -83,11 +83,13 @@ class ConnectorWorker:
         self._waits, self._asked = metadata.waits, metadata.asks
         with self._lock:
             if metadata.token and not self._announcing:
-                announce = threading.Thread(target=self._announce, args=(metadata.token,), daemon=True)
+                announce = threading.Thread(
+                    target=self._announce, args=(metadata.token,), name="kvferry-announce", daemon=True
+                )
                 try:
                     announce.start()
                     self._announcing = True
-                except RuntimeError as error:
+                except (RuntimeError, MemoryError) as error:
                     # The system has no more threads. The token comes again with the next step.
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
             if not self._announced:
