@@ -15,9 +15,9 @@ from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
 from kvferry.integrations.vllm.loads import Load, Loads
+from kvferry.integrations.vllm.outgoing import BlockIds
 from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
 from kvferry.integrations.vllm.remembered import Remembered
-from kvferry.integrations.vllm.routed import BlockIds
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.sources import NewSources, Turns, log_failure
