@@ -155,8 +155,9 @@ def _check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], b
     sizes = np.array([plane.state_bytes for plane in planes], np.int64)[of]
     first, last, clash = _runs(np.concatenate(cells), sizes)
     if clash is not None:
-        one, other = (planes[of[at]].component for at in clash)
-        raise LayoutMismatch(layer, f"{one} and {other} declare the same bytes of a block", component=one)
+        first_named, second_named = (planes[of[at]].component for at in clash)
+        problem = f"{first_named} and {second_named} declare the same bytes of a block"
+        raise LayoutMismatch(layer, problem, component=first_named)
     at = np.searchsorted(begins, first, "right") - 1
     outside = (at < 0) | (last > ends[at])
     if outside.any():
@@ -308,7 +309,7 @@ class _Probe:
         for poison in _POISONS:
             self.fill(poison)
             found = self.effect(write, allowed, inspect)
-            changed = [one | other for one, other in zip(changed, found, strict=True)] if changed else found
+            changed = [known | more for known, more in zip(changed, found, strict=True)] if changed else found
         return changed
 
     def check_written(self, number: int, missed: torch.Tensor) -> None:
@@ -411,13 +412,13 @@ class _TokenCheck:
                     found=plane.block_states,
                 )
         self._device = probe.cells[0].device
-        self._heads = {name: one.shape[0] for name, one in token.items()}
+        self._heads = {name: taken.shape[0] for name, taken in token.items()}
         generator = torch.Generator().manual_seed(probe.block)
         self._inputs = {
             # Nothing near zero, which quantising would make equal.
-            name: (drawn + drawn.sign() * 0.25).to(self._device, one.dtype)
-            for name, one in token.items()
-            for drawn in [torch.randn(self._states, *one.shape, generator=generator)]
+            name: (drawn + drawn.sign() * 0.25).to(self._device, taken.dtype)
+            for name, taken in token.items()
+            for drawn in [torch.randn(self._states, *taken.shape, generator=generator)]
         }
         # Another sign, for formats that divide by the largest element, and another size.
         self._others: dict[str, torch.Tensor] = {name: found * -1.5 for name, found in self._inputs.items()}

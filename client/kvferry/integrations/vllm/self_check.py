@@ -118,7 +118,7 @@ def _check(layer: Layer, planes: Sequence[Plane], names: tuple[str, ...], seed: 
                 # Padding, which vLLM's kernels skip: with its first call a backend may prepare the whole cache, as
                 # Triton's does for the scales of each token and head.
                 padding = torch.full((1,), -1, dtype=torch.int64, device=layer.cache.device)
-                path.write({name: one[None] for name, one in path.token.items()}, padding)
+                path.write({name: zeros[None] for name, zeros in path.token.items()}, padding)
             layout = check_layout(
                 layer.group,
                 layer.cache,

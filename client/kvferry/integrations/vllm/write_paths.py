@@ -82,7 +82,7 @@ def _fitting(path: WritePath, layer: Layer, planes: Sequence[Plane], page_tokens
     if tokens % page_tokens or held < layer.group.num_blocks * tokens:
         return WritePath(path.name, f"kernel blocks of {page_tokens} tokens do not make blocks of {tokens}")
     dtype, device = layer.vllm_config.model_config.dtype, layer.cache.device
-    return path._replace(token={name: one.to(device, dtype) for name, one in (path.token or {}).items()})
+    return path._replace(token={name: zeros.to(device, dtype) for name, zeros in (path.token or {}).items()})
 
 
 def _attention(module: Any, update: Any) -> WritePath:
