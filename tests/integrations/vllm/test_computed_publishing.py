@@ -11,7 +11,7 @@ from kvferry import Blocks, Prompt, Publication
 from kvferry.engine import SchedulerPort
 from kvferry.errors import WrongState
 from kvferry.integrations.vllm.block_hold import BlockHold
-from kvferry.integrations.vllm.publishing import ComputedPublishing, Outgoing, Summed
+from kvferry.integrations.vllm.publishing import ComputedPublishing, OutgoingRequest, Summed
 from tests.integrations.vllm.played_port import Port
 
 BLOCKS = {"full": Blocks([3], 0, 4)}
@@ -25,10 +25,10 @@ def port() -> Port:
     return Port()
 
 
-def of(request_id: str, publication: Publication | None = None) -> Outgoing:
+def of(request_id: str, publication: Publication | None = None) -> OutgoingRequest:
     """A request that was scheduled in the first step last."""
     request = SimpleNamespace(request_id=request_id, kv_transfer_params={})
-    return Outgoing(request, "", PROMPT, BlockHold(None), step=1, publication=publication)
+    return OutgoingRequest(request, "", PROMPT, BlockHold(None), step=1, publication=publication)
 
 
 def of_two_ranks(port: Port, sums: list[Summed] | None = None) -> ComputedPublishing:

@@ -15,7 +15,7 @@ from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.block_hold import Holds, ids_of
-from kvferry.integrations.vllm.publishing import Outgoing, Part, Summed
+from kvferry.integrations.vllm.publishing import OutgoingRequest, Part, Summed
 from kvferry.integrations.vllm.remembered import Remembered
 from kvferry.integrations.vllm.setup import Setup
 
@@ -66,9 +66,9 @@ class OutgoingRequests:
         self._ended = dict.fromkeys(range(setup.spec.num_ranks), 0)
         self._step = 0
         self._block_ids: BlockIds | None = None
-        self._requests: dict[str, Outgoing] = {}
+        self._requests: dict[str, OutgoingRequest] = {}
         """Each by its request_id."""
-        self._followers: dict[str, Outgoing] = {}
+        self._followers: dict[str, OutgoingRequest] = {}
         """Other samples of the same prompt (n > 1), which have the same reference."""
         self._used = Remembered[str](MOST_USED)
         """References under which something was published."""
@@ -85,7 +85,7 @@ class OutgoingRequests:
 
     def expect(self, request: Any, reference: str, prompt: Prompt, traceparent: str) -> None:
         """Note that a request that has arrived is to be published, under a router's reference if there is one."""
-        outgoing = Outgoing(request, reference, prompt, self._holds.begin(), traceparent, self._step)
+        outgoing = OutgoingRequest(request, reference, prompt, self._holds.begin(), traceparent, self._step)
         # The prompt of a session grows, and its last tokens are computed again.
         outgoing.closed = not reference or self._block_ids is None or bool(getattr(request, "resumable", False))
         # A sample may come when the first one has ended.
@@ -141,15 +141,15 @@ class OutgoingRequests:
         is."""
         return self._followers.pop(request_id, None) is not None
 
-    def take(self, request: Any) -> Outgoing:
+    def take(self, request: Any) -> OutgoingRequest:
         """Return a request that has finished, and forget it."""
         outgoing = self._requests.pop(request.request_id, None)
         if outgoing is None:
-            return Outgoing(request, "", Prompt.unknown, self._holds.begin(), step=self._step)
+            return OutgoingRequest(request, "", Prompt.unknown, self._holds.begin(), step=self._step)
         self._forget_parts(outgoing)
         return outgoing
 
-    def rest(self, outgoing: Outgoing, blocks: Mapping[str, Blocks]) -> dict[str, Blocks]:
+    def rest(self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks]) -> dict[str, Blocks]:
         """Return what is not published yet of all blocks of a finished request, and hold it."""
         found = {
             table.group.name: table.rest(blocks[table.group.name], outgoing.published.get(table.group.name, 0))
@@ -158,13 +158,13 @@ class OutgoingRequests:
         outgoing.held.add(found)
         return found
 
-    def keep(self, outgoing: Outgoing, publication: Publication) -> bool:
+    def keep(self, outgoing: OutgoingRequest, publication: Publication) -> bool:
         """Keep what is held of a request until its publication is released, see `Holds.keep`."""
         if outgoing.reference:
             self._used.add(outgoing.reference)
         return self._holds.keep(publication.number, outgoing.held)
 
-    def give_up(self, outgoing: Outgoing, *, decline: bool = True) -> None:
+    def give_up(self, outgoing: OutgoingRequest, *, decline: bool = True) -> None:
         """Handle that a request ends, and nothing or nothing more of it will be published.
 
         Args:
@@ -199,7 +199,7 @@ class OutgoingRequests:
 
     # Internal.
 
-    def _plan(self, outgoing: Outgoing, tokens: int) -> None:
+    def _plan(self, outgoing: OutgoingRequest, tokens: int) -> None:
         """Plan to publish what this step completes of a prompt; nothing, if vLLM's blocks are not known."""
         if self._block_ids is None:
             return
@@ -220,7 +220,7 @@ class OutgoingRequests:
             outgoing.held.add(blocks)
             outgoing.parts.append(Part(self._step, blocks))
 
-    def _is_longer(self, outgoing: Outgoing, tokens: int) -> bool:
+    def _is_longer(self, outgoing: OutgoingRequest, tokens: int) -> bool:
         """Whether a block of some group is full that was not before."""
         return any(
             tokens // table.entry_tokens * table.entry_tokens > outgoing.planned.get(table.group.name, 0)
@@ -228,7 +228,7 @@ class OutgoingRequests:
             if not table.forgets
         )
 
-    def _publish(self, outgoing: Outgoing, blocks: Mapping[str, Blocks]) -> None:
+    def _publish(self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks]) -> None:
         try:
             if outgoing.publication is None:
                 outgoing.publication = self._port.publish(
@@ -257,14 +257,14 @@ class OutgoingRequests:
         self._sums.append(Summed(outgoing.publication.number, blocks, last=False))
         outgoing.published |= {name: listed.end_token or 0 for name, listed in blocks.items()}
 
-    def _forget_parts(self, outgoing: Outgoing) -> None:
+    def _forget_parts(self, outgoing: OutgoingRequest) -> None:
         """Free the blocks of the parts that are not published yet."""
         for part in outgoing.parts:
             outgoing.held.drop(part.blocks)
         outgoing.parts.clear()
         outgoing.planned = dict(outgoing.published)
 
-    def _withdraw(self, outgoing: Outgoing) -> None:
+    def _withdraw(self, outgoing: OutgoingRequest) -> None:
         outgoing.closed = outgoing.withdrawn = True
         if outgoing.publication is None:
             return

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
+class OutgoingRequest:
     """A request that will be published.
 
     Attributes:
@@ -108,7 +108,7 @@ class ComputedPublishing:
         return bool(self._held)
 
     def publish(
-        self, outgoing: Outgoing, blocks: Mapping[str, Blocks], *, prompt: Prompt, payload: bytes = b""
+        self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks], *, prompt: Prompt, payload: bytes = b""
     ) -> Publication:
         """Publish the blocks of a finished request that are not published yet, as soon as they are computed. The
         payload goes with the last blocks, the marks of the prompt with the first. Errors as `SchedulerPort.publish` and

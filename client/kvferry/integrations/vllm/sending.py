@@ -16,7 +16,7 @@ from kvferry.integrations.vllm.block_hold import Holds
 from kvferry.integrations.vllm.outgoing import BlockIds, OutgoingRequests
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
 from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
-from kvferry.integrations.vllm.publishing import ComputedPublishing, Outgoing, Summed
+from kvferry.integrations.vllm.publishing import ComputedPublishing, OutgoingRequest, Summed
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.siblings import Siblings
 from kvferry.integrations.vllm.values import StepsDone
@@ -194,7 +194,7 @@ class Sending:
         whole = tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld
         return first_token_payload(request.all_token_ids[tokens], tokens) if whole else b""
 
-    def _not_published(self, outgoing: Outgoing, *, decline: bool = True) -> bool:
+    def _not_published(self, outgoing: OutgoingRequest, *, decline: bool = True) -> bool:
         """Handle that nothing, or nothing more, of a request will be published; return False."""
         self._requests.give_up(outgoing, decline=decline)
         return False
