@@ -15,7 +15,7 @@ from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.block_hold import Holds, ids_of
-from kvferry.integrations.vllm.publishing import OutgoingRequest, Part, Summed
+from kvferry.integrations.vllm.publishing import ComputedPart, OutgoingRequest, Summed
 from kvferry.integrations.vllm.remembered import Remembered
 from kvferry.integrations.vllm.setup import Setup
 
@@ -218,7 +218,7 @@ class OutgoingRequests:
         if blocks:
             # From now on, because vLLM may free them before the step has ended.
             outgoing.held.add(blocks)
-            outgoing.parts.append(Part(self._step, blocks))
+            outgoing.parts.append(ComputedPart(self._step, blocks))
 
     def _is_longer(self, outgoing: OutgoingRequest, tokens: int) -> bool:
         """Whether a block of some group is full that was not before."""

@@ -18,7 +18,7 @@ from kvferry.integrations.vllm.params import traceparent_of
 logger = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
+class ComputedPart(NamedTuple):
     """Blocks that may be published when `step` has ended."""
 
     step: int
@@ -51,7 +51,7 @@ class OutgoingRequest:
     traceparent: str = ""
     step: int = 0
     publication: Publication | None = None
-    parts: deque[Part] = field(default_factory=deque)
+    parts: deque[ComputedPart] = field(default_factory=deque)
     published: dict[str, int] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
     closed: bool = False
