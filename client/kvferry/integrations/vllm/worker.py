@@ -180,15 +180,18 @@ class ConnectorWorker:
             try:
                 self._port.announce(token)
                 break
-            except Exception as error:
-                if isinstance(error, KvferryError) and error.retryable:
+            except KvferryError as error:
+                if error.retryable:
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
                     time.sleep(max(AGAIN, error.retry_after or 0.0))
                     continue
+                problem = str(error)
+            except Exception as error:
                 logger.exception("rank %d could not be announced", self._rank)
-                with self._lock:
-                    self._news.errors[self._rank] = str(error) if isinstance(error, KvferryError) else repr(error)
-                return
+                problem = repr(error)
+            with self._lock:
+                self._news.errors[self._rank] = problem
+            return
         with self._lock:
             self._announced = True
             self._news.registered.add(self._rank)
