@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from kvferry._transport.nixl_options import NixlOptions as NixlOptions
     from kvferry._transport.staging_pool import StagingOptions as StagingOptions
     from kvferry._wire.channel import TlsConfig as TlsConfig
+    from kvferry._wire.channel import parse_address as parse_address
+    from kvferry._wire.reference import parse_reference as parse_reference
     from kvferry._wire.reference import router_reference as router_reference
     from kvferry._wire.token import EngineToken as EngineToken
     from kvferry.aio import AsyncClient as AsyncClient
@@ -125,6 +127,8 @@ _HOME_OF = {
     "WorkerPort": "engine",
     "diff": "planner",
     "open_directory": "_directory.opening",
+    "parse_address": "_wire.channel",
+    "parse_reference": "_wire.reference",
     "plan_read": "planner",
     "router_reference": "_wire.reference",
     "serve": "_embed",

@@ -339,7 +339,7 @@ TARGETS: dict[str, Target] = {
     },
     **{
         f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM,), environment=".venv-vllm")
-        for name in ("routed", "sending", "publishing", "block_hold", "device")
+        for name in ("outgoing", "sending", "publishing", "block_hold", "device")
     },
     **{f"client/kvferry/integrations/sglang/{name}.py": Target((tests,)) for name, tests in WITHOUT_SGLANG.items()},
     **{

@@ -95,13 +95,23 @@ FACES = {
     "aio": {*BELOW, "_session", "_cache", "_client"},
     "engine": {*BELOW, "_session", "_cache", "_client"},
     "testing": {*BELOW, "_client", "_network"},
-    "integrations": {*BELOW, "_session", "_cache", "_client", "engine"},
+    # Public modules, see `PRIVATE_TO_INTEGRATIONS`.
+    "integrations": {"errors", "geometry", "engine", "stats", "testing", "_exposition", "_threads", "_tracing"},
     # An example: it takes all else from `kvferry` itself.
     "_demo": {"errors", "geometry", "host_memory"},
     "_doctor": {"errors", "geometry", "planner", "host_memory", "_transport", "_wire", "v1"},
     "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo", "_doctor"},
 }
 RULES = {**MAY_IMPORT, **FACES}
+PRIVATE_TO_INTEGRATIONS = {
+    "otel.py": {
+        "kvferry._tracing": "the hook for spans: OpenTelemetry is the one way to trace that is supported",
+        "kvferry._threads": "what an application's span processor raises ends no read, as all that it raises elsewhere",
+    },
+    "prometheus.py": {"kvferry._exposition": "the node server shows its own metrics by the same lines"},
+}
+"""What the integrations import of private modules, by file, and why. They are the proof that the author of an engine
+needs none, so engines are not among them."""
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
@@ -156,6 +166,18 @@ def test_imports_point_downwards(folder: str) -> None:
             if package == "kvferry" and rest:
                 target = rest.split(".")[0]
                 assert target == folder or target in RULES[folder], f"{path} imports {name}"
+
+
+def test_integrations_import_public_modules_only() -> None:
+    folder = CLIENT / "integrations"
+    for path in sorted(folder.rglob("*.py")):
+        name = str(path.relative_to(folder))
+        private = {
+            module
+            for module in imports(path, CLIENT)
+            if module.startswith("kvferry.") and any(part.startswith("_") for part in module.split("."))
+        }
+        assert private == set(PRIVATE_TO_INTEGRATIONS.get(name, ())), path
 
 
 @pytest.mark.parametrize("folder", sorted(SERVER_RULES))

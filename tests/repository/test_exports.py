@@ -58,6 +58,8 @@ def test_exported_names() -> None:
         "__version__",
         "diff",
         "open_directory",
+        "parse_address",
+        "parse_reference",
         "plan_read",
         "router_reference",
         "serve",

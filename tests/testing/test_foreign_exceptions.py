@@ -52,7 +52,6 @@ ONCE = {
     "_reads/runtime.py": "a handshake ahead of time, with a future",
     "_reads/leased_reads.py": "work after its queue has ended",
     "_reads/callbacks.py": "a callback after its queue has ended",
-    "integrations/vllm/worker.py": "announces memory once",
     "testing/_fabric.py": "an event loop, which catches its tasks' errors",
 }
 """Where a thread is started for one piece of work."""
@@ -67,6 +66,7 @@ OWN = {
     "_cli/top.py": "a program's own pool",
     "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request; "
     "a pool whose futures keep errors; a timer",
+    "integrations/vllm/worker.py": "announces memory once",
     "testing/_fabric.py": "a pool whose futures keep errors",
 }
 """Where a thread is made in another way."""

@@ -16,10 +16,9 @@ from operator import attrgetter
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from kvferry import _arguments as arguments
-from kvferry._client import Client
+from kvferry import Client
 from kvferry._exposition import family
-from kvferry.errors import ForkedClient
+from kvferry.errors import ForkedClient, InvalidField
 from kvferry.stats import METRICS, ClientStats
 
 
@@ -40,12 +39,12 @@ class ClientCollector(Collector):
             self._label: tuple[str, ...] = ()
             self._clients: list[tuple[tuple[str, ...], Client]] = [((), clients)]
             return
-        expected = "a Client, or Clients by name"
+        if not isinstance(clients, Mapping) or not all(
+            isinstance(name, str) and isinstance(client, Client) for name, client in clients.items()
+        ):
+            raise InvalidField("clients", type(clients), "a Client, or Clients by name")
         self._label = ("client",)
-        self._clients = [
-            ((arguments.text("clients", name),), arguments.instance("clients", client, Client, expected))
-            for name, client in arguments.mapping("clients", clients, expected).items()
-        ]
+        self._clients = [((name,), client) for name, client in clients.items()]
 
     def collect(self) -> Iterable[Family]:
         """Return the metrics of the moment."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from kvferry import Blocks, Prompt
+from kvferry import Blocks, Prompt, Publication
 from kvferry.engine import SchedulerPort
 from kvferry.errors import WrongState
-from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
+from kvferry.integrations.vllm.block_hold import BlockHold
+from kvferry.integrations.vllm.publishing import ComputedPublishing, OutgoingRequest, Summed
 from tests.integrations.vllm.played_port import Port
 
 BLOCKS = {"full": Blocks([3], 0, 4)}
@@ -23,20 +25,21 @@ def port() -> Port:
     return Port()
 
 
-def scheduled(port: Port, *requests: str, sums: list[Summed] | None = None) -> ComputedPublishing:
-    """An engine of two ranks that has scheduled requests in its first step."""
-    publishing = ComputedPublishing(cast(SchedulerPort, port), 2, [] if sums is None else sums)
-    for request in requests:
-        publishing.expect(request)
-    assert publishing.begin(requests) == 1
-    return publishing
+def of(request_id: str, publication: Publication | None = None) -> OutgoingRequest:
+    """A request that was scheduled in the first step last."""
+    request = SimpleNamespace(request_id=request_id, kv_transfer_params={})
+    return OutgoingRequest(request, "", PROMPT, BlockHold(None), step=1, publication=publication)
+
+
+def of_two_ranks(port: Port, sums: list[Summed] | None = None) -> ComputedPublishing:
+    return ComputedPublishing(cast(SchedulerPort, port), 2, [] if sums is None else sums)
 
 
 @pytest.mark.parametrize("fast", [0, 1])
 def test_a_request_is_published_when_its_slowest_rank_has_computed_it(port: Port, fast: int) -> None:
-    publishing = scheduled(port, "r")
+    publishing = of_two_ranks(port)
     publishing.computed({fast: 1})
-    publishing.publish("r", BLOCKS, prompt=PROMPT)
+    publishing.publish(of("r"), BLOCKS, prompt=PROMPT)
     assert port.take() == [("publish", {}, "more", "")]
     assert publishing.waiting
     publishing.computed({1 - fast: 1})
@@ -49,11 +52,11 @@ def test_the_last_blocks_of_a_request_are_published_when_its_slowest_rank_has_co
     port: Port, fast: int
 ) -> None:
     """Its first blocks were published in parts, under a router's reference."""
-    publishing = scheduled(port, "r")
+    publishing = of_two_ranks(port)
     publication = port.publish("r", {}, last=False)
     port.take()
     publishing.computed({fast: 1})
-    publishing.complete(publication, BLOCKS, prompt=PROMPT)
+    publishing.publish(of("r", publication), BLOCKS, prompt=PROMPT)
     assert port.take() == []
     assert publishing.waiting
     publishing.computed({1 - fast: 1})
@@ -62,20 +65,20 @@ def test_the_last_blocks_of_a_request_are_published_when_its_slowest_rank_has_co
 
 
 def test_the_last_blocks_of_a_request_that_every_rank_has_computed_are_published_at_once(port: Port) -> None:
-    publishing = scheduled(port, "r")
+    publishing = of_two_ranks(port)
     publication = port.publish("r", {}, last=False)
     port.take()
     publishing.computed({0: 1, 1: 1})
-    publishing.complete(publication, BLOCKS, prompt=PROMPT)
+    publishing.publish(of("r", publication), BLOCKS, prompt=PROMPT)
     assert port.take() == [LAST_STEP]
 
 
 def test_a_publication_whose_blocks_are_refused_is_withdrawn(port: Port) -> None:
     """Otherwise its blocks would be kept until its hold ends, for readers that wait in vain."""
     sums: list[Summed] = []
-    publishing = scheduled(port, "r", "s", sums=sums)
+    publishing = of_two_ranks(port, sums)
     for request in ("r", "s"):
-        publishing.publish(request, BLOCKS, prompt=PROMPT)
+        publishing.publish(of(request), BLOCKS, prompt=PROMPT)
     port.take()
     port.refuses = WrongState("publication 1 was released")
     publishing.computed({0: 1, 1: 0})

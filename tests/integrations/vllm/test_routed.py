@@ -18,8 +18,8 @@ from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
+from kvferry.integrations.vllm.outgoing import STUCK
 from kvferry.integrations.vllm.params import REFERENCE
-from kvferry.integrations.vllm.routed import STUCK
 from tests.integrations.vllm.played_prefill import BLOCKS, FULL, TOKENS, WINDOW, Prefill, made
 
 

@@ -22,11 +22,13 @@ import vllm.triton_utils
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 
+from kvferry import EngineSpec, WorkerPort
 from kvferry.errors import BadGeometry, LayoutMismatch
 from kvferry.geometry import Interval, Plane, formats
 from kvferry.geometry.tensors import Part, planes_of_tensor
+from kvferry.integrations.vllm.checked_planes import Report, self_check
 from kvferry.integrations.vllm.layouts import Layer, layer_planes
-from kvferry.integrations.vllm.self_check import Report, self_check
+from kvferry.testing import Fabric
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model
 from tests.support.vllm_layers import Rank, attention, bound, config_of, latent, mamba
@@ -53,7 +55,7 @@ def check(rank: Rank, planes: Sequence[Plane]) -> Report:
     """The check, which leaves every byte as it was, whatever it finds."""
     before = rank.memory.clone()
     try:
-        return self_check(rank.layers, planes, rank.config)
+        return self_check(rank.layers, planes)
     finally:
         assert torch.equal(rank.memory, before)
 
@@ -111,7 +113,7 @@ def test_planes_of_the_cpu_kernel_pass(tmp_path: Path, dtype: str, width: int, b
     planes = declared(rank)
     [kind] = check(rank, planes).kinds
     natural = {plane.component for plane in planes if plane.format == "plain"}
-    assert (set(kind.values), set(kind.footprint)) == (natural, {"key", "value"} - natural)
+    assert (set(kind.layout.values), set(kind.layout.footprint)) == (natural, {"key", "value"} - natural)
     assert kind.backend == "CPU_ATTN"
     assert kind.layers == tuple(layer.name for layer in rank.layers)
 
@@ -136,7 +138,7 @@ def test_planes_of_tritons_kernel_pass_in_every_layout(
     modules = attention(config, count=2, heads=3, backend=triton_attn.TritonAttentionBackend)
     rank = bound(config, modules, layout=layout, kernel_block=kernel_block)
     [kind] = check(rank, packed(rank)).kinds
-    assert kind.values == ("key", "value")
+    assert kind.layout.values == ("key", "value")
 
 
 def test_per_tensor_fp8_passes_by_its_footprint(tmp_path: Path) -> None:
@@ -153,14 +155,14 @@ def test_per_tensor_fp8_passes_by_its_footprint(tmp_path: Path) -> None:
         for plane in formats.vllm_cpu({layer.name: layer.cache}, layer.group, modules[layer.name].isa, layer.heads)
     ]
     [kind] = check(rank, planes).kinds
-    assert (kind.values, kind.footprint, kind.unwritten) == ((), ("key", "value"), "")
+    assert (kind.layout.values, kind.layout.footprint, kind.unwritten) == ((), ("key", "value"), "")
 
 
 @pytest.mark.parametrize("layout", ["LBNHC"])
 def test_scales_of_each_token_and_head_pass_by_their_footprint(interpreter: None, tmp_path: Path, layout: str) -> None:
     rank, planes = with_scales(tmp_path, layout)
     [kind] = check(rank, planes).kinds
-    assert (kind.values, kind.footprint) == ((), ("key", "key_scale", "value", "value_scale"))
+    assert (kind.layout.values, kind.layout.footprint) == ((), ("key", "key_scale", "value", "value_scale"))
 
 
 def with_scales(folder: Path, layout: str) -> tuple[Rank, list[Plane]]:
@@ -180,13 +182,13 @@ def test_latent_planes_pass(tmp_path: Path, kernel_block: int | None) -> None:
     config = config_of(tmp_path, kv_lora_rank=512)
     rank = bound(config, latent(config), kernel_block=kernel_block)
     [kind] = check(rank, declared(rank)).kinds
-    assert (kind.backend, kind.values) == ("CPU_MLA", ("latent", "rope"))
+    assert (kind.backend, kind.layout.values) == ("CPU_MLA", ("latent", "rope"))
 
 
 def test_planes_of_a_recurrent_state_pass(tmp_path: Path) -> None:
     rank, planes = recurrent(tmp_path)
     [kind] = check(rank, planes).kinds
-    assert (kind.values, kind.footprint) == (("ssm",), ("conv_x", "conv_b", "conv_c"))
+    assert (kind.layout.values, kind.layout.footprint) == (("ssm",), ("conv_x", "conv_b", "conv_c"))
 
 
 def recurrent(folder: Path) -> tuple[Rank, list[Plane]]:
@@ -208,7 +210,7 @@ def test_a_block_or_two_are_enough(tmp_path: Path) -> None:
     modules = attention(config, count=1)
     for blocks in (2, 3):
         rank = bound(config, modules, blocks=blocks)
-        assert check(rank, declared(rank)).kinds[0].values == ("value",)
+        assert check(rank, declared(rank)).kinds[0].layout.values == ("value",)
 
 
 def test_alike_layers_are_one_kind_and_others_are_not(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_one_line_says_what_was_checked_and_how(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.INFO, "kvferry"):
         report = check(rank, declared(rank))
     [line] = [record.getMessage() for record in caplog.records if "self-check" in record.getMessage()]
-    blocks = ", ".join(map(str, report.kinds[0].blocks))
+    blocks = ", ".join(map(str, report.kinds[0].layout.blocks))
     assert line.startswith(
         f"self-check: layers 4 of CPU_ATTN by values of value and footprint of key in blocks {blocks}; "
     )
@@ -248,13 +250,13 @@ def test_a_kernel_that_is_wrong_in_one_block_is_found_if_the_block_is_looked_at(
     found = []
     for seed in range(12):
         try:
-            [kind] = self_check(rank.layers, declared(rank), config, seed).kinds
+            [kind] = self_check(rank.layers, declared(rank), seed).kinds
         except LayoutMismatch as error:
             found.append(error.values["block"])
         else:
-            assert wrong not in kind.blocks
-            assert {1, 15} < set(kind.blocks)
-            assert len(kind.blocks) == 6
+            assert wrong not in kind.layout.blocks
+            assert {1, 15} < set(kind.layout.blocks)
+            assert len(kind.layout.blocks) == 6
     assert set(found) == {str(wrong)}
     # In every start, or by chance.
     assert (len(found) == 12) == (wrong in (1, 15))
@@ -271,7 +273,7 @@ def test_a_backend_that_writes_inside_attention_is_checked_by_its_strides(tmp_pa
     for module in modules.values():
         module.impl = object()
     [kind] = check(rank, planes).kinds
-    assert (kind.values, kind.footprint) == ((), ())
+    assert (kind.layout.values, kind.layout.footprint) == ((), ())
     assert kind.unwritten == "its backend writes the cache inside attention"
     both = [replace(plane, base=plane.base + 4) if plane.component == "value" else plane for plane in planes]
     assert "declare the same bytes" in str(refused(rank, both))
@@ -350,7 +352,7 @@ def test_wrong_planes_of_tritons_kernel_are_refused(interpreter: None, tmp_path:
     error = refused(rank, wrong)
     assert error.values["layer"] == (rank.layers[0].name if whole else last)
     assert error.values["layer"] in str(error)
-    assert check(rank, right).kinds[0].values == ("key", "value")
+    assert check(rank, right).kinds[0].layout.values == ("key", "value")
 
 
 def test_the_error_has_the_layer_the_place_and_both_strings_of_bytes(interpreter: None, tmp_path: Path) -> None:
@@ -490,7 +492,7 @@ def test_planes_that_are_missing_or_of_no_layer_are_refused(tmp_path: Path) -> N
     config = config_of(tmp_path)
     rank = bound(config, attention(config))
     planes = declared(rank)
-    assert "its spec says" in str(refused(rank, planes[1:]))
+    assert "of a block, which holds" in str(refused(rank, planes[1:]))
     assert "no planes" in str(refused(rank, planes[2:]))
     assert "no such layer" in str(refused(rank, [*planes, replace(planes[0], layer="layers.9")]))
 
@@ -499,7 +501,7 @@ def test_planes_outside_the_caches_are_refused_before_anything_is_read(tmp_path:
     config = config_of(tmp_path)
     rank = bound(config, attention(config))
     far = [replace(plane, base=plane.base + rank.memory.numel()) for plane in declared(rank)]
-    assert "reach past" in str(refused(rank, far))
+    assert "not its tensor's" in str(refused(rank, far))
 
 
 def test_two_layers_in_the_same_place_are_refused(tmp_path: Path) -> None:
@@ -507,8 +509,14 @@ def test_two_layers_in_the_same_place_are_refused(tmp_path: Path) -> None:
     rank = bound(config, attention(config, count=2))
     first, second = rank.layers
     both = [first, replace(second, cache=first.cache)]
-    with pytest.raises(LayoutMismatch, match="both hold the same bytes"):
-        self_check(both, [plane for layer in both for plane in layer_planes(layer)], config)
+    planes = [plane for layer in both for plane in layer_planes(layer)]
+    # What follows the self-check: nothing of such a rank is registered.
+    spec = EngineSpec("prefill", (first.group,))
+    caches: Any = {layer.name: layer.cache for layer in both}
+    with Fabric() as fabric:
+        port = WorkerPort(fabric.client(), spec, 0)
+        with pytest.raises(BadGeometry, match="hold the same byte"):
+            port.register_memory(caches, planes=planes, replicated=True)
 
 
 def test_a_cache_that_vllm_does_not_write_to_is_refused(tmp_path: Path) -> None:

@@ -68,12 +68,20 @@ def test_every_option_of_a_client_can_be_set(tmp_path: Path) -> None:
         ({"role": "kv_both"}, "role", "prefill, decode or both"),
         ({"role": 1}, "role", "prefill, decode or both"),
         ({"start_timeout": 0}, "start_timeout", "more than 0"),
+        ({"read_timeout": float("inf")}, "read_timeout", "more than 0"),
+        ({"read_timeout": "soon"}, "read_timeout", "more than 0"),
+        ({"max_waiting": 1.5}, "max_waiting", "at least 1"),
+        ({"self_check": "no"}, "self_check", "true or false"),
+        ({"home_in_references": "no"}, "home_in_references", "True or False"),
+        ({"allowed_homes": "10.0.*"}, "allowed_homes", "several strings"),
+        ({"directory": 5}, "directory", ""),
+        ({"confirm": "never"}, "confirm", "'before' or 'after'"),
         ({"address": "http://host:1"}, "address", ""),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_name(extra: dict[str, Any], field: str, said: str) -> None:
     with pytest.raises(InvalidField) as refused:
-        ConnectorSettings.of({**ADDRESS, **extra})
+        ConnectorSettings.of({**ADDRESS, **extra}).client()
     assert refused.value.values["field"] == field
     assert said in refused.value.values["expected"]
 

@@ -22,8 +22,7 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from kvferry import router_reference
-from kvferry._wire.channel import parse_address
+from kvferry import parse_address, router_reference
 from kvferry.errors import KvferryError
 
 logger = logging.getLogger(__name__)

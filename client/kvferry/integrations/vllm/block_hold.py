@@ -16,7 +16,7 @@ class BlockHold:
     a request that is preempted usually finds its own blocks there again.
 
     Args:
-        pool: vLLM's ``BlockPool`` (``vllm/v1/core/block_pool.py``; 0.32.0).
+        pool: vLLM's ``BlockPool`` (``vllm/v1/core/block_pool.py``; 0.32.0); None: it is not known, and nothing is held.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -32,6 +32,8 @@ class BlockHold:
 
     def add(self, blocks: Mapping[str, Blocks]) -> None:
         """Hold blocks that a request has now, by group."""
+        if self._pool is None:
+            return
         given = ids_of(blocks)
         self._pool.touch([self._pool.blocks[block] for block in given])
         self._ids += given
@@ -48,8 +50,9 @@ class BlockHold:
         self._free(ids)
 
     def _free(self, ids: list[int]) -> None:
-        # As vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(ids)])
+        if ids:
+            # As vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
+            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(ids)])
 
 
 class Holds:
@@ -66,16 +69,16 @@ class Holds:
         """Take vLLM's block pool."""
         self._pool = pool
 
-    def begin(self) -> BlockHold | None:
-        """Return a hold of nothing; None: vLLM's pool is not known."""
-        return None if self._pool is None else BlockHold(self._pool)
+    def begin(self) -> BlockHold:
+        """Return a hold of nothing yet."""
+        return BlockHold(self._pool)
 
-    def keep(self, publication: int, hold: BlockHold | None) -> bool:
-        """Keep a hold until its publication is released; return whether there is one, so that vLLM may free the
+    def keep(self, publication: int, hold: BlockHold) -> bool:
+        """Keep a hold until its publication is released; return whether it holds anything, so that vLLM may free the
         request."""
-        if hold is not None:
+        if self._pool is not None:
             self._held[publication] = hold
-        return hold is not None
+        return self._pool is not None
 
     def released(self, publication: int) -> None:
         """Free what is held of a publication."""

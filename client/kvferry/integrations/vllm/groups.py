@@ -88,7 +88,7 @@ class BlockTable:
                 raise InvalidField(f"state of group {self.group.name!r}", list(ids), f"a block of the one at {tokens}")
             return Blocks(state, state_token=tokens)
         ids = ids[: -(-tokens // self.entry_tokens)]
-        absent = [place for place, block in enumerate(ids) if block == NULL_BLOCK]
+        absent = [index for index, block in enumerate(ids) if block == NULL_BLOCK]
         if not self.forgets:
             # R-SWA frees blocks in the middle of what it has generated: what comes before them is whole.
             end = min(tokens, absent[0] * self.entry_tokens) if absent else tokens
@@ -129,11 +129,11 @@ class BlockTable:
     def _state(self, ids: Sequence[int], tokens: int) -> list[int]:
         """Return the block of the state after `tokens` tokens, or nothing if vLLM has none.
 
-        Its place follows from the position in all of vLLM's cache modes: with ``none`` there is one entry, with
+        Its index follows from the position in all of vLLM's cache modes: with ``none`` there is one entry, with
         ``align`` and ``all`` an entry for each block of tokens. Blocks of drafts stand behind it.
         """
-        place = (tokens - 1) // self.entry_tokens
-        return [block for block in ids[place : place + 1] if block != NULL_BLOCK]
+        index = (tokens - 1) // self.entry_tokens
+        return [block for block in ids[index : index + 1] if block != NULL_BLOCK]
 
 
 def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ...]:

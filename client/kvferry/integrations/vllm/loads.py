@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry._prompt import Prompt
+from kvferry import Prompt
 from kvferry.errors import KvferryError
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from kvferry._tracing import FORM
-from kvferry._wire.reference import parse_reference
+from kvferry import Publication, parse_reference
 from kvferry.errors import KvferryError
-from kvferry.integrations.vllm.siblings import Published
 
 REFERENCE = "kvferry_reference"
 """The field that holds kvferry's reference: of the publication that decode reads, or that prefill makes."""
@@ -17,6 +16,9 @@ PUBLISH_AS = "kvferry_publish_as"
 
 TRACEPARENT = "kvferry_traceparent"
 """The field that holds the W3C traceparent: for prefill that of its router, for decode that of prefill's span."""
+
+_SHORT = re.compile(r"[!-~]{55,455}")
+"""At most this is a traceparent: 55 characters, later versions more. The SDK ignores one that is malformed."""
 
 
 def asks_to_publish(request: Any) -> bool:
@@ -52,7 +54,7 @@ def is_routers(reference: str) -> bool:
         return False
 
 
-def published_params(published: Published) -> dict[str, Any]:
+def published_params(published: Publication) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` for decode. Routers pass them on unread."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: published.reference}
     return {**params, TRACEPARENT: published.traceparent} if published.traceparent else params
@@ -60,11 +62,11 @@ def published_params(published: Published) -> dict[str, Any]:
 
 def traceparent_of(request: Any) -> str:
     """Return the traceparent of a request: from its parameters, otherwise from its HTTP headers, which vLLM keeps if it
-    traces itself; empty: there is none, or it is malformed."""
+    traces itself; empty: there is none, or one that is none."""
     headers = getattr(request, "trace_headers", None) or {}
     given = _params(request).get(TRACEPARENT) or headers.get("traceparent")
     # It goes to every worker.
-    return given if isinstance(given, str) and FORM.fullmatch(given) else ""
+    return given if isinstance(given, str) and _SHORT.fullmatch(given) else ""
 
 
 def _params(request: Any) -> dict[str, Any]:

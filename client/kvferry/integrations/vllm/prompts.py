@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry._prompt import Prompt, PromptInput
+from kvferry import Prompt, PromptInput
 from kvferry.errors import InvalidField
 
 

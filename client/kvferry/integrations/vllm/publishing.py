@@ -4,16 +4,63 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from kvferry._control.publications import Publication
-from kvferry._prompt import Prompt
+from kvferry import Prompt, Publication
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.vllm.block_hold import BlockHold
+from kvferry.integrations.vllm.params import traceparent_of
 
 logger = logging.getLogger(__name__)
+
+
+class ComputedPart(NamedTuple):
+    """Blocks that may be published when `step` has ended."""
+
+    step: int
+    blocks: Mapping[str, Blocks]
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingRequest:
+    """A request that will be published.
+
+    Attributes:
+        request: vLLM's request.
+        reference: the one that its router made; empty: none, and it is published when it has finished.
+        prompt: its prompt when it arrived.
+        held: the blocks that are published or will be soon.
+        traceparent: of the trace that it belongs to; empty: none.
+        step: the last in which it was scheduled.
+        publication: what its first part was published as; None: nothing is published yet.
+        parts: computed blocks that are not published yet, because their step has not ended.
+        published: end of the published tokens, by group.
+        planned: the same, with the parts.
+        closed: no more of it is published before its end, or at all.
+        withdrawn: its publication has failed, was released early, or was withdrawn.
+    """
+
+    request: Any
+    reference: str = field(repr=False)
+    prompt: Prompt
+    held: BlockHold
+    traceparent: str = ""
+    step: int = 0
+    publication: Publication | None = None
+    parts: deque[ComputedPart] = field(default_factory=deque)
+    published: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
+    closed: bool = False
+    withdrawn: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's request_id."""
+        return str(self.request.request_id)
 
 
 class _HeldBack(NamedTuple):
@@ -53,9 +100,6 @@ class ComputedPublishing:
         self._sums = sums
         self._checksums = checksums
         self._computed = dict.fromkeys(range(ranks), 0)
-        self._step = 0
-        self._scheduled: dict[str, int] = {}
-        """The last step in which each request was scheduled."""
         self._held: deque[_HeldBack] = deque()
 
     @property
@@ -63,68 +107,31 @@ class ComputedPublishing:
         """Whether blocks are held until more steps are computed."""
         return bool(self._held)
 
-    def expect(self, request_id: str) -> None:
-        """Note that a request will be published when it has finished."""
-        self._scheduled[request_id] = self._step
-
-    def begin(self, scheduled: Iterable[str]) -> int:
-        """Begin a step in which these requests are scheduled.
-
-        Returns:
-            The number of the step, from 1.
-        """
-        self._step += 1
-        if self._scheduled:
-            for request_id in scheduled:
-                if request_id in self._scheduled:
-                    self._scheduled[request_id] = self._step
-        return self._step
-
-    def forget(self, request_id: str) -> None:
-        """Note that a request has ended, and will not be published."""
-        self._scheduled.pop(request_id, None)
-
     def publish(
-        self,
-        request_id: str,
-        blocks: Mapping[str, Blocks],
-        traceparent: str = "",
-        *,
-        prompt: Prompt,
-        reference: str = "",
-        payload: bytes = b"",
+        self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks], *, prompt: Prompt, payload: bytes = b""
     ) -> Publication:
-        """Publish a finished request as soon as it is computed, under a router's reference if there is one. The payload
-        goes with the last blocks, the marks of the prompt with the first. Errors as `SchedulerPort.publish`."""
-        step = self._scheduled.pop(request_id, self._step)
-        now = step <= min(self._computed.values())
-        publication = self._port.publish(
-            request_id,
-            blocks if now else {},
-            last=now,
-            payload=payload if now else b"",
-            checksums=self._checksums,
-            traceparent=traceparent,
-            reference=reference,
-            prompt=prompt,
-        )
+        """Publish the blocks of a finished request that are not published yet, as soon as they are computed. The
+        payload goes with the last blocks, the marks of the prompt with the first. Errors as `SchedulerPort.publish` and
+        `SchedulerPort.publish_more`."""
+        now, publication = outgoing.step <= min(self._computed.values()), outgoing.publication
+        if publication is None:
+            publication = self._port.publish(
+                outgoing.request_id,
+                blocks if now else {},
+                last=now,
+                payload=payload if now else b"",
+                checksums=self._checksums,
+                traceparent=outgoing.traceparent or traceparent_of(outgoing.request),
+                reference=outgoing.reference,
+                prompt=prompt,
+            )
+        elif now:
+            self._port.publish_more(publication, blocks, last=True, payload=payload, prompt=prompt)
         if now:
             self._sums.append(Summed(publication.number, blocks))
         else:
-            self._held.append(_HeldBack(step, publication, blocks, payload, prompt))
+            self._held.append(_HeldBack(outgoing.step, publication, blocks, payload, prompt))
         return publication
-
-    def complete(
-        self, publication: Publication, blocks: Mapping[str, Blocks], payload: bytes = b"", *, prompt: Prompt
-    ) -> None:
-        """Publish the last blocks of a finished request as soon as they are computed. Errors as
-        `SchedulerPort.publish_more`."""
-        step = self._scheduled.pop(publication.request_id, self._step)
-        if step <= min(self._computed.values()):
-            self._port.publish_more(publication, blocks, last=True, payload=payload, prompt=prompt)
-            self._sums.append(Summed(publication.number, blocks))
-        else:
-            self._held.append(_HeldBack(step, publication, blocks, payload, prompt))
 
     def computed(self, steps: Mapping[int, int]) -> None:
         """Take the last step that each of some ranks has computed, and publish what was held until then."""

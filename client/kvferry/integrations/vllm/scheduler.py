@@ -10,19 +10,18 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry._prompt import Prompt
+from kvferry import Prompt
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
-from kvferry.integrations.vllm.failures import log_failure
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
 from kvferry.integrations.vllm.loads import Load, Loads
+from kvferry.integrations.vllm.outgoing import BlockIds
 from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
-from kvferry.integrations.vllm.routed import BlockIds
+from kvferry.integrations.vllm.remembered import Remembered
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.sources import NewSources
+from kvferry.integrations.vllm.sources import NewSources, Turns, log_failure
 from kvferry.integrations.vllm.stats import KvferryStats
-from kvferry.integrations.vllm.turns import Turns
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,9 @@ class ConnectorScheduler:
         """Requests whose blocks vLLM keeps and may free."""
         self._loads = Loads()
         self._turns = Turns(settings.max_waiting)
-        self._had: dict[str, None] = {}
+        self._had = Remembered[str](MOST_HAD)
         """References of which vLLM has the blocks in its prefix cache, or had them."""
-        self._mistaken: dict[str, None] = {}
+        self._mistaken = Remembered[str](MOST_HAD)
         """References that came with another prompt than that of their publications."""
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
@@ -408,7 +407,7 @@ class ConnectorScheduler:
     def _has(self, reference: str) -> None:
         """Remember that vLLM has the blocks of a publication in its prefix cache."""
         if self._setup.caches_prefixes:
-            _remember(self._had, reference)
+            self._had.add(reference)
 
     def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
         """Give up a request of which vLLM has all that could be read; return what `matched_tokens` does then."""
@@ -459,7 +458,7 @@ class ConnectorScheduler:
         self._stats.read_ended(end, granted=load.error is None)
         load.error = end.error
         if isinstance(end.error, PromptMismatch):
-            _remember(self._mistaken, load.reference)
+            self._mistaken.add(load.reference)
         self._led(request_id)
         log_failure(end, load.reference, self._setup.spec.engine_id, aborted=load.aborted)
         load.failed = True
@@ -475,9 +474,3 @@ class ConnectorScheduler:
         self._stats.read_ended(end, granted=True)
         # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
         self._loads.pop(end.request_id)
-
-
-def _remember(references: dict[str, None], reference: str) -> None:
-    references[reference] = None
-    if len(references) > MOST_HAD:
-        del references[next(iter(references))]

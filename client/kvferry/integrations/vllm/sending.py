@@ -8,19 +8,17 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry._control.publications import Publication, Release, ReleaseOutcome
-from kvferry._prompt import Prompt
+from kvferry import Prompt, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
-from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
 from kvferry.integrations.vllm.block_hold import Holds
+from kvferry.integrations.vllm.outgoing import BlockIds, OutgoingRequests
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
 from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
-from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
-from kvferry.integrations.vllm.routed import BlockIds, Routed, RoutedPublishing
+from kvferry.integrations.vllm.publishing import ComputedPublishing, OutgoingRequest, Summed
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.siblings import Published, Siblings
+from kvferry.integrations.vllm.siblings import Siblings
 from kvferry.integrations.vllm.values import StepsDone
 
 logger = logging.getLogger(__name__)
@@ -44,19 +42,14 @@ class Sending:
         self._setup = setup
         self._port = port
         self._count = count
-        ranks = setup.spec.num_ranks
         self._sums: list[Summed] = []
-        self._publishing = ComputedPublishing(port, ranks, self._sums, checksums=setup.sums)
+        self._publishing = ComputedPublishing(port, setup.spec.num_ranks, self._sums, checksums=setup.sums)
         self._holds = Holds()
-        self._routed = RoutedPublishing(
-            port, self._holds, setup.tables, ranks, count, self._sums, rewritten=setup.rewritten, checksums=setup.sums
-        )
+        self._requests = OutgoingRequests(setup, port, self._holds, count, self._sums)
         self._kept: dict[int, str] = {}
         """Requests whose blocks vLLM keeps until they are released, by the numbers of their publications: a client may
         use a request_id again while blocks are held for it here."""
         self._published = Siblings()
-        self._prompts: dict[str, Prompt] = {}
-        """The prompts of the requests that will be published, until they finish."""
         self._warned = False
 
     @property
@@ -72,7 +65,7 @@ class Sending:
     @property
     def asks(self) -> bool:
         """Whether the end of a step is waited for."""
-        return self._routed.waiting
+        return self._requests.waiting
 
     @property
     def holding(self) -> bool:
@@ -82,7 +75,7 @@ class Sending:
     def bind(self, pool: Any, block_ids: BlockIds) -> None:
         """Take vLLM's block pool, and what returns the blocks of a request."""
         self._holds.bind(pool)
-        self._routed.bind(block_ids)
+        self._requests.bind(block_ids)
 
     def expect(self, request: Any) -> None:
         """Look at a request that has arrived, and shorten its prompt if decode will compute the end of it."""
@@ -92,22 +85,18 @@ class Sending:
         if not self._setup.serves:
             self._refuse(reference)
             return
-        self._publishing.expect(request.request_id)
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
-        prompt = self._prompts[request.request_id] = self.prompt(request)
-        if reference:
-            self._routed.expect(request, reference, prompt, traceparent_of(request))
+        self._requests.expect(request, reference, self.prompt(request), traceparent_of(request))
 
     def prompt(self, request: Any) -> Prompt:
         """Return the prompt of a request that has arrived, which is made once if it is to be published, too."""
-        return self._prompts.get(request.request_id) or prompt_of(request, names_inputs=self._setup.names_inputs)
+        known = self._requests.prompt(request.request_id)
+        return known or prompt_of(request, names_inputs=self._setup.names_inputs)
 
     def begin(self, scheduled: Mapping[str, int]) -> int:
         """Begin a step in which so many tokens of requests are computed; return its number, from 1."""
-        step = self._publishing.begin(scheduled)
-        self._routed.begin(step, scheduled)
-        return step
+        return self._requests.begin(scheduled)
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Publish a request that has ended, if decode will read it, or what is left of it.
@@ -116,43 +105,44 @@ class Sending:
             Whether vLLM must keep its blocks, and the ``kv_transfer_params`` for the router.
         """
         request_id = request.request_id
-        follows, routed = self._routed.follows(request_id), self._routed.take(request_id)
-        arrived = self._prompts.pop(request_id, Prompt.unknown)
+        follows, outgoing = self._requests.follows(request_id), self._requests.take(request)
         # The last token was sampled, and its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         asked = asks_to_publish(request) and self._setup.serves
         if not asked or request.status not in _SERVED or tokens <= 0:
-            return self._not_published(request_id, routed), None
-        sibling = None if routed is not None else self._published.find(request, tokens)
+            return self._not_published(outgoing), None
+        sibling = None if outgoing.reference else self._published.find(request, tokens)
         if sibling is not None or follows:
-            return self._not_published(request_id), None if sibling is None else published_params(sibling)
+            return self._not_published(outgoing), None if sibling is None else published_params(sibling)
         if self._setup.has_states and self._state_is_elsewhere(request):
             logger.info("request %r is not published: where its last token's state is, is not known", request_id)
-            return self._not_published(request_id, routed), None
+            return self._not_published(outgoing), None
+        if outgoing.withdrawn:
+            return self._not_published(outgoing), None
         try:
-            blocks = self._setup.published(block_ids, tokens)
-            prompt = published_prompt(request, arrived, tokens, names_inputs=self._setup.names_inputs)
-            publication = self._publish(request, blocks, routed, self._first_token(request, tokens), prompt)
+            blocks = self._requests.rest(outgoing, self._setup.published(block_ids, tokens))
+            prompt = published_prompt(request, outgoing.prompt, tokens, names_inputs=self._setup.names_inputs)
+            payload = self._first_token(request, tokens)
+            publication = self._publishing.publish(outgoing, blocks, prompt=prompt, payload=payload)
         except KvferryError as error:
             logger.warning("request %r could not be published: %s", request_id, error)
-            return self._not_published(request_id, routed, decline=not isinstance(error, RouterKeyUsed)), None
-        if publication is None:
-            return self._not_published(request_id, routed), None
-        made = Published(request_id, publication.number, publication.reference, publication.traceparent)
-        self._published.add(request, tokens, made)
-        held = self._hold(publication, blocks) if routed is None else self._routed.keep(routed, publication)
+            return self._not_published(outgoing, decline=not isinstance(error, RouterKeyUsed)), None
+        if outgoing.publication is None:
+            self._count("published")
+        self._published.add(request, tokens, publication)
+        held = self._requests.keep(outgoing, publication)
         if not held:
             self._kept[publication.number] = request_id
-        return not held, published_params(made)
+        return not held, published_params(publication)
 
     def lost(self, blocks: Iterable[int]) -> None:
         """Handle blocks that vLLM was told could not be loaded."""
-        self._routed.lost(blocks)
+        self._requests.lost(blocks)
 
     def computed(self, steps: Mapping[int, StepsDone]) -> None:
         """Take how far the devices of some ranks have come, and publish what was computed."""
         self._publishing.computed({rank: done.computed for rank, done in steps.items()})
-        self._routed.ended({rank: done.ended for rank, done in steps.items()})
+        self._requests.ended({rank: done.ended for rank, done in steps.items()})
 
     def released(self, releases: Iterable[Release]) -> set[str]:
         """Free what was released, or return the requests whose blocks vLLM may free."""
@@ -160,7 +150,7 @@ class Sending:
         for release in releases:
             self._published.released(release.publication)
             self._holds.released(release.publication)
-            self._routed.released(release.publication)
+            self._requests.released(release.publication)
             wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
             if not wanted:
                 self._count("unread")
@@ -195,39 +185,6 @@ class Sending:
             except KvferryError as error:
                 logger.info("could not decline a reference: %s", error)
 
-    def _publish(
-        self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None, payload: bytes, prompt: Prompt
-    ) -> Publication | None:
-        """Publish a finished request, or the rest of it; None: its publication was withdrawn."""
-        if routed is not None and routed.withdrawn:
-            return None
-        if routed is None:
-            publication = self._publishing.publish(
-                request.request_id, blocks, traceparent_of(request), prompt=prompt, payload=payload
-            )
-        else:
-            rest = self._routed.rest(routed, blocks)
-            if routed.publication is not None:
-                self._publishing.complete(routed.publication, rest, payload, prompt=prompt)
-                return routed.publication
-            publication = self._publishing.publish(
-                request.request_id,
-                rest,
-                routed.traceparent,
-                prompt=prompt,
-                reference=routed.reference,
-                payload=payload,
-            )
-        self._count("published")
-        return publication
-
-    def _hold(self, publication: Publication, blocks: Mapping[str, Blocks]) -> bool:
-        """Hold the blocks of a finished request, see `Holds.keep`."""
-        hold = self._holds.begin()
-        if hold is not None:
-            hold.add(blocks)
-        return self._holds.keep(publication.number, hold)
-
     def _first_token(self, request: Any, tokens: int) -> bytes:
         """Return the payload of a request of which so many tokens are published: the first token of its answer.
 
@@ -237,11 +194,9 @@ class Sending:
         whole = tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld
         return first_token_payload(request.all_token_ids[tokens], tokens) if whole else b""
 
-    def _not_published(self, request_id: str, routed: Routed | None = None, *, decline: bool = True) -> bool:
+    def _not_published(self, outgoing: OutgoingRequest, *, decline: bool = True) -> bool:
         """Handle that nothing, or nothing more, of a request will be published; return False."""
-        self._publishing.forget(request_id)
-        if routed is not None:
-            self._routed.give_up(routed, decline=decline)
+        self._requests.give_up(outgoing, decline=decline)
         return False
 
     def _state_is_elsewhere(self, request: Any) -> bool:

@@ -11,17 +11,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from kvferry import _arguments as arguments
-from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
-from kvferry._client import Client
-from kvferry._control.judgement import confirmed
-from kvferry._control.right_prompt import checked_prompts
-from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.staging_pool import StagingOptions
-from kvferry._wire.channel import TlsConfig, parse_address
+from kvferry import Client, IntegrityOptions, NixlOptions, StagingOptions, TlsConfig
 from kvferry.errors import InvalidField
 from kvferry.integrations.vllm.versions import returns_routed_experts
-from kvferry.planner.summed_blocks import IntegrityOptions
 
 ADDRESS_VARIABLE = "KVFERRY_ADDRESS"
 """The environment variable with the node server's address, for fleets whose engines share one configuration."""
@@ -42,6 +34,9 @@ OF_NIXL_CONNECTOR = {
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 """What an engine is by vLLM's ``kv_role``, unless the operator says it."""
+
+MOST_SECONDS = 1e8
+"""The longest timeout of the SDK, about three years."""
 
 Options = TypeVar("Options")
 
@@ -79,8 +74,8 @@ class ConnectorSettings:
     allowed_homes: tuple[str, ...] = ()
     directory: str = ""
     home_in_references: bool = True
-    read_timeout: float = READ_TIMEOUT
-    start_timeout: float = OPEN_TIMEOUT
+    read_timeout: float = 120.0
+    start_timeout: float = 30.0
     max_waiting: int = 256
     tls: TlsConfig | None = None
     nixl: NixlOptions = field(default_factory=NixlOptions)
@@ -96,22 +91,22 @@ class ConnectorSettings:
             raise InvalidField(
                 "address", "", f"the node server's address, in kv_connector_extra_config or {ADDRESS_VARIABLE}"
             )
-        parse_address(arguments.text("address", self.address))
         if self.role is not None and self.role not in ROLES.values():
-            raise InvalidField("role", arguments.described(self.role), "prefill, decode or both")
-        for name, value in (
-            ("allowed_homes", arguments.texts("allowed_homes", self.allowed_homes)),
-            ("directory", arguments.text("directory", self.directory)),
-            ("home_in_references", arguments.flag("home_in_references", self.home_in_references)),
-            ("read_timeout", arguments.seconds("read_timeout", self.read_timeout)),
-            ("start_timeout", arguments.seconds("start_timeout", self.start_timeout)),
-            ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
-            ("confirm", confirmed(self.confirm).value),
-            ("prompt_check", checked_prompts(self.prompt_check).value),
-            ("self_check", arguments.flag("self_check", self.self_check)),
-            ("traces", arguments.flag("traces", self.traces)),
-        ):
-            object.__setattr__(self, name, value)
+            raise InvalidField("role", _shown(self.role), "prefill, decode or both")
+        homes = self.allowed_homes
+        if not isinstance(homes, tuple) or not all(isinstance(home, str) for home in homes):
+            raise InvalidField("allowed_homes", _shown(homes), "several strings")
+        # The client checks the others.
+        for name in ("self_check", "traces"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidField(name, _shown(getattr(self, name)), "true or false")
+        for name in ("read_timeout", "start_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_SECONDS:
+                raise InvalidField(name, _shown(value), f"more than 0 to {MOST_SECONDS:.0e} seconds")
+        most = self.max_waiting
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise InvalidField("max_waiting", _shown(most), "an integer of at least 1")
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> ConnectorSettings:
@@ -213,7 +208,7 @@ def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options
     known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in given:
         if key not in known:
-            raise InvalidField(f"{path}{key}", arguments.described(given[key]), _instead(key, known, top=not path))
+            raise InvalidField(f"{path}{key}", _shown(given[key]), _instead(key, known, top=not path))
     values = {key: _value(f"{path}{key}", hints[key], value) for key, value in given.items()}
     try:
         return cls(**values)
@@ -222,9 +217,7 @@ def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options
             f"{path}{error.values['field']}", _Said(error.values["value"]), error.values["expected"]
         ) from None
     except TypeError:
-        raise InvalidField(
-            path.rstrip("."), arguments.described(given), f"values of the types of {cls.__name__}"
-        ) from None
+        raise InvalidField(path.rstrip("."), _shown(given), f"values of the types of {cls.__name__}") from None
 
 
 def _value(path: str, hint: object, value: object) -> object:
@@ -234,15 +227,23 @@ def _value(path: str, hint: object, value: object) -> object:
         return None
     for kind in kinds:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            entries = arguments.mapping(path, value, f"an object with the fields of {kind.__name__}")
-            return _made(kind, f"{path}.", {arguments.text(path, key): entry for key, entry in entries.items()})
+            if not isinstance(value, Mapping):
+                raise InvalidField(path, _shown(value), f"an object with the fields of {kind.__name__}")
+            return _made(kind, f"{path}.", value)
         if kind is Path:
-            named = arguments.text(path, value, "the name of a file")
-            if "\n" in named or named.startswith("-----BEGIN"):
-                # Perhaps the key itself: whoever opens the file would log it as the name.
+            if not isinstance(value, str):
+                raise InvalidField(path, _shown(value), "the name of a file")
+            if "\n" in value or value.startswith("-----BEGIN"):
+                # Perhaps the key itself: the error of opening such a file would log it as the name.
                 raise InvalidField(path, str, "the name of a file, not what is in it")
-            return Path(named)
-    return value
+            return Path(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shown(value: object) -> object:
+    """Return what an error may show of a value: numbers, and short strings; of others, their type."""
+    short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 80)
+    return value if short else type(value)
 
 
 def _instead(key: str, known: Iterable[str], *, top: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from kvferry._engine_spec import EngineSpec
+from kvferry import EngineSpec
 from kvferry.engine import Tails
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from kvferry import Publication
 
 _CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
 """vLLM's request_id of a sample: its index and its parent's request_id (vllm/v1/engine/parallel_sampling.py,
 `ParentRequest.get_child_info`; 0.32.0)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A publication that siblings may share.
-
-    Attributes:
-        request_id: the request that it was made of.
-        number, reference, traceparent: those of its `Publication`.
-    """
-
-    request_id: str
-    number: int
-    reference: str = field(repr=False)
-    traceparent: str = ""
-
-
 class _Known(NamedTuple):
     contents: tuple[object, ...]
-    published: Published
+    published: Publication
 
 
 class Siblings:
@@ -43,14 +29,14 @@ class Siblings:
         self._parents: dict[int, str] = {}
         """The parent of each publication that was added, by its number."""
 
-    def add(self, request: Any, tokens: int, published: Published) -> None:
+    def add(self, request: Any, tokens: int, published: Publication) -> None:
         """Remember the publication of the first `tokens` tokens of a request, if it is a sample."""
         parent = _CHILD.fullmatch(request.request_id)
         if parent is not None and (contents := _contents(request, tokens)) is not None:
             self._known[parent[1]] = _Known(contents, published)
             self._parents[published.number] = parent[1]
 
-    def find(self, request: Any, tokens: int) -> Published | None:
+    def find(self, request: Any, tokens: int) -> Publication | None:
         """Return the publication of a sibling with the same tokens; None: there is none."""
         parent = _CHILD.fullmatch(request.request_id)
         known = None if parent is None else self._known.get(parent[1])

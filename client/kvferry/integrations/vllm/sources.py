@@ -1,9 +1,18 @@
-"""Source engines that decode sees for the first time: its ranks connect to them while a request still waits."""
+"""The sources that decode reads from: which are new, whose turn it is to be asked for something, and what the log says
+of a failed read."""
 
 from __future__ import annotations
 
-from kvferry._wire.reference import parse_reference
+import logging
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvferry import parse_reference
+from kvferry.engine import ReadEnd
 from kvferry.errors import KvferryError
+from kvferry.integrations.vllm.remembered import Remembered
+
+logger = logging.getLogger(__name__)
 
 MOST = 1024
 """Sources that are remembered. A source that is seen again after it was forgotten is only connected to for nothing."""
@@ -18,7 +27,7 @@ class NewSources:
 
     def __init__(self, own: bytes = b"") -> None:
         self._own = own
-        self._seen: dict[tuple[str, str, bytes], None] = {}
+        self._seen = Remembered[tuple[str, str, bytes]](MOST)
         self._new: list[str] = []
 
     def see(self, reference: str) -> None:
@@ -32,12 +41,100 @@ class NewSources:
         # A router's own reference does not say which incarnation will publish.
         if parsed.router_key or parsed.incarnation == self._own or source in self._seen:
             return
-        self._seen[source] = None
-        if len(self._seen) > MOST:
-            del self._seen[next(iter(self._seen))]
+        self._seen.add(source)
         self._new.append(reference)
 
     def take(self) -> list[str]:
         """Return one reference of each source that is new since the last call."""
         found, self._new = self._new, []
         return found
+
+
+@dataclass(slots=True)
+class _Source:
+    engine_id: str
+    asked: set[str] = field(default_factory=set)
+    waiting: dict[str, None] = field(default_factory=dict)
+
+
+class Turns:
+    """Whose turn it is among the requests that wait for their publications: of each source, so many are asked for at
+    once, in the order of their arrival. A source that is dead, or slow, holds up its own requests and no others (R10).
+
+    Args:
+        most: requests of one source that are asked for at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sources: dict[str, _Source] = {}
+        self._by_request: dict[str, _Source] = {}
+
+    def add(self, request_id: str, reference: str) -> None:
+        """Add a request that has arrived."""
+        try:
+            engine_id = parse_reference(reference).engine_id
+        except KvferryError:
+            # It is refused when it is asked for.
+            engine_id = ""
+        source = self._sources.setdefault(engine_id, _Source(engine_id))
+        source.waiting[request_id] = None
+        self._by_request[request_id] = source
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a request still waits for its turn."""
+        source = self._by_request.get(request_id)
+        return source is not None and request_id in source.waiting
+
+    def take(self) -> list[str]:
+        """Return the requests whose turn it is now; each only once."""
+        found: list[str] = []
+        for source in self._sources.values():
+            turns = [*islice(source.waiting, self._most - len(source.asked))]
+            source.asked.update(turns)
+            for request_id in turns:
+                del source.waiting[request_id]
+            found += turns
+        return found
+
+    def end(self, request_id: str) -> None:
+        """Note that a request is granted, refused or gone: it makes room for another. Idempotent."""
+        source = self._by_request.pop(request_id, None)
+        if source is not None:
+            source.asked.discard(request_id)
+            source.waiting.pop(request_id, None)
+            if not (source.asked or source.waiting):
+                del self._sources[source.engine_id]
+
+
+def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) -> None:
+    """Log a failed read in one line, with the names by which the source's log calls it and no secret.
+
+    Args:
+        end: how it ended.
+        reference: the reference of its publication.
+        engine_id: the engine that reads.
+        aborted: vLLM has aborted the request.
+    """
+    mine = _shown(end.request_id)
+    read = f"read {end.read_id} of request {mine}" if end.read_id else f"request {mine}"
+    try:
+        parsed = parse_reference(reference)
+    except KvferryError:
+        source = "a source that its reference does not name"
+    else:
+        known = parsed if end.source is None else end.source
+        named = f"publication {known.publication} of request {known.request_id!r}"
+        if not known.publication:
+            # A router made the reference, and no publication has come.
+            named = "a publication that has not come"
+        source = f"{named}, engine {_shown(known.engine_id)} at {_shown(known.home)}"
+    how = "was cancelled" if aborted else "failed" if end.read_id else "will not be read"
+    log = logger.info if aborted else logger.warning
+    log("%s, engine %s, %s: %s: %s; source: %s", read, engine_id, how, type(end.error).__name__, end.error, source)
+
+
+def _shown(name: str) -> str:
+    """Return a name that any client may have made, of a reference or of its request, so that it stays within its line
+    of the log."""
+    return name if name.isprintable() else repr(name)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
-from kvferry._threads import start_thread
 from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.plane import Plane
@@ -83,11 +83,14 @@ class ConnectorWorker:
         self._waits, self._asked = metadata.waits, metadata.asks
         with self._lock:
             if metadata.token and not self._announcing:
+                announce = threading.Thread(
+                    target=self._announce, args=(metadata.token,), name="kvferry-announce", daemon=True
+                )
                 try:
-                    start_thread(partial(self._announce, metadata.token), "kvferry-announce")
+                    announce.start()
                     self._announcing = True
-                except KvferryError as error:
-                    # The token comes again with the next step.
+                except (RuntimeError, MemoryError) as error:
+                    # The system has no more threads. The token comes again with the next step.
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
             if not self._announced:
                 if metadata.orders:
@@ -133,14 +136,16 @@ class ConnectorWorker:
             if len(self._warming) >= MAX_WARMING:
                 # Its first read connects to it.
                 break
+            what = "a source is not connected to ahead of its first read"
             try:
                 warming = self._port.warm(reference, timeout=WARM_TIMEOUT)
             except KvferryError as error:
-                logger.info("a source is not connected to ahead of its first read: %s", error)
+                logger.info("%s: %s", what, error)
                 continue
             self._warming.add(warming)
             warming.add_done_callback(self._warming.discard)
-            warming.add_done_callback(_warmed)
+            # The read will meet the error, and report it.
+            warming.add_done_callback(partial(_log_error, logging.INFO, what))
         for grant in metadata.starts:
             try:
                 self._port.start(grant, tails=self._setup.tails)
@@ -161,31 +166,32 @@ class ConnectorWorker:
         for read_id in metadata.cancels:
             self._port.cancel(read_id)
         for publication, blocks, last in metadata.sums:
+            # Its readers then count its blocks as unverified.
+            what = f"publication {publication} was not summed"
             try:
                 summing = self._port.cache.checksum(publication, blocks, last=last)
-                summing.add_done_callback(partial(_summed, publication))
+                summing.add_done_callback(partial(_log_error, logging.WARNING, what))
             except KvferryError as error:
-                logger.warning("publication %d will not be summed: %s", publication, error)
+                logger.warning("%s: %s", what, error)
 
     def _announce(self, token: str) -> None:
         """Announce the caches to the node server, on a thread of its own; repeats it while errors are retryable."""
         while True:
             try:
                 self._port.announce(token)
+                break
             except KvferryError as error:
                 if error.retryable:
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
                     time.sleep(max(AGAIN, error.retry_after or 0.0))
                     continue
-                with self._lock:
-                    self._news.errors[self._rank] = str(error)
-                return
+                problem = str(error)
             except Exception as error:
                 logger.exception("rank %d could not be announced", self._rank)
-                with self._lock:
-                    self._news.errors[self._rank] = repr(error)
-                return
-            break
+                problem = repr(error)
+            with self._lock:
+                self._news.errors[self._rank] = problem
+            return
         with self._lock:
             self._announced = True
             self._news.registered.add(self._rank)
@@ -194,15 +200,8 @@ class ConnectorWorker:
             self._early.clear()
 
 
-def _warmed(ranks: Future[tuple[int, ...]]) -> None:
-    """Log why a source was not connected to; the read will meet the error, and report it."""
-    error = ranks.exception()
+def _log_error(level: int, what: str, ended: Future[Any]) -> None:
+    """Log the error of a future, if it has one, behind these words."""
+    error = None if ended.cancelled() else ended.exception()
     if error is not None:
-        logger.info("a source is not connected to ahead of its first read: %s", error)
-
-
-def _summed(publication: int, sums: Future[int]) -> None:
-    """Log why a publication was not summed: its readers then count its blocks as unverified."""
-    error = None if sums.cancelled() else sums.exception()
-    if error is not None:
-        logger.warning("publication %d was not summed: %s", publication, error)
+        logger.log(level, "%s: %s", what, error)

@@ -10,19 +10,53 @@ show that the planes are right.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from kvferry.geometry.plane import Plane
-from kvferry.integrations.vllm.layouts import attention, latent
-from kvferry.integrations.vllm.layouts.family import Family, Proof
-from kvferry.integrations.vllm.layouts.layer import Layer
+from kvferry.errors import InvalidField
+from kvferry.integrations.vllm.layouts import orders
+from kvferry.integrations.vllm.layouts.layer import Layer, content_of
+from kvferry.integrations.vllm.layouts.orders import Planes
+
+
+class Proof(enum.Enum):
+    """What filled the caches in the tests of tests/integrations/vllm/layouts. No GPU was used for any of them."""
+
+    KERNEL = "the backend's own cache-write code, on CPU tensors"
+    PORT = "vLLM's Triton port of the CUDA or HIP kernel, called by the backend's own code where it has any"
+    REFERENCE = "the tests, through vLLM's own view of a page or after the source that the format names"
+    SOURCE = "nothing for this backend: its order was read in vLLM's source, and is that of a proven one"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of layers.
+
+    Attributes:
+        name: its name for people, e.g. in an error message.
+        planes: makes the planes of such a layer.
+        proof: how it was shown that they are right.
+    """
+
+    name: str
+    planes: Callable[[Layer], Planes]
+    proof: Proof
+
+    @property
+    def proven(self) -> bool:
+        """Whether the code that writes the layer's cache ran in the tests. If not, only a check on the machine itself
+        can show that the planes are right."""
+        return self.proof is Proof.KERNEL
+
 
 KERNEL, PORT, REFERENCE, SOURCE = Proof.KERNEL, Proof.PORT, Proof.REFERENCE, Proof.SOURCE
 
 _V1 = "vllm.v1.attention.backends"
 _V4 = "vllm.models.deepseek_v4"
 
-Order = Callable[[Layer], tuple[Plane, ...]]
+Order = Callable[[Layer], Planes]
 
 
 def _families(name: str, planes: Order, **proofs: Proof) -> dict[str, Family]:
@@ -32,7 +66,7 @@ def _families(name: str, planes: Order, **proofs: Proof) -> dict[str, Family]:
 
 
 def _packed(plain: Proof, fp8: Proof = SOURCE) -> dict[str, Family]:
-    return _families("K and V in each content", attention.packed, plain=plain, fp8=fp8)
+    return _families("K and V in each content", orders.packed, plain=plain, fp8=fp8)
 
 
 def _slots(name: str, planes: Order, plain: Proof, fp8: Proof = SOURCE) -> dict[str, Family]:
@@ -40,27 +74,27 @@ def _slots(name: str, planes: Order, plain: Proof, fp8: Proof = SOURCE) -> dict[
 
 
 def _latent(plain: Proof = SOURCE) -> dict[str, Family]:
-    return _families("latent and rope", latent.latent_and_rope, plain=plain, fp8=SOURCE)
+    return _families("latent and rope", orders.latent_and_rope, plain=plain, fp8=SOURCE)
 
 
 def _packed_latent(proof: Proof) -> dict[str, Family]:
     name = "latent, scales and rope in a cell"
-    return _families(name, latent.latent_cells, fp8_ds_mla=proof, nvfp4_ds_mla=proof)
+    return _families(name, orders.latent_cells, fp8_ds_mla=proof, nvfp4_ds_mla=proof)
 
 
 def _v4(packed: Proof = SOURCE) -> dict[str, Family]:
-    pages = _families("rows, then scales", latent.v4_pages, fp8_ds_mla=packed)
-    return {**pages, **_families("rows", latent.latent_rows, plain=SOURCE)}
+    pages = _families("rows, then scales", orders.v4_pages, fp8_ds_mla=packed)
+    return {**pages, **_families("rows", orders.latent_rows, plain=SOURCE)}
 
 
 _CELLS = _families(
     "values and scales in a cell",
-    attention.cells,
+    orders.cells,
     int8_per_token_head=KERNEL,
     fp8_per_token_head=KERNEL,
     int4_per_token_head=KERNEL,
 )
-_NVFP4 = _families("values, then scales, of K and of V", attention.nvfp4_pages, nvfp4=REFERENCE)
+_NVFP4 = _families("values, then scales, of K and of V", orders.nvfp4_pages, nvfp4=REFERENCE)
 
 BACKENDS: Mapping[str, Mapping[str, Family]] = {
     # K and V of each head.
@@ -76,16 +110,18 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
     f"{_V1}.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend": _packed(PORT),
     f"{_V1}.rocm_aiter_fa.AiterFlashAttentionBackend": {
         **_packed(PORT),
-        **_slots("AITER's tiles of K and of V", attention.aiter_tiles, KERNEL),
+        **_slots("AITER's tiles of K and of V", partial(orders.tiles, named="vllm-aiter-tiles"), KERNEL),
     },
     # Its HIP kernel writes pages of 16 and 32 tokens, its Triton kernel all others, in the same order.
-    f"{_V1}.rocm_attn.RocmAttentionBackend": _slots("ROCm's tiles of K and of V", attention.rocm_tiles, PORT),
-    f"{_V1}.rocm_segmented_attn.RocmSegmentedAttentionBackend": _slots(
-        "slots of K and of V", attention.two_slots, KERNEL, KERNEL
+    f"{_V1}.rocm_attn.RocmAttentionBackend": _slots(
+        "ROCm's tiles of K and of V", partial(orders.tiles, named="vllm-rocm-tiles"), PORT
     ),
-    f"{_V1}.b12x.B12xPagedAttentionBackend": _slots("slots of K and of V", attention.two_slots, PORT),
+    f"{_V1}.rocm_segmented_attn.RocmSegmentedAttentionBackend": _slots(
+        "slots of K and of V", orders.two_slots, KERNEL, KERNEL
+    ),
+    f"{_V1}.b12x.B12xPagedAttentionBackend": _slots("slots of K and of V", orders.two_slots, PORT),
     f"{_V1}.cpu_attn.CPUAttentionBackend": _families(
-        "pages of the CPU's kernel", attention.cpu_pages, plain=KERNEL, fp8=SOURCE
+        "pages of the CPU's kernel", orders.cpu_pages, plain=KERNEL, fp8=SOURCE
     ),
     # A latent for all heads.
     f"{_V1}.mla.triton_mla.TritonMLABackend": _latent(),
@@ -106,9 +142,9 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
     f"{_V1}.mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend": _latent(),
     f"{_V1}.mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend": _latent(),
     f"{_V1}.mla.xpu_mla_sparse.XPUMLASparseBackend": _latent(),
-    f"{_V1}.mla.indexer.DeepseekV32IndexerBackend": _families("keys, then scales", latent.index_pages, plain=PORT),
+    f"{_V1}.mla.indexer.DeepseekV32IndexerBackend": _families("keys, then scales", orders.index_pages, plain=PORT),
     # DeepSeek V4.
-    f"{_V1}.mla.indexer.DeepseekV4IndexerBackend": _families("keys, then scales", latent.index_pages, plain=SOURCE),
+    f"{_V1}.mla.indexer.DeepseekV4IndexerBackend": _families("keys, then scales", orders.index_pages, plain=SOURCE),
     f"{_V1}.mla.sparse_swa.DeepseekSparseSWABackend": _v4(PORT),
     f"{_V4}.nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": _v4(),
     f"{_V4}.nvidia.flashinfer_sparse.DeepseekSparseSWAFlashInferBackend": _v4(),
@@ -116,5 +152,31 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
     f"{_V4}.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": _v4(),
     f"{_V4}.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend": _v4(),
     f"{_V4}.xpu.xpu_sparse.DeepseekV4XPUSparseBackend": _v4(),
-    f"{_V4}.compressor.CompressorBackend": _families("rows", latent.compressor_rows, plain=REFERENCE),
+    f"{_V4}.compressor.CompressorBackend": _families("rows", orders.compressor_rows, plain=REFERENCE),
 }
+
+# By name, since older versions of vLLM lack some. A spec that vLLM derives from one of these may mean something else.
+_SPECS = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+    "RSWASpec",
+    "SinkFullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowMLASpec",
+)
+
+
+def family_of(layer: Layer) -> Family:
+    """Return the family that a layer of attention belongs to; raises `InvalidField` if it is not known."""
+    if type(layer.spec).__name__ not in _SPECS:
+        raise InvalidField(f"KV-cache spec of {layer.name}", type(layer.spec).__name__, " or ".join(_SPECS))
+    known = BACKENDS.get(layer.backend)
+    if known is None:
+        raise InvalidField(f"attention backend of {layer.name}", layer.backend, "one whose cache is known to kvferry")
+    content = content_of(layer.spec)
+    family = known.get(content)
+    if family is None:
+        where = f"KV cache of {layer.name}"
+        raise InvalidField(where, content, f"{' or '.join(known)} with {layer.backend.rpartition('.')[2]}")
+    return family
