@@ -140,13 +140,10 @@ def from_rpc_error(
             why the server cannot be reached.
         answered: the server has answered this caller before, so that the settings were right then.
     """
-    call = cast(grpc.Call, error)
-    code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
-    name = code.name if code is not None else "UNKNOWN"
-    text = _text_of(error)
     found = error_of_peer(error)
     if found is not None:
         return found
+    name, text = _code_of(error), _text_of(error)
     if name == "UNAVAILABLE":
         problem = tls_failure(text, address, tls, answered=answered) or f"{text}. Is kvferryd running there?"
         return Unreachable(f"{address} cannot be reached: {problem}", address=address)
@@ -160,16 +157,36 @@ def from_rpc_error(
         return NotImplementedHere(f"{address} {problem}", what=text)
     if is_too_large(name, text):
         return MessageTooLarge(f"{address}: {text}", address=address)
-    return _by_code(name, f"{address} answered {name}: {text}", {"address": address})
+    return _rebuilt("", name, f"{address} answered {name}: {text}", {"address": address})
 
 
 def error_of_peer(error: grpc.RpcError) -> KvferryError | None:
     """Return the error that a node server has sent as the end of a call; None if gRPC itself ended it, or another
     program."""
-    call = cast(grpc.Call, error)
-    code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
-    details = _details(call) if hasattr(error, "trailing_metadata") else None
-    return _from_details(details, code.name if code is not None else "UNKNOWN", _text_of(error))
+    metadata = cast(grpc.Call, error).trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    details = (value for key, value in metadata or () if key == DETAILS_KEY and isinstance(value, bytes))
+    found: error_details_pb2.ErrorInfo | None = None
+    retry_after: float | None = None
+    try:
+        status = status_pb2.Status.FromString(next(details, b""))
+        for detail in status.details:
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                found = info
+            elif detail.Unpack(retry):
+                retry_after = _pause(retry.retry_delay)
+    except DecodeError:
+        # The details are damaged, or not from kvferry: the code decides.
+        return None
+    if found is None:
+        return None
+    reason, message = found.reason.removeprefix(_PREFIX), status.message or _text_of(error)
+    return _rebuilt(reason, _code_of(error), message, found.metadata, retry_after)
+
+
+def _code_of(error: grpc.RpcError) -> str:
+    code: grpc.StatusCode | None = cast(grpc.Call, error).code() if hasattr(error, "code") else None
+    return code.name if code is not None else "UNKNOWN"
 
 
 def _text_of(error: grpc.RpcError) -> str:
@@ -194,42 +211,9 @@ def to_notification_error(error: KvferryError) -> pb.NotificationError:
 
 def from_notification_error(message: pb.NotificationError) -> KvferryError:
     """Convert the result of a notification to an error."""
-    retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
-    values = dict(message.metadata)
-    error = from_reason(reason_name(message.reason), message.message, values, retry_after)
-    if error is not None:
-        return error
     name = next((code.name for code in grpc.StatusCode if code.value[0] == message.code), "UNKNOWN")
-    return _by_code(name, message.message, values, retry_after)
-
-
-def _from_details(details: bytes | None, code: str, text: str) -> KvferryError | None:
-    if details is None:
-        return None
-    try:
-        status = status_pb2.Status.FromString(details)
-        info, retry_after = _unpacked(status)
-    except DecodeError:
-        # The details are damaged, or not from kvferry: the code decides.
-        return None
-    if info is None:
-        return None
-    values = dict(info.metadata)
-    message = status.message or text
-    error = from_reason(info.reason.removeprefix(_PREFIX), message, values, retry_after)
-    return error if error is not None else _by_code(code, message, values, retry_after)
-
-
-def _unpacked(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
-    found: error_details_pb2.ErrorInfo | None = None
-    retry_after: float | None = None
-    for detail in status.details:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-        if detail.Unpack(info) and info.domain == DOMAIN:
-            found = info
-        elif detail.Unpack(retry):
-            retry_after = _pause(retry.retry_delay)
-    return found, retry_after
+    retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
+    return _rebuilt(reason_name(message.reason), name, message.message, message.metadata, retry_after)
 
 
 def _pause(delay: Duration) -> float:
@@ -242,15 +226,12 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
     return packed
 
 
-def _details(call: grpc.Call) -> bytes | None:
-    for key, value in call.trailing_metadata() or ():
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            return value
-    return None
-
-
-def _by_code(code: str, message: str, values: Mapping[str, str], retry_after: float | None = None) -> KvferryError:
-    return _BY_CODE.get(code, KvferryError).rebuilt(message, values, retry_after)
+def _rebuilt(
+    reason: str, code: str, message: str, values: Mapping[str, str], retry_after: float | None = None
+) -> KvferryError:
+    """Return the error of this reason; of a reason that is not known here, that of the code."""
+    found = from_reason(reason, message, values, retry_after)
+    return found if found is not None else _BY_CODE.get(code, KvferryError).rebuilt(message, values, retry_after)
 
 
 def _cut(text: str, limit: int) -> str:
