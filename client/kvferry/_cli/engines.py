@@ -68,7 +68,7 @@ def engines(
 def _ask(server: str, connection: Connection) -> introspection_pb2.ListEnginesResponse:
     """Ask one node server for its engines. Raises as `Node.call`."""
     with connection.node(server) as node:
-        answer: introspection_pb2.ListEnginesResponse = node.listing("engines")[0]
+        answer: introspection_pb2.ListEnginesResponse = node.listing("engines")
         return answer
 
 

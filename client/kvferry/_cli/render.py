@@ -34,25 +34,24 @@ def as_dict(message: Message) -> dict[str, Any]:
     zeros = "always_print_fields_with_no_presence"
     options: dict[str, Any] = {zeros if zeros in accepted else "including_default_value_fields": True}
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, **options)
+    _write_bytes_in_hex(message, found)
     # Lists come whole: there is no next page.
     found.pop("next_page_token", None)
-    _write_bytes_in_hex(message, found)
     return found
 
 
 def _write_bytes_in_hex(message: Message, found: dict[str, Any]) -> None:
     """Replace base64 by hexadecimal digits in the plain values of a message."""
-    for field in message.DESCRIPTOR.fields:
-        value: Any = getattr(message, field.name)
+    for field, value in message.ListFields():
+        plain = found[field.name]
         if field.type == field.TYPE_BYTES:
-            if field.name in found:
-                found[field.name] = [one.hex() for one in value] if isinstance(found[field.name], list) else value.hex()
-        elif field.message_type is not None and field.name in found and not field.message_type.GetOptions().map_entry:
-            if isinstance(found[field.name], list):
-                for one, plain in zip(value, found[field.name], strict=True):
-                    _write_bytes_in_hex(one, plain)
-            elif isinstance(found[field.name], dict):
-                _write_bytes_in_hex(value, found[field.name])
+            found[field.name] = [each.hex() for each in value] if isinstance(plain, list) else value.hex()
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            pairs = zip(value, plain, strict=True) if isinstance(plain, list) else [(value, plain)]
+            for each, inside in pairs:
+                # Durations are strings.
+                if isinstance(inside, dict):
+                    _write_bytes_in_hex(each, inside)
 
 
 def print_json(message: Message) -> None:
