@@ -585,20 +585,10 @@ class Closed(KvferryError):
 
 
 def from_name(
-    name: str,
-    message: str,
-    values: Mapping[str, str],
-    *,
-    retry_after: float | None = None,
-    quiet: bool = False,
+    name: str, message: str, values: Mapping[str, str], *, retry_after: float | None = None, quiet: bool = False
 ) -> KvferryError:
-    """Rebuild an error that another process of the same engine raised, from the name of its class.
-
-    Args:
-        name: the name of the class; an unknown name gives an `InternalError`.
-        message, values, retry_after: the attributes of the error.
-        quiet: the same, of a `TransferError`.
-    """
+    """Rebuild an error that another process of the same engine raised, from the name of its class and its attributes;
+    an unknown name gives an `InternalError`. `quiet` is that of a `TransferError`."""
     error = _BY_NAME.get(name, InternalError).rebuilt(message, values, retry_after)
     if isinstance(error, TransferError):
         error.quiet = quiet
@@ -608,14 +598,8 @@ def from_name(
 def from_reason(
     reason: str, message: str, values: Mapping[str, str], retry_after: float | None = None
 ) -> KvferryError | None:
-    """Rebuild an error that a peer raised, from its reason and metadata; None for a reason that is not kvferry's.
-
-    Args:
-        reason: name of the ErrorReason without its prefix.
-        message: the status message.
-        values: the metadata of the ErrorInfo.
-        retry_after: seconds, from RetryInfo.
-    """
+    """Rebuild an error that a peer raised, from the name of its ErrorReason without the prefix, the message, the
+    ErrorInfo's metadata and RetryInfo's seconds; None for a reason that is not kvferry's."""
     cls = _BY_REASON.get(reason)
     return None if cls is None else cls.rebuilt(message, values, retry_after)
 

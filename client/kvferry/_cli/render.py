@@ -110,7 +110,7 @@ def enum_name(names: Any, number: int, prefix: str) -> str:
 def read_state(transfer: introspection_pb2.TransferSummary) -> str:
     """Return the state of a read; with the parts that its reader may have moved, if it waits for more, and with what
     its ranks say of their failures."""
-    from kvferry._wire.failures import failures_of
+    from kvferry._wire.status import failures_of
     from kvferry.v1 import kv_transfer_pb2
 
     state = enum_name(kv_transfer_pb2.ReadState, transfer.read.state, "READ_STATE_")

@@ -11,7 +11,7 @@ were left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,8 +41,6 @@ from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 DOMAIN = "kvferry"
-"""The domain in the `ErrorInfo` of every error of kvferry."""
-
 DETAILS_KEY = "grpc-status-details-bin"
 """The key under which gRPC's libraries of all languages expect a `google.rpc.Status`."""
 
@@ -57,6 +55,9 @@ NOTIFICATION_ERROR_BYTES = 3840
 
 LONGEST_RETRY = 60.0
 """Most seconds that a peer may ask a caller to wait before it repeats a call."""
+
+NAMED_RANKS = 4
+"""Most ranks that are named for each reason; the others are counted."""
 
 TOO_LARGE = "larger than max"
 """Part of gRPC's text for a message over the size limit of either side; there is no status code for it."""
@@ -83,13 +84,7 @@ _BY_CODE: dict[str, type[KvferryError]] = {
 
 @dataclass(frozen=True, slots=True)
 class WireStatus:
-    """An error as a server sends it.
-
-    Attributes:
-        code: the status code.
-        message: the message for people.
-        metadata: the trailing metadata.
-    """
+    """An error as a server sends it; `metadata` is the trailing metadata."""
 
     code: grpc.StatusCode
     message: str
@@ -97,14 +92,8 @@ class WireStatus:
 
 
 def to_status(error: KvferryError) -> WireStatus:
-    """Convert an error to a status.
-
-    Args:
-        error: an error with a reason. An error without a reason belongs to the client only, and must not be sent.
-
-    Raises:
-        TypeError: the error has no reason.
-    """
+    """Convert an error to a status; raises TypeError for an error without a reason, which is the client's own and must
+    not be sent."""
     if not error.reason:
         raise TypeError(f"{type(error).__name__} never crosses the wire")
     code = grpc.StatusCode[error.code]
@@ -271,3 +260,21 @@ def reason_number(reason: str) -> errors_pb2.ErrorReason.ValueType:
 def reason_name(number: int) -> str:
     """Return the name of a `kvferry.v1.ErrorReason` without its prefix; empty if it is 0, or not known here."""
     return _REASONS.get(number, "")
+
+
+def failures_of(reports: Iterable[pb.RankReport]) -> str:
+    """Return why the ranks of a read failed, as ``TRANSFER_FAILED (ranks 1, 3), DATA_LOSS (rank 2)``; empty if none
+    did. A rank that was cancelled has not failed."""
+    ranks: dict[str, list[int]] = {}
+    for report in sorted(reports, key=lambda report: report.rank):
+        if report.outcome not in (pb.RANK_OUTCOME_DONE, pb.RANK_OUTCOME_CANCELLED):
+            expired = report.outcome == pb.RANK_OUTCOME_EXPIRED
+            name = reason_name(report.reason) or ("lease expired" if expired else "no reason given")
+            ranks.setdefault(name, []).append(report.rank)
+    return ", ".join(f"{name} ({_ranks(of)})" for name, of in ranks.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:NAMED_RANKS]))
+    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
