@@ -76,8 +76,8 @@ _TOO_LARGE = (
 )
 _HANDSHAKE = (
     "TLS settings are likely to differ: the handshake failed ({why}). Compare the caller's tls.ca, tls.cert and "
-    "tls.key (--tls-ca, --tls-cert, --tls-key) with those of kvferryd there. A node server that has as many connections "
-    "as its --max-connections closes further ones too"
+    "tls.key (--tls-ca, --tls-cert, --tls-key) with those of kvferryd there. A node server that has as many "
+    "connections as its --max-connections closes further ones too"
 )
 _CLOSED_AGAIN = (
     "it closes connections at once, and has answered before: kvferryd there is likely to be restarting behind a proxy. "
