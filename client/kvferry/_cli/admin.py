@@ -33,16 +33,13 @@ def drain(
     It stays up for what is live. Only a restart makes it serve again. With --wait the exit code is 1 if leases are
     still live at the end.
     """
-    from kvferry.v1 import admin_pb2
-
     about = node.info()
     _confirm(
         yes, f"Drain {node.server}, which has been up for {lasting(about.uptime)}? Only a restart makes it serve again."
     )
-    request = admin_pb2.DrainRequest(home_epoch=about.home_epoch)
     until = time.monotonic() + wait
     while True:
-        answer = node.call(node.admin.Drain, request)
+        answer = node.act("Drain", home_epoch=about.home_epoch)
         left = until - time.monotonic()
         if not answer.leases or left <= 0:
             break
@@ -67,8 +64,6 @@ def end_lease(
     It is not renewed any more, and its reader is told to stop. It ends within its ttl and never at once: the reader may
     be reading the blocks at this moment.
     """
-    from kvferry.v1 import admin_pb2, kv_transfer_pb2
-
     source = node.summary(engine_id).engine
     # The number and the home's epoch are of one listing.
     listing = node.listing("transfers", engine_id=engine_id)
@@ -77,10 +72,9 @@ def end_lease(
             source, reader = listed.source, listed.read.reader.engine_id
             what = f"lease {lease_number} of {reader!r} on request {listed.request_id!r} of {engine_id!r}"
             _confirm(yes, f"Let {what} run out?")
-    request = admin_pb2.EndLeaseRequest(home_epoch=listing.home_epoch, source=source, lease_number=lease_number)
-    answer = node.call(node.admin.EndLease, request)
-    state = enum_name(kv_transfer_pb2.ReadState, answer.state, "READ_STATE_")
-    ends = f"ends in {lasting(answer.remaining)}" if answer.remaining.ToNanoseconds() else f"has ended as {state}"
+    answer = node.act("EndLease", home_epoch=listing.home_epoch, source=source, lease_number=lease_number)
+    lasts = answer.remaining.ToNanoseconds()
+    ends = f"ends in {lasting(answer.remaining)}" if lasts else f"has ended as {enum_name(answer)}"
     node.show(answer, f"Lease {lease_number} {ends}.")
 
 
@@ -98,14 +92,10 @@ def abort(
 
     Nobody gets a lease on it any more; its blocks are released with the last live lease.
     """
-    from kvferry.v1 import admin_pb2, introspection_pb2
-
     source = node.summary(engine_id).engine
     _confirm(yes, f"Abort publication {publication} of {engine_id!r}?")
-    request = admin_pb2.AbortPublicationRequest(source=source, publication=publication)
-    answer = node.call(node.admin.AbortPublication, request)
-    state = enum_name(introspection_pb2.RequestState, answer.state, "REQUEST_STATE_")
-    node.show(answer, f"Publication {publication} is {state}. {_leases(answer)}")
+    answer = node.act("AbortPublication", source=source, publication=publication)
+    node.show(answer, f"Publication {publication} is {enum_name(answer)}. {_leases(answer)}")
 
 
 @with_connection
@@ -120,12 +110,10 @@ def evict(
     Its publications end and its name is free at once; leases on its blocks run out. Its processes do not come back:
     stop them, and start the engine again.
     """
-    from kvferry.v1 import admin_pb2
-
     summary = node.summary(engine_id)
     what = f"{engine_id!r}, incarnation {summary.engine.incarnation.hex()}, with {summary.publications} requests"
     _confirm(yes, f"Evict {what} and {summary.leases} leases? It has to be started again.")
-    answer = node.call(node.admin.EvictEngine, admin_pb2.EvictEngineRequest(engine=summary.engine))
+    answer = node.act("EvictEngine", engine=summary.engine)
     node.show(answer, f"{engine_id!r} is evicted. {_leases(answer)}")
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvferry._directory.directory import Directory as _Directory
     from kvferry._wire.channel import TlsConfig
     from kvferry.v1 import introspection_pb2
-    from kvferry.v1.admin_pb2_grpc import AdminStub
 
 DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
 PAGE_SIZE = 1000
@@ -160,12 +159,13 @@ class Node:
         else:
             print(safe(text))
 
-    @property
-    def admin(self) -> AdminStub:
-        """Its service Admin."""
+    def act(self, method: str, **given: Any) -> Any:
+        """Call a method of its service Admin."""
+        from kvferry.v1 import admin_pb2
         from kvferry.v1.admin_pb2_grpc import AdminStub
 
-        return AdminStub(self.channel)
+        request = getattr(admin_pb2, f"{method}Request")(**given)
+        return self.call(getattr(AdminStub(self.channel), method), request)
 
     def info(self) -> introspection_pb2.GetServerInfoResponse:
         """Ask for what it says of itself."""

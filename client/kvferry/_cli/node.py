@@ -115,9 +115,8 @@ def requests(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfRea
 
 def _request(request: introspection_pb2.RequestSummary) -> tuple[object, ...]:
     from kvferry._wire.status import reason_name
-    from kvferry.v1 import introspection_pb2 as ipb
 
-    state = enum_name(ipb.RequestState, request.state, "REQUEST_STATE_")
+    state = enum_name(request)
     failure = reason_name(request.last_failure)
     return (
         *(request.engine.engine_id, request.publication, request.request_id),

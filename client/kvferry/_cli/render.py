@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -99,21 +100,21 @@ def sentences(error: KvferryError) -> str:
     return "\n  ".join(["the destination cannot read the source's cache:", *map(safe, error.lines)])
 
 
-def enum_name(names: Any, number: int, prefix: str) -> str:
-    """Return ``ready`` for ``ENGINE_STATE_READY`` of protobuf's `names`; the number, if it is not known here."""
-    if number not in names.values():
+def enum_name(message: Message, field: str = "state") -> str:
+    """Return ``ready`` for a field that is ``ENGINE_STATE_READY``; its number, if it is not known here."""
+    number, kind = getattr(message, field), message.DESCRIPTOR.fields_by_name[field].enum_type
+    if number not in kind.values_by_number:
         return str(number)
-    name: str = names.Name(number)
-    return name.removeprefix(prefix).lower().replace("_", " ")
+    prefix = re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.name).upper() + "_"
+    return str(kind.values_by_number[number].name).removeprefix(prefix).lower().replace("_", " ")
 
 
 def read_state(transfer: introspection_pb2.TransferSummary) -> str:
     """Return the state of a read; with the parts that its reader may have moved, if it waits for more, and with what
     its ranks say of their failures."""
     from kvferry._wire.status import failures_of
-    from kvferry.v1 import kv_transfer_pb2
 
-    state = enum_name(kv_transfer_pb2.ReadState, transfer.read.state, "READ_STATE_")
+    state = enum_name(transfer.read)
     if transfer.parts:
         state += f", {transfer.parts} part{'s' * (transfer.parts > 1)} so far"
     failures = failures_of(transfer.reports)
