@@ -102,7 +102,8 @@ def sentences(error: KvferryError) -> str:
 
 def enum_name(message: Message, field: str = "state") -> str:
     """Return ``ready`` for a field that is ``ENGINE_STATE_READY``; its number, if it is not known here."""
-    number, kind = getattr(message, field), message.DESCRIPTOR.fields_by_name[field].enum_type
+    number = getattr(message, field)
+    kind: Any = message.DESCRIPTOR.fields_by_name[field].enum_type
     if number not in kind.values_by_number:
         return str(number)
     prefix = re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.name).upper() + "_"

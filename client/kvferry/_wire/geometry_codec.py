@@ -15,16 +15,16 @@ from kvferry.v1 import geometry_pb2 as pb
 Kind = TypeVar("Kind", bound=IntEnum)
 
 # Fields with the same name and value in a message and in what it stands for.
-GROUP = ("name", "block_tokens", "num_blocks", "window_tokens", "pool")
-PLANE = (
+GROUP_FIELDS = ("name", "block_tokens", "num_blocks", "window_tokens", "pool")
+PLANE_FIELDS = (
     *("layer", "component", "group", "format", "dtype", "device", "base", "num_blocks", "block_stride", "page_tokens"),
     *("page_stride", "block_states", "unit_stride", "token_stride", "state_bytes", "axis_size", "units_divide"),
     *("optional_cover", "shared"),
 )
-REGION = ("device", "base", "length")
+REGION_FIELDS = ("device", "base", "length")
 
 
-def _same(names: Sequence[str], found: object) -> dict[str, Any]:
+def _alike(names: Sequence[str], found: object) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names}
 
 
@@ -41,7 +41,7 @@ def group_to_proto(group: Group) -> pb.Group:
         kind=pb.GroupKind.ValueType(group.kind),
         has_null_block=group.null_block is not None,
         null_block=group.null_block or 0,
-        **_same(GROUP, group),
+        **_alike(GROUP_FIELDS, group),
     )
 
 
@@ -49,7 +49,7 @@ def group_from_proto(message: pb.Group) -> Group:
     """Decode a group; raises `BadGeometry`."""
     kind = _member(GroupKind, message.kind, "kind", f"group {message.name!r}")
     null_block = message.null_block if message.has_null_block else None
-    return Group(kind=kind, null_block=null_block, **_same(GROUP, message))
+    return Group(kind=kind, null_block=null_block, **_alike(GROUP_FIELDS, message))
 
 
 def token_shard_to_proto(shard: TokenShard) -> pb.TokenShard:
@@ -67,7 +67,7 @@ def plane_to_proto(plane: Plane) -> pb.Plane:
         tokens_per_state_num=plane.tokens_per_state.numerator,
         tokens_per_state_den=plane.tokens_per_state.denominator,
         token_granule=plane.token_granule,
-        **_same(PLANE, plane),
+        **_alike(PLANE_FIELDS, plane),
     )
 
 
@@ -103,7 +103,7 @@ def plane_from_proto(message: pb.Plane) -> Plane:
         token_shard=TokenShard(shard.index, shard.count or 1, shard.interleave or 1),
         tokens_per_state=Fraction(message.tokens_per_state_num or 1, message.tokens_per_state_den or 1),
         token_granule=message.token_granule or message.page_tokens,
-        **_same(PLANE, message),
+        **_alike(PLANE_FIELDS, message),
     )
 
 
@@ -152,10 +152,10 @@ def engine_from_proto(message: pb.EngineGeometry, ranks: Iterable[RankGeometry] 
 
 def region_to_proto(region: MemoryRegion) -> pb.MemoryRegion:
     """Encode a memory region."""
-    return pb.MemoryRegion(memory_kind=pb.MemoryKind.ValueType(region.memory_kind), **_same(REGION, region))
+    return pb.MemoryRegion(memory_kind=pb.MemoryKind.ValueType(region.memory_kind), **_alike(REGION_FIELDS, region))
 
 
 def region_from_proto(message: pb.MemoryRegion) -> MemoryRegion:
     """Decode a memory region; raises `BadGeometry`."""
     kind = _member(MemoryKind, message.memory_kind, "memory_kind", "memory region")
-    return MemoryRegion(kind, **_same(REGION, message))
+    return MemoryRegion(kind, **_alike(REGION_FIELDS, message))

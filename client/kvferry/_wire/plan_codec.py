@@ -7,7 +7,7 @@ from kvferry.planner.explain import explain
 from kvferry.planner.plan import ReadPlan
 from kvferry.v1 import introspection_pb2 as pb
 
-SAME = (
+ALIKE = (
     *("source_rank", "source_labels", "group", "layers", "components", "bytes_per_token", "bytes_per_request"),
     *("descriptors_per_block", "path"),
 )
@@ -19,8 +19,8 @@ def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:
     lines = explain(plan)
     answer = pb.RankPlan(rank=lines.rank, labels=lines.labels, uncovered=lines.uncovered)
     for line in lines.reads:
-        units, same = line.units, {name: getattr(line, name) for name in SAME}
-        read = answer.reads.add(unit_begin=units.begin, unit_end=units.end, path_reason=line.reason, **same)
+        units, alike = line.units, {name: getattr(line, name) for name in ALIKE}
+        read = answer.reads.add(unit_begin=units.begin, unit_end=units.end, path_reason=line.reason, **alike)
         if line.tokens.count > 1:
             read.token_shard.CopyFrom(token_shard_to_proto(line.tokens))
         if not line.stripe.whole:
