@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -93,7 +93,13 @@ def top(
 
 
 def _print_json(looks: Sequence[Look]) -> None:
-    print(json.dumps(as_values(looks, time.time())), flush=True)
+    values = {
+        "time": time.time(),
+        "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
+        "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
+        "transfers": [dataclasses.asdict(read) for read in newest(looks)[:MOST_LISTED]],
+    }
+    print(json.dumps(values), flush=True)
 
 
 def _print_lines(looks: Sequence[Look]) -> None:
@@ -168,16 +174,6 @@ def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
             f"{at} {safe(server)}: {safe(peers.source)} -> {safe(peers.reader)}: {peers.reading} reading, "
             f"{peers.ended} ended, {size(peers.bytes)}, {_per_second(peers.rate)}"
         )
-
-
-def as_values(looks: Sequence[Look], at: float) -> dict[str, Any]:
-    """Return the looks as plain values; `at` is the time, in seconds since 1970."""
-    return {
-        "time": at,
-        "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
-        "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
-        "transfers": [dataclasses.asdict(read) for read in newest(looks)[:MOST_LISTED]],
-    }
 
 
 def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
