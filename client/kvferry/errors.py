@@ -93,6 +93,7 @@ class KvferryError(Exception):
     code: ClassVar[str] = "UNKNOWN"
 
     def __init_subclass__(cls, *, reason: str = "", code: str = "") -> None:
+        # A class without a reason or a code of its own has that of its base.
         super().__init_subclass__()
         cls.reason, cls.code = reason or cls.reason, code or cls.code
         _BY_NAME.setdefault(cls.__name__, cls)
