@@ -66,17 +66,7 @@ def described(value: object) -> object:
 
 
 def instance(name: str, value: object, kind: type[Value], expected: str) -> Value:
-    """Return the value if it has this type.
-
-    Args:
-        name: name of the argument, for the error.
-        value: the argument.
-        kind: the type.
-        expected: what the error says that was expected.
-
-    Raises:
-        InvalidField: the value has another type.
-    """
+    """Return the value if it has this type; raises `InvalidField`, which names the argument and what was expected."""
     if not isinstance(value, kind):
         raise InvalidField(name, described(value), expected)
     return value
@@ -134,13 +124,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def seconds(name: str, value: object, *, zero: bool = False) -> float:
-    """Convert a timeout in seconds; raises `InvalidField`.
-
-    Args:
-        name: name of the argument, for the error.
-        value: the argument, at most `MOST_SECONDS`.
-        zero: whether it may be 0.
-    """
+    """Convert a timeout in seconds, at most `MOST_SECONDS`, and 0 only if `zero` says so; raises `InvalidField`."""
     expected = f"{'0' if zero else 'more than 0'} to {MOST_SECONDS:.0e} seconds"
     try:
         found = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
@@ -204,8 +188,7 @@ def mapping(name: str, value: object, expected: str) -> dict[object, object]:
 
 def string_map(name: str, value: object) -> dict[str, str]:
     """Copy a mapping of strings to strings; raises `InvalidField`, which names the wrong entry."""
-    expected = "a mapping of strings to strings"
-    found = mapping(name, value, expected)
+    found = mapping(name, value, "a mapping of strings to strings")
     return {text(f"{name} key", key): text(f"{name}[{key!r}]", item) for key, item in found.items()}
 
 

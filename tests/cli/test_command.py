@@ -105,8 +105,8 @@ def test_names_of_peers_cannot_steer_a_terminal() -> None:
 
 
 def test_states_of_a_later_version_are_shown_by_their_number() -> None:
-    assert enum_name(pb.ReadState, pb.READ_STATE_VALID, "READ_STATE_") == "valid"
-    assert enum_name(pb.ReadState, 99, "READ_STATE_") == "99"
+    assert enum_name(pb.ReadSummary(state=pb.READ_STATE_VALID)) == "valid"
+    assert enum_name(pb.ReadSummary(state=99)) == "99"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

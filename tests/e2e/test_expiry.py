@@ -14,7 +14,7 @@ import pytest
 
 from kvferry import Blocks, Client, Interval, NixlOptions, Read, ReadState
 from kvferry._wire.channel import connect
-from kvferry._wire.failures import failures_of
+from kvferry._wire.status import failures_of
 from kvferry.errors import TransferCancelled, TransferExpired, TransferStuck
 from kvferry.v1.introspection_pb2 import ListTransfersRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub

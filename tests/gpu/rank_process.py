@@ -30,6 +30,7 @@ from kvferry import (
 from kvferry.engine import Grant, Tails, WorkerOutput, WorkerPort
 from tests.gpu.device_facts import facts
 from tests.gpu.torch_caches import Shape, TorchCache, Written
+from tests.support.commands import obey
 
 ANSWER_TIMEOUT = 60.0
 
@@ -151,16 +152,7 @@ def _run(pipe: Connection, log: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     rank = _Rank()
-    while True:
-        try:
-            command, arguments, options = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = getattr(rank, command)(*arguments, **options)
-        except Exception as error:
-            answer = error
-        pipe.send(answer)
+    obey(pipe, lambda command, *arguments, **options: getattr(rank, command)(*arguments, **options))
 
 
 class _Rank:

@@ -28,6 +28,7 @@ from kvferry import (
     Release,
 )
 from tests.support.caches import Memory, Model
+from tests.support.commands import obey
 from tests.support.identifiers import unique_id
 from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import NodeServerProcess
@@ -117,20 +118,13 @@ def _run(job: tuple[Any, ...], pipe: Connection) -> None:
             serve=serve,
         )
         pipe.send("ready")
-        while True:
-            try:
-                command, arguments, options = pipe.recv()
-            except EOFError:
-                return
-            try:
-                if command == "read":
-                    timeout = options.pop("result_timeout", 30.0)
-                    answer: Any = cache.read(*arguments, **options).result(timeout)
-                else:
-                    answer = getattr(_Commands, command)(cache, *arguments, **options)
-            except Exception as error:
-                answer = error
-            pipe.send(answer)
+
+        def do(command: str, *arguments: Any, result_timeout: float = 30.0, **options: Any) -> Any:
+            if command == "read":
+                return cache.read(*arguments, **options).result(result_timeout)
+            return getattr(_Commands, command)(cache, *arguments, **options)
+
+        obey(pipe, do)
 
 
 class _Commands:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry._wire.failures import failures_of
+from kvferry._wire.status import failures_of
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 

@@ -112,6 +112,25 @@ def engines(draw: st.DrawFn) -> EngineGeometry:
     return EngineGeometry(draw(names), tuple(declared), tuple(ranks), identity, incarnation, partial)
 
 
+def test_every_field_of_a_plane_group_and_region_is_sent() -> None:
+    group = Group("g", GroupKind.WINDOW, 32, 64, null_block=1, window_tokens=9, pool="p")
+    plane = Plane(
+        *("layer", "key", "g", "hnd", "bfloat16", MemoryKind.VRAM, 1, 1 << 30, 64),
+        *(1 << 16, 4, 1 << 12, 8, 1 << 9, 1 << 7, 1 << 7, 8),
+        units=Interval(2, 6),
+        token_shard=TokenShard(1, 2, 4),
+        tokens_per_state=Fraction(2),
+        token_granule=2,
+        optional_cover=True,
+        shared=True,
+    )
+    region = MemoryRegion(MemoryKind.VRAM, 1, 1 << 30, 1 << 20)
+    sent: list[Message] = [group_to_proto(group), plane_to_proto(plane), region_to_proto(region)]
+    for message in sent:
+        assert {field.name for field, _ in message.ListFields()} == {field.name for field in message.DESCRIPTOR.fields}
+    assert plane_from_proto(plane_to_proto(plane)) == plane
+
+
 @given(engine=engines())
 def test_engines_survive_the_wire(engine: EngineGeometry) -> None:
     sent = engine_to_proto(engine).SerializeToString()

@@ -33,9 +33,10 @@ app = typer.Typer(
     # Plain help: in 80 columns, rich cuts names of options, and calls flags <bool>.
     rich_markup_mode=None,
 )
-_ASKING = (info, engines, engine, requests, transfers, top)
-_ACTING = (drain, end_lease, abort, evict, decline)
-for _command in (*_ASKING, *_ACTING, reference, health, plan, demo, doctor, version):
+for _command in (
+    *(info, engines, engine, requests, transfers, top, drain, end_lease, abort, evict, decline),
+    *(reference, health, plan, demo, doctor, version),
+):
     app.command()(_command)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
-from kvferry._cli.render import enum_name, lasting, print_json, safe
-
-if TYPE_CHECKING:
-    from google.protobuf.duration_pb2 import Duration
+from kvferry._cli.connection import Node, with_connection
+from kvferry._cli.render import enum_name, lasting, safe
 
 POLL = 0.5
 """Seconds between two questions how many leases are live."""
@@ -25,35 +22,29 @@ Engine = Annotated[str, typer.Argument(metavar="ENGINE", help="engine_id, as `kv
 @with_connection
 def drain(
     wait: Annotated[
-        float, typer.Option("--wait", min=0, metavar="SECONDS", help="Wait until no lease is live, at most so long.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Wait until no lease is live, at most so long.")
     ] = 0.0,
     yes: Yes = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
     *,
-    connection: Connection,
+    node: Node,
 ) -> None:
     """Make a node server take no new work, before it is stopped.
 
     It stays up for what is live. Only a restart makes it serve again. With --wait the exit code is 1 if leases are
     still live at the end.
     """
-    from kvferry.v1 import admin_pb2
-
-    with connection.node(server) as node:
-        about = node.info()
-        _confirm(
-            yes, f"Drain {server}, which has been up for {lasting(about.uptime)}? Only a restart makes it serve again."
-        )
-        request = admin_pb2.DrainRequest(home_epoch=about.home_epoch)
-        until = time.monotonic() + wait
-        while True:
-            answer = node.call(node.admin.Drain, request)
-            left = until - time.monotonic()
-            if not answer.leases or left <= 0:
-                break
-            time.sleep(min(POLL, left))
-    _answer(answer, as_json, f"{server} is draining. {_leases(answer.leases, answer.leases_remaining)}")
+    about = node.info()
+    _confirm(
+        yes, f"Drain {node.server}, which has been up for {lasting(about.uptime)}? Only a restart makes it serve again."
+    )
+    until = time.monotonic() + wait
+    while True:
+        answer = node.act("Drain", home_epoch=about.home_epoch)
+        left = until - time.monotonic()
+        if not answer.leases or left <= 0:
+            break
+        time.sleep(min(POLL, left))
+    node.show(answer, f"{node.server} is draining. {_leases(answer)}")
     if wait and answer.leases:
         sys.exit(1)
 
@@ -65,32 +56,26 @@ def end_lease(
         int, typer.Argument(metavar="LEASE", help="Number, as `kvferry transfers` lists it.", min=1)
     ],
     yes: Yes = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
     *,
-    connection: Connection,
+    node: Node,
 ) -> None:
     """Let a lease on an engine's blocks run out.
 
     It is not renewed any more, and its reader is told to stop. It ends within its ttl and never at once: the reader may
     be reading the blocks at this moment.
     """
-    from kvferry.v1 import admin_pb2, kv_transfer_pb2
-
-    with connection.node(server) as node:
-        source = node.summary(engine_id).engine
-        # The number and the home's epoch are of one listing.
-        listing, _ = node.listing("transfers", engine_id=engine_id)
-        for listed in listing.transfers:
-            if listed.read.lease_number == lease_number:
-                source, reader = listed.source, listed.read.reader.engine_id
-                what = f"lease {lease_number} of {reader!r} on request {listed.request_id!r} of {engine_id!r}"
-                _confirm(yes, f"Let {what} run out?")
-        request = admin_pb2.EndLeaseRequest(home_epoch=listing.home_epoch, source=source, lease_number=lease_number)
-        answer = node.call(node.admin.EndLease, request)
-    state = enum_name(kv_transfer_pb2.ReadState, answer.state, "READ_STATE_")
-    ends = f"ends in {lasting(answer.remaining)}" if answer.remaining.ToNanoseconds() else f"has ended as {state}"
-    _answer(answer, as_json, f"Lease {lease_number} {ends}.")
+    source = node.summary(engine_id).engine
+    # The number and the home's epoch are of one listing.
+    listing = node.listing("transfers", engine_id=engine_id)
+    for listed in listing.transfers:
+        if listed.read.lease_number == lease_number:
+            source, reader = listed.source, listed.read.reader.engine_id
+            what = f"lease {lease_number} of {reader!r} on request {listed.request_id!r} of {engine_id!r}"
+            _confirm(yes, f"Let {what} run out?")
+    answer = node.act("EndLease", home_epoch=listing.home_epoch, source=source, lease_number=lease_number)
+    lasts = answer.remaining.ToNanoseconds()
+    ends = f"ends in {lasting(answer.remaining)}" if lasts else f"has ended as {enum_name(answer)}"
+    node.show(answer, f"Lease {lease_number} {ends}.")
 
 
 @with_connection
@@ -100,48 +85,36 @@ def abort(
         int, typer.Argument(metavar="PUBLICATION", help="Number, as `kvferry requests` lists it.", min=1)
     ],
     yes: Yes = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
     *,
-    connection: Connection,
+    node: Node,
 ) -> None:
     """Take a published request back, as its engine would.
 
     Nobody gets a lease on it any more; its blocks are released with the last live lease.
     """
-    from kvferry.v1 import admin_pb2, introspection_pb2
-
-    with connection.node(server) as node:
-        source = node.summary(engine_id).engine
-        _confirm(yes, f"Abort publication {publication} of {engine_id!r}?")
-        request = admin_pb2.AbortPublicationRequest(source=source, publication=publication)
-        answer = node.call(node.admin.AbortPublication, request)
-    state = enum_name(introspection_pb2.RequestState, answer.state, "REQUEST_STATE_")
-    _answer(answer, as_json, f"Publication {publication} is {state}. {_leases(answer.leases, answer.leases_remaining)}")
+    source = node.summary(engine_id).engine
+    _confirm(yes, f"Abort publication {publication} of {engine_id!r}?")
+    answer = node.act("AbortPublication", source=source, publication=publication)
+    node.show(answer, f"Publication {publication} is {enum_name(answer)}. {_leases(answer)}")
 
 
 @with_connection
 def evict(
     engine_id: Engine,
     yes: Yes = False,
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
     *,
-    connection: Connection,
+    node: Node,
 ) -> None:
     """End a stuck engine at its home, for good.
 
     Its publications end and its name is free at once; leases on its blocks run out. Its processes do not come back:
     stop them, and start the engine again.
     """
-    from kvferry.v1 import admin_pb2
-
-    with connection.node(server) as node:
-        summary = node.summary(engine_id)
-        what = f"{engine_id!r}, incarnation {summary.engine.incarnation.hex()}, with {summary.publications} requests"
-        _confirm(yes, f"Evict {what} and {summary.leases} leases? It has to be started again.")
-        answer = node.call(node.admin.EvictEngine, admin_pb2.EvictEngineRequest(engine=summary.engine))
-    _answer(answer, as_json, f"{engine_id!r} is evicted. {_leases(answer.leases, answer.leases_remaining)}")
+    summary = node.summary(engine_id)
+    what = f"{engine_id!r}, incarnation {summary.engine.incarnation.hex()}, with {summary.publications} requests"
+    _confirm(yes, f"Evict {what} and {summary.leases} leases? It has to be started again.")
+    answer = node.act("EvictEngine", engine=summary.engine)
+    node.show(answer, f"{engine_id!r} is evicted. {_leases(answer)}")
 
 
 def _confirm(yes: bool, question: str) -> None:
@@ -154,18 +127,11 @@ def _confirm(yes: bool, question: str) -> None:
     typer.confirm(safe(question), abort=True, err=True)
 
 
-def _answer(answer: Any, as_json: bool, text: str) -> None:
-    if as_json:
-        print_json(answer)
-    else:
-        print(safe(text))
-
-
-def _leases(count: int, remaining: Duration) -> str:
-    if not count:
+def _leases(answer: Any) -> str:
+    if not answer.leases:
         return "No lease is live."
-    live = "1 lease is" if count == 1 else f"{count} leases are"
-    return f"{live} live; the last ends in {lasting(remaining)} at the latest."
+    live = "1 lease is" if answer.leases == 1 else f"{answer.leases} leases are"
+    return f"{live} live; the last ends in {lasting(answer.leases_remaining)} at the latest."
 
 
 def reference(
@@ -173,12 +139,8 @@ def reference(
     home: Annotated[
         str, typer.Argument(metavar="HOME", help="host:port of the source's home; empty: readers have a directory.")
     ] = "",
-    router_key: Annotated[
-        str, typer.Option("--router-key", metavar="KEY", help="Name of the request; without it a random one.")
-    ] = "",
-    data_parallel_rank: Annotated[
-        int, typer.Option("--data-parallel-rank", metavar="N", min=0, help="Which engine of the deployment.")
-    ] = 0,
+    router_key: Annotated[str, typer.Option(metavar="KEY", help="Name of the request; without it a random one.")] = "",
+    data_parallel_rank: Annotated[int, typer.Option(metavar="N", min=0, help="Which engine of the deployment.")] = 0,
 ) -> None:
     """Make a reference as a router does.
 
@@ -195,10 +157,8 @@ def decline(
     given: Annotated[
         str, typer.Argument(metavar="REFERENCE", help="The reference; -: it is read from standard input.")
     ] = "-",
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
     *,
-    connection: Connection,
+    node: Node,
 ) -> None:
     """Say that nobody will read a publication: it is released.
 
@@ -214,11 +174,7 @@ def decline(
     text = sys.stdin.readline().strip() if given == "-" else given
     request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=text))])
     introduce(request)
-    with connection.node(server) as node:
-        answer = node.call(KVTransferStub(node.channel).Notify, request)
-        check_server(answer.version, server)
-        checked_results(request, list(answer.results), server)
-    if as_json:
-        print_json(answer)
-    else:
-        print("Declined: nobody reads it.")
+    answer = node.call(KVTransferStub(node.channel).Notify, request)
+    check_server(answer.version, node.server)
+    checked_results(request, list(answer.results), node.server)
+    node.show(answer, "Declined: nobody reads it.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from kvferry._cli.render import print_json, safe
 from kvferry.errors import InvalidInput
 
 # Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from kvferry._directory.directory import Directory as _Directory
     from kvferry._wire.channel import TlsConfig
     from kvferry.v1 import introspection_pb2
-    from kvferry.v1.admin_pb2_grpc import AdminStub
-    from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
 DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
 PAGE_SIZE = 1000
@@ -31,52 +30,41 @@ PAGE_SIZE = 1000
 Response = TypeVar("Response")
 
 Server = Annotated[
-    str,
-    typer.Option(
-        "--server", envvar="KVFERRY_SERVER", metavar="ADDRESS", help="Node server to ask: unix:/path or host:port."
-    ),
+    str, typer.Option(envvar="KVFERRY_SERVER", metavar="ADDRESS", help="Node server to ask: unix:/path or host:port.")
 ]
 Directory = Annotated[
     str,
     typer.Option(
-        "--directory",
         envvar="KVFERRY_DIRECTORY",
         metavar="URL",
         help="Directory of the fleet: etcd://HOST:PORT, dns:///NAME or file:/PATH.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
+Authority = Annotated[
+    Path | None,
+    typer.Option(envvar="KVFERRY_TLS_CA", metavar="FILE", help="PEM file of the authority that signed the server."),
+]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(envvar="KVFERRY_TLS_CERT", metavar="FILE", help="PEM file of a client certificate (mTLS)."),
+]
+Key = Annotated[
+    Path | None, typer.Option(envvar="KVFERRY_TLS_KEY", metavar="FILE", help="PEM file of the certificate's key.")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The options by which a command reaches node servers. `with_connection` makes an option of each field."""
+    """The options by which a command reaches node servers; see `with_connection`."""
 
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for an answer.")
-    ] = 5.0
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-ca",
-            envvar="KVFERRY_TLS_CA",
-            metavar="FILE",
-            help="PEM file of the authority that signed the server.",
-        ),
-    ] = None
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-cert", envvar="KVFERRY_TLS_CERT", metavar="FILE", help="PEM file of a client certificate (mTLS)."
-        ),
-    ] = None
-    tls_key: Annotated[
-        Path | None,
-        typer.Option("--tls-key", envvar="KVFERRY_TLS_KEY", metavar="FILE", help="PEM file of the certificate's key."),
-    ] = None
+    timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for an answer.")] = 5.0
+    tls_ca: Authority = None
+    tls_cert: Certificate = None
+    tls_key: Key = None
 
     @contextmanager
-    def node(self, server: str) -> Iterator[Node]:
+    def node(self, server: str, *, as_json: bool = False) -> Iterator[Node]:
         """Make a channel to a node server, which connects with its first call.
 
         Raises:
@@ -91,24 +79,33 @@ class Connection:
         except InvalidInput as error:
             raise typer.BadParameter(str(error)) from None
         with channel:
-            yield Node(server, channel, tls, self.timeout)
+            yield Node(server, channel, tls, self.timeout, as_json)
 
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of `Connection` as options in place of its parameter ``connection``.
+    """Give a command the fields of `Connection` as options in place of its last parameter: ``connection``, or ``node``,
+    which is one node server; its address and the form of the output are options then as well.
 
     typer makes options of the parameters of a function, and does not look into dataclasses.
     """
-    own = inspect.signature(command, eval_str=True).parameters
-    options = inspect.signature(Connection, eval_str=True).parameters
+
+    def node(connection: Connection, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> Any:
+        return connection.node(server, as_json=as_json)
+
+    *own, last = inspect.signature(command, eval_str=True).parameters.values()
+    of_node = list(inspect.signature(node, eval_str=True).parameters.values())[1:] if last.name == "node" else []
+    of_connection = list(inspect.signature(Connection, eval_str=True).parameters.values())
 
     @functools.wraps(command)
-    def run(**given: object) -> None:
-        made: Callable[..., Connection] = Connection
-        connection = made(**{name: given.pop(name) for name in options})
-        command(**given, connection=connection)
+    def run(**given: Any) -> None:
+        connection = Connection(**{option.name: given.pop(option.name) for option in of_connection})
+        if not of_node:
+            command(**given, connection=connection)
+            return
+        with node(connection, given.pop("server"), given.pop("as_json")) as asked:
+            command(**given, node=asked)
 
-    parameters = [*(own[name] for name in own if name != "connection"), *options.values()]
+    parameters = [*own, *of_node, *of_connection]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -142,6 +139,7 @@ class Node:
     channel: grpc.Channel
     tls: TlsConfig | None
     timeout: float
+    as_json: bool
 
     def call(self, method: Callable[..., Response], request: object) -> Response:
         """Call a method of a stub."""
@@ -154,59 +152,51 @@ class Node:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.server, self.tls) from None
 
-    @property
-    def introspection(self) -> IntrospectionStub:
-        """Its service Introspection."""
-        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+    def show(self, answer: Any, text: str) -> None:
+        """Print an answer as JSON, or else this text."""
+        if self.as_json:
+            print_json(answer)
+        else:
+            print(safe(text))
 
-        return IntrospectionStub(self.channel)
-
-    @property
-    def admin(self) -> AdminStub:
-        """Its service Admin."""
+    def act(self, method: str, **given: Any) -> Any:
+        """Call a method of its service Admin."""
+        from kvferry.v1 import admin_pb2
         from kvferry.v1.admin_pb2_grpc import AdminStub
 
-        return AdminStub(self.channel)
+        request = getattr(admin_pb2, f"{method}Request")(**given)
+        return self.call(getattr(AdminStub(self.channel), method), request)
 
     def info(self) -> introspection_pb2.GetServerInfoResponse:
         """Ask for what it says of itself."""
-        from kvferry.v1 import introspection_pb2
-
-        return self.call(self.introspection.GetServerInfo, introspection_pb2.GetServerInfoRequest())
+        return self._asked("GetServerInfo")  # type: ignore[no-any-return]
 
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
-        """Ask for an engine with all its ranks, page by page."""
-        from kvferry.v1 import introspection_pb2
-
-        request = introspection_pb2.GetEngineRequest(engine_id=engine_id)
-        whole = self.call(self.introspection.GetEngine, request)
-        while whole.next_page_token:
-            request.page_token = whole.next_page_token
-            page = self.call(self.introspection.GetEngine, request)
-            whole.geometry.ranks.extend(page.geometry.ranks)
-            whole.next_page_token = page.next_page_token
-        return whole
+        """Ask for an engine with all its ranks."""
+        return self._asked("GetEngine", lambda page: page.geometry.ranks, engine_id=engine_id)  # type: ignore[no-any-return]
 
     def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
         """Ask for an engine without its ranks."""
+        return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
+
+    def listing(self, kind: str, most: float = math.inf, **asked: str) -> Any:
+        """Ask for at most so many pages of a list: of engines, requests or transfers. Returns them as one response; it
+        has a ``next_page_token`` if they are not all."""
+        return self._asked(f"List{kind.title()}", lambda page: getattr(page, kind), most, page_size=PAGE_SIZE, **asked)
+
+    def _asked(
+        self, method: str, paged: Callable[[Any], Any] | None = None, most: float = math.inf, **asked: Any
+    ) -> Any:
+        """Call a method of its service Introspection, page by page; `paged` returns the list of a page."""
         from kvferry.v1 import introspection_pb2
+        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
-        request = introspection_pb2.GetEngineRequest(engine_id=engine_id, page_size=1)
-        return self.call(self.introspection.GetEngine, request).summary
-
-    def listing(self, kind: str, most: float = math.inf, **asked: str) -> tuple[Any, bool]:
-        """Ask for at most so many pages of a list: of engines, requests or transfers. Returns them as one response, and
-        whether they were all."""
-        from kvferry.v1 import introspection_pb2
-
-        method = getattr(self.introspection, f"List{kind.title()}")
-        request = getattr(introspection_pb2, f"List{kind.title()}Request")(page_size=PAGE_SIZE, **asked)
-        whole = self.call(method, request)
-        taken, following = 1, whole.next_page_token
-        while following and taken < most:
-            request.page_token = following
-            page = self.call(method, request)
-            getattr(whole, kind).extend(getattr(page, kind))
-            taken, following = taken + 1, page.next_page_token
-        whole.next_page_token = ""
-        return whole, not following
+        call = getattr(IntrospectionStub(self.channel), method)
+        request = getattr(introspection_pb2, f"{method}Request")(**asked)
+        whole, taken = self.call(call, request), 1
+        while paged is not None and whole.next_page_token and taken < most:
+            request.page_token = whole.next_page_token
+            page = self.call(call, request)
+            paged(whole).extend(paged(page))
+            whole.next_page_token, taken = page.next_page_token, taken + 1
+        return whole

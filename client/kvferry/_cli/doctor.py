@@ -30,12 +30,11 @@ _MARGIN = " " * 9
 def doctor(
     peer: Annotated[
         str | None,
-        typer.Option("--peer", metavar="ADDRESS", help="Also look at a node server: unix:/path or host:port."),
+        typer.Option(metavar="ADDRESS", help="Also look at a node server: unix:/path or host:port."),
     ] = None,
     pid: Annotated[
         int | None,
         typer.Option(
-            "--pid",
             min=1,
             max=2**31 - 1,
             metavar="PID",

@@ -68,7 +68,7 @@ def engines(
 def _ask(server: str, connection: Connection) -> introspection_pb2.ListEnginesResponse:
     """Ask one node server for its engines. Raises as `Node.call`."""
     with connection.node(server) as node:
-        answer: introspection_pb2.ListEnginesResponse = node.listing("engines")[0]
+        answer: introspection_pb2.ListEnginesResponse = node.listing("engines")
         return answer
 
 
@@ -149,12 +149,9 @@ def engine(
 
 
 def _group(group: geometry_pb2.Group) -> tuple[object, ...]:
-    from kvferry.v1 import geometry_pb2
-
-    kind = enum_name(geometry_pb2.GroupKind, group.kind, "GROUP_KIND_")
     null = group.null_block if group.has_null_block else "-"
     sizes = group.block_tokens or "-", group.num_blocks, null, group.window_tokens or "-"
-    return group.name, kind, *sizes, group.pool or "own"
+    return group.name, enum_name(group, "kind"), *sizes, group.pool or "own"
 
 
 def _rank(rank: geometry_pb2.RankGeometry) -> tuple[object, ...]:
@@ -173,9 +170,7 @@ def _registered(summary: introspection_pb2.EngineSummary) -> str:
 
 
 def _state(summary: introspection_pb2.EngineSummary) -> str:
-    from kvferry.v1 import introspection_pb2
-
-    name = enum_name(introspection_pb2.EngineState, summary.state, "ENGINE_STATE_")
+    name = enum_name(summary)
     missing, left = summary.missing_ranks, summary.num_missing - len(summary.missing_ranks)
     more = f" and {left} more" if left else ""
     return f"{name} (missing {'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}{more})" if missing else name

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from kvferry import __version__
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
+from kvferry._cli.connection import DEFAULT_SERVER, Connection, Node, Server, with_connection
 from kvferry._cli.render import console, enum_name, facts, lasting, print_json, read_state, safe, size, table
 
 if TYPE_CHECKING:
@@ -34,13 +34,12 @@ Listed = TypeVar("Listed")
 
 
 @with_connection
-def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection: Connection) -> None:
+def info(*, node: Node) -> None:
     """Show a node server: its version, times and limits."""
     from kvferry._wire.version import OURS, Version
 
-    with connection.node(server) as node:
-        answer = node.info()
-    if as_json:
+    answer = node.info()
+    if node.as_json:
         print_json(answer)
         return
     theirs = Version(answer.contract_revision, answer.oldest_revision, answer.version)
@@ -63,7 +62,7 @@ def info(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection
 @with_connection
 def health(
     service: Annotated[
-        str, typer.Option("--service", metavar="NAME", help="Full name of a service. Empty: the node server itself.")
+        str, typer.Option(metavar="NAME", help="Full name of a service. Empty: the node server itself.")
     ] = "",
     server: Server = DEFAULT_SERVER,
     *,
@@ -106,28 +105,18 @@ def version(
 
 
 @with_connection
-def requests(
-    engine_id: OfEngine = "",
-    request_id: OfRequest = "",
-    reader: OfReader = "",
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
-    *,
-    connection: Connection,
-) -> None:
+def requests(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List the published requests that are not released yet."""
     columns = "Engine", ">Publication", "Request", "State", ">Blocks", ">Reads", ">Leases", ">Age"
     which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
-    with connection.node(server) as node:
-        found, _ = node.listing("requests", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
-    _show(found, found.requests, as_json, f"{which} is published at {server}.", columns, _request)
+    found = node.listing("requests", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
+    _show(node, found, found.requests, f"{which} is published at {node.server}.", columns, _request)
 
 
 def _request(request: introspection_pb2.RequestSummary) -> tuple[object, ...]:
     from kvferry._wire.status import reason_name
-    from kvferry.v1 import introspection_pb2 as ipb
 
-    state = enum_name(ipb.RequestState, request.state, "REQUEST_STATE_")
+    state = enum_name(request)
     failure = reason_name(request.last_failure)
     return (
         *(request.engine.engine_id, request.publication, request.request_id),
@@ -138,31 +127,22 @@ def _request(request: introspection_pb2.RequestSummary) -> tuple[object, ...]:
 
 
 @with_connection
-def transfers(
-    engine_id: OfEngine = "",
-    request_id: OfRequest = "",
-    reader: OfReader = "",
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
-    *,
-    connection: Connection,
-) -> None:
+def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfReader = "", *, node: Node) -> None:
     """List reads from a node server's engines, and their leases."""
     columns = "Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining"
-    with connection.node(server) as node:
-        found, _ = node.listing("transfers", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
-    _show(found, found.transfers, as_json, f"Nothing is read from the engines of {server}.", columns, _transfer)
+    found = node.listing("transfers", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
+    _show(node, found, found.transfers, f"Nothing is read from the engines of {node.server}.", columns, _transfer)
 
 
 def _show(
+    node: Node,
     response: Message,
     listed: Sequence[Listed],
-    as_json: bool,
     none: str,
     columns: Sequence[str],
     row: Callable[[Listed], Sequence[object]],
 ) -> None:
-    if as_json:
+    if node.as_json:
         print_json(response)
     elif not listed:
         console().print(safe(none), markup=False)

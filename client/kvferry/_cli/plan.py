@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -53,7 +54,6 @@ def plan(
     ID@ADDRESS of its home. The plan has the bytes and descriptors of each read, and its path: direct, into the blocks;
     or staged, by way of staging memory. Exits with 2 if the destination cannot read the source's cache.
     """
-
     try:
         theirs = _engine("source", source, source_engine, connection)
         mine = _engine("destination", destination, destination_engine, connection)
@@ -136,7 +136,6 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
         if "@" in str(file) and not file.exists():
             problem = f"there is no file {str(file)!r}; if it is a live engine, say --{side}-engine {file}"
             raise typer.BadParameter(problem, param_hint=f"--{side}")
-
         return load(file)
     from kvferry._wire.geometry_codec import engine_from_proto
 
@@ -159,13 +158,10 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
 
 def _refuse(error: KvferryError, as_json: bool) -> None:
     """Print why a pair cannot be planned."""
-
     if as_json:
         found: dict[str, Any] = {"reason": error.reason, "message": error.message}
         if isinstance(error, Incompatible):
-            found["mismatches"] = [
-                {name: getattr(mismatch, name) for name in type(mismatch).__slots__} for mismatch in error.mismatches
-            ]
+            found["mismatches"] = list(map(dataclasses.asdict, error.mismatches))
         else:
             found["values"] = error.values
         print(json.dumps({"error": found}, indent=2))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,25 +35,24 @@ def as_dict(message: Message) -> dict[str, Any]:
     zeros = "always_print_fields_with_no_presence"
     options: dict[str, Any] = {zeros if zeros in accepted else "including_default_value_fields": True}
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, **options)
+    _write_bytes_in_hex(message, found)
     # Lists come whole: there is no next page.
     found.pop("next_page_token", None)
-    _write_bytes_in_hex(message, found)
     return found
 
 
 def _write_bytes_in_hex(message: Message, found: dict[str, Any]) -> None:
     """Replace base64 by hexadecimal digits in the plain values of a message."""
-    for field in message.DESCRIPTOR.fields:
-        value: Any = getattr(message, field.name)
+    for field, value in message.ListFields():
+        plain = found[field.name]
         if field.type == field.TYPE_BYTES:
-            if field.name in found:
-                found[field.name] = [one.hex() for one in value] if isinstance(found[field.name], list) else value.hex()
-        elif field.message_type is not None and field.name in found and not field.message_type.GetOptions().map_entry:
-            if isinstance(found[field.name], list):
-                for one, plain in zip(value, found[field.name], strict=True):
-                    _write_bytes_in_hex(one, plain)
-            elif isinstance(found[field.name], dict):
-                _write_bytes_in_hex(value, found[field.name])
+            found[field.name] = [each.hex() for each in value] if isinstance(plain, list) else value.hex()
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            pairs = zip(value, plain, strict=True) if isinstance(plain, list) else [(value, plain)]
+            for each, inside in pairs:
+                # Durations are strings.
+                if isinstance(inside, dict):
+                    _write_bytes_in_hex(each, inside)
 
 
 def print_json(message: Message) -> None:
@@ -100,21 +100,22 @@ def sentences(error: KvferryError) -> str:
     return "\n  ".join(["the destination cannot read the source's cache:", *map(safe, error.lines)])
 
 
-def enum_name(names: Any, number: int, prefix: str) -> str:
-    """Return ``ready`` for ``ENGINE_STATE_READY`` of protobuf's `names`; the number, if it is not known here."""
-    if number not in names.values():
+def enum_name(message: Message, field: str = "state") -> str:
+    """Return ``ready`` for a field that is ``ENGINE_STATE_READY``; its number, if it is not known here."""
+    number = getattr(message, field)
+    kind: Any = message.DESCRIPTOR.fields_by_name[field].enum_type
+    if number not in kind.values_by_number:
         return str(number)
-    name: str = names.Name(number)
-    return name.removeprefix(prefix).lower().replace("_", " ")
+    prefix = re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.name).upper() + "_"
+    return str(kind.values_by_number[number].name).removeprefix(prefix).lower().replace("_", " ")
 
 
 def read_state(transfer: introspection_pb2.TransferSummary) -> str:
     """Return the state of a read; with the parts that its reader may have moved, if it waits for more, and with what
     its ranks say of their failures."""
-    from kvferry._wire.failures import failures_of
-    from kvferry.v1 import kv_transfer_pb2
+    from kvferry._wire.status import failures_of
 
-    state = enum_name(kv_transfer_pb2.ReadState, transfer.read.state, "READ_STATE_")
+    state = enum_name(transfer.read)
     if transfer.parts:
         state += f", {transfer.parts} part{'s' * (transfer.parts > 1)} so far"
     failures = failures_of(transfer.reports)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from kvferry._cli.top_looks import ListedRead, Look, Peers
 
-
 INTERVAL = 2.0
 LEAST_INTERVAL = 0.5
 """Seconds between two looks. No less, however impatient the caller: each look makes node servers list their reads."""
@@ -33,13 +32,21 @@ MOST_INTERVAL = 3600.0
 SERVERS_AT_ONCE = 16
 """How many node servers are asked at once."""
 
+MOST_LISTED = 100
+"""Most reads, and pairs of engines, in JSON and in lines."""
+
+FRAME = 4
+"""Lines of a table that are not rows: its title, its head, the rule and the line that counts what is left out."""
+
+SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
+"""The fields of a `Look` that are in JSON as they are."""
+
 
 @with_connection
 def top(
     server: Annotated[
         list[str] | None,
         typer.Option(
-            "--server",
             envvar="KVFERRY_SERVER",
             metavar="ADDRESS",
             help="Node server to look at: unix:/path or host:port. May be given several times.",
@@ -47,9 +54,7 @@ def top(
     ] = None,
     interval: Annotated[
         float,
-        typer.Option(
-            "--interval", min=LEAST_INTERVAL, max=MOST_INTERVAL, metavar="SECONDS", help="Time between two looks."
-        ),
+        typer.Option(min=LEAST_INTERVAL, max=MOST_INTERVAL, metavar="SECONDS", help="Time between two looks."),
     ] = INTERVAL,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each look, in a line.")] = False,
@@ -88,7 +93,13 @@ def top(
 
 
 def _print_json(looks: Sequence[Look]) -> None:
-    print(json.dumps(as_values(looks, time.time())), flush=True)
+    values = {
+        "time": time.time(),
+        "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
+        "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
+        "transfers": [dataclasses.asdict(read) for read in newest(looks)[:MOST_LISTED]],
+    }
+    print(json.dumps(values), flush=True)
 
 
 def _print_lines(looks: Sequence[Look]) -> None:
@@ -99,8 +110,6 @@ def _print_lines(looks: Sequence[Look]) -> None:
 def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
     """Draw on the terminal; it gets its screen back at the end, also by SIGTERM."""
     from rich.live import Live
-
-    from kvferry._cli.top import Screen
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -113,17 +122,6 @@ def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
             yield lambda looks: screen.show(looks, time.strftime("%H:%M:%S"))
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-MOST_LISTED = 100
-"""Most reads, and pairs of engines, in JSON and in lines."""
-
-FRAME = 4
-"""Lines of a table that are not rows: its title, its head, the rule and the line that counts what is left out."""
-
-
-SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
-"""The fields of a `Look` that are in JSON as they are."""
 
 
 class Screen:
@@ -176,16 +174,6 @@ def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
             f"{at} {safe(server)}: {safe(peers.source)} -> {safe(peers.reader)}: {peers.reading} reading, "
             f"{peers.ended} ended, {size(peers.bytes)}, {_per_second(peers.rate)}"
         )
-
-
-def as_values(looks: Sequence[Look], at: float) -> dict[str, Any]:
-    """Return the looks as plain values; `at` is the time, in seconds since 1970."""
-    return {
-        "time": at,
-        "servers": [{name: getattr(look, name) for name in SHOWN} | {"bytes_per_second": look.rate} for look in looks],
-        "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
-        "transfers": [dataclasses.asdict(read) for read in newest(looks)[:MOST_LISTED]],
-    }
 
 
 def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:

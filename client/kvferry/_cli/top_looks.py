@@ -111,8 +111,7 @@ class Looker:
         """Ask it. A node server that does not answer is a `Look` with an error."""
         node = self._node
         try:
-            listed, every = node.listing("engines", PAGES)
-            read, all_read = node.listing("transfers", PAGES)
+            listed, read = node.listing("engines", PAGES), node.listing("transfers", PAGES)
         except KvferryError as error:
             return Look(node.server, error=error.message)
         restarted = bool(self._epoch) and self._epoch != read.home_epoch
@@ -126,7 +125,7 @@ class Looker:
             publications=sum(engine.publications for engine in listed.engines),
             leases=sum(engine.leases for engine in listed.engines),
             transfers=[self._listed(summary) for summary in read.transfers],
-            whole=every and all_read,
+            whole=not (listed.next_page_token or read.next_page_token),
             peers=self._peers(read.transfers),
         )
 

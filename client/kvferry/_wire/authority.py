@@ -12,19 +12,11 @@ import hashlib
 import hmac
 import secrets
 
+# Of a session secret, an incarnation, a reference's key and an agent's key.
 SECRET_BYTES = 32
-"""Bytes of a session secret."""
-
 INCARNATION_BYTES = 16
-"""Bytes of an incarnation."""
-
 KEY_BYTES = 16
-"""Bytes of a reference's key."""
-
 AGENT_KEY_BYTES = 32
-"""Bytes of an agent's key."""
-
-_PUBLICATION = b"kvferry publication 1"
 
 AGENT_PREFIX = "kvferry.agent/"
 """Beginning of the name of an agent that has a key."""
@@ -47,14 +39,10 @@ def publication_key(session_secret: bytes, publication: int) -> bytes:
 
 class PublicationKeys:
     """The keys in the references of one engine's publications: for who derives many of them, because OpenSSL takes
-    longer to begin an HMAC than to compute it.
-
-    Args:
-        session_secret: of the engine.
-    """
+    longer to begin an HMAC than to compute it."""
 
     def __init__(self, session_secret: bytes) -> None:
-        self._begun = hmac.new(session_secret, _PUBLICATION, hashlib.sha256)
+        self._begun = hmac.new(session_secret, b"kvferry publication 1", hashlib.sha256)
 
     def key(self, publication: int) -> bytes:
         """Derive the key of a publication."""

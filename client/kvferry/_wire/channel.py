@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import unwrap
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -225,7 +225,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-Make = TypeVar("Make", bound=Callable[..., object])
+Channel = TypeVar("Channel")
 
 Dial: TypeAlias = "Callable[[str, TlsContent | None], grpc.Channel]"
 """A function that makes a synchronous channel to an address, as `connect` does."""
@@ -241,25 +241,28 @@ def connect(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.Cha
     Raises:
         InvalidField: the address is malformed, or the files of `tls` cannot be used.
     """
-    # Unwrapped: OpenTelemetry's instrumentation of gRPC, which an engine may have turned on for all channels, hands out
-    # streams without `cancel`, by which a Watch or a Handshake ends. kvferry's calls name their traces themselves.
-    parsed = parse_address(address)
-    if tls is None or parsed.is_unix:
-        return _original(grpc.insecure_channel)(str(parsed), options=CHANNEL_OPTIONS)
-    return _original(grpc.secure_channel)(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
+    return _channel(address, tls, grpc.insecure_channel, grpc.secure_channel)
 
 
 def connect_async(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.aio.Channel:
     """Make a channel for the running event loop, to which it then belongs; see `connect`."""
+    return _channel(address, tls, grpc.aio.insecure_channel, grpc.aio.secure_channel)
+
+
+def _channel(
+    address: str, tls: TlsConfig | TlsContent | None, insecure: Callable[..., Channel], secure: Callable[..., Channel]
+) -> Channel:
+    # Unwrapped: OpenTelemetry's instrumentation of gRPC, which an engine may have turned on for all channels, hands out
+    # streams without `cancel`, by which a Watch or a Handshake ends. kvferry's calls name their traces themselves.
+    insecure, secure = unwrap(insecure), unwrap(secure)
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
-        return _original(grpc.aio.insecure_channel)(str(parsed), options=CHANNEL_OPTIONS)
-    return _original(grpc.aio.secure_channel)(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
-
-
-def _original(make: Make) -> Make:
-    """Return one of gRPC's functions without what has wrapped it."""
-    return cast("Make", unwrap(make))
+        return insecure(str(parsed), options=CHANNEL_OPTIONS)
+    content = read_tls(tls) if isinstance(tls, TlsConfig) else tls
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=content.ca, private_key=content.key, certificate_chain=content.cert
+    )
+    return secure(str(parsed), credentials, options=CHANNEL_OPTIONS)
 
 
 def server_certificates(content: TlsContent) -> grpc.ServerCertificateConfiguration:
@@ -308,13 +311,6 @@ def _stamp(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
-
-
-def _client_credentials(tls: TlsConfig | TlsContent) -> grpc.ChannelCredentials:
-    content = read_tls(tls) if isinstance(tls, TlsConfig) else tls
-    return grpc.ssl_channel_credentials(
-        root_certificates=content.ca, private_key=content.key, certificate_chain=content.cert
-    )
 
 
 def _checked(tls: TlsConfig) -> tuple[TlsContent, list[InvalidField]]:

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from fractions import Fraction
+from typing import Any, TypeVar
 
 from kvferry.errors import BadGeometry
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
 from kvferry.v1 import geometry_pb2 as pb
 
+Kind = TypeVar("Kind", bound=IntEnum)
+
+# Fields with the same name and value in a message and in what it stands for.
+GROUP_FIELDS = ("name", "block_tokens", "num_blocks", "window_tokens", "pool")
+PLANE_FIELDS = (
+    *("layer", "component", "group", "format", "dtype", "device", "base", "num_blocks", "block_stride", "page_tokens"),
+    *("page_stride", "block_states", "unit_stride", "token_stride", "state_bytes", "axis_size", "units_divide"),
+    *("optional_cover", "shared"),
+)
+REGION_FIELDS = ("device", "base", "length")
+
+
+def _alike(names: Sequence[str], found: object) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in names}
+
+
+def _member(kind: type[Kind], number: int, field: str, where: str) -> Kind:
+    try:
+        return kind(number)
+    except ValueError:
+        raise BadGeometry(where, f"{field} {number} is not known") from None
+
 
 def group_to_proto(group: Group) -> pb.Group:
     """Encode a group."""
     return pb.Group(
-        name=group.name,
         kind=pb.GroupKind.ValueType(group.kind),
-        block_tokens=group.block_tokens,
-        num_blocks=group.num_blocks,
         has_null_block=group.null_block is not None,
         null_block=group.null_block or 0,
-        window_tokens=group.window_tokens,
-        pool=group.pool,
+        **_alike(GROUP_FIELDS, group),
     )
 
 
 def group_from_proto(message: pb.Group) -> Group:
     """Decode a group; raises `BadGeometry`."""
-    return Group(
-        name=message.name,
-        kind=_group_kind(message),
-        block_tokens=message.block_tokens,
-        num_blocks=message.num_blocks,
-        null_block=message.null_block if message.has_null_block else None,
-        window_tokens=message.window_tokens,
-        pool=message.pool,
-    )
+    kind = _member(GroupKind, message.kind, "kind", f"group {message.name!r}")
+    null_block = message.null_block if message.has_null_block else None
+    return Group(kind=kind, null_block=null_block, **_alike(GROUP_FIELDS, message))
 
 
 def token_shard_to_proto(shard: TokenShard) -> pb.TokenShard:
@@ -46,32 +60,14 @@ def token_shard_to_proto(shard: TokenShard) -> pb.TokenShard:
 def plane_to_proto(plane: Plane) -> pb.Plane:
     """Encode a plane."""
     return pb.Plane(
-        layer=plane.layer,
-        component=plane.component,
-        group=plane.group,
-        format=plane.format,
-        dtype=plane.dtype,
         memory_kind=pb.MemoryKind.ValueType(plane.memory_kind),
-        device=plane.device,
-        base=plane.base,
-        num_blocks=plane.num_blocks,
-        block_stride=plane.block_stride,
-        page_tokens=plane.page_tokens,
-        page_stride=plane.page_stride,
-        block_states=plane.block_states,
-        unit_stride=plane.unit_stride,
-        token_stride=plane.token_stride,
-        state_bytes=plane.state_bytes,
-        axis_size=plane.axis_size,
         unit_begin=plane.units.begin,
         unit_end=plane.units.end,
         token_shard=token_shard_to_proto(plane.token_shard) if plane.token_shard.count > 1 else None,
         tokens_per_state_num=plane.tokens_per_state.numerator,
         tokens_per_state_den=plane.tokens_per_state.denominator,
         token_granule=plane.token_granule,
-        units_divide=plane.units_divide,
-        optional_cover=plane.optional_cover,
-        shared=plane.shared,
+        **_alike(PLANE_FIELDS, plane),
     )
 
 
@@ -100,37 +96,14 @@ class PlaneDecoder:
 
 def plane_from_proto(message: pb.Plane) -> Plane:
     """Decode a plane; raises `BadGeometry`."""
-    where = f"plane {message.layer}/{message.component}"
-    try:
-        memory_kind = MemoryKind(message.memory_kind)
-    except ValueError:
-        raise BadGeometry(where, f"memory_kind {message.memory_kind} is not known") from None
-    shard = message.token_shard
+    where, shard = f"plane {message.layer}/{message.component}", message.token_shard
     return Plane(
-        layer=message.layer,
-        component=message.component,
-        group=message.group,
-        format=message.format,
-        dtype=message.dtype,
-        memory_kind=memory_kind,
-        device=message.device,
-        base=message.base,
-        num_blocks=message.num_blocks,
-        block_stride=message.block_stride,
-        page_tokens=message.page_tokens,
-        page_stride=message.page_stride,
-        block_states=message.block_states,
-        unit_stride=message.unit_stride,
-        token_stride=message.token_stride,
-        state_bytes=message.state_bytes,
-        axis_size=message.axis_size,
+        memory_kind=_member(MemoryKind, message.memory_kind, "memory_kind", where),
         units=Interval(message.unit_begin, message.unit_end),
         token_shard=TokenShard(shard.index, shard.count or 1, shard.interleave or 1),
         tokens_per_state=Fraction(message.tokens_per_state_num or 1, message.tokens_per_state_den or 1),
         token_granule=message.token_granule or message.page_tokens,
-        units_divide=message.units_divide,
-        optional_cover=message.optional_cover,
-        shared=message.shared,
+        **_alike(PLANE_FIELDS, message),
     )
 
 
@@ -146,9 +119,9 @@ def rank_from_proto(message: pb.RankGeometry, planes_of: PlaneDecoder | None = N
     return RankGeometry(rank=message.rank, planes=planes, labels=dict(message.labels))
 
 
-def groups_from_proto(messages: Sequence[pb.Group]) -> tuple[Group, ...]:
+def groups_from_proto(messages: Iterable[pb.Group]) -> tuple[Group, ...]:
     """Decode groups; raises `BadGeometry`."""
-    return tuple(group_from_proto(message) for message in messages)
+    return tuple(map(group_from_proto, messages))
 
 
 def engine_to_proto(engine: EngineGeometry) -> pb.EngineGeometry:
@@ -157,19 +130,20 @@ def engine_to_proto(engine: EngineGeometry) -> pb.EngineGeometry:
         engine_id=engine.engine_id,
         incarnation=engine.incarnation,
         identity=engine.identity,
-        groups=[group_to_proto(group) for group in engine.groups],
-        ranks=[rank_to_proto(rank) for rank in engine.ranks],
+        groups=map(group_to_proto, engine.groups),
+        ranks=map(rank_to_proto, engine.ranks),
         partial=engine.partial,
     )
 
 
-def engine_from_proto(message: pb.EngineGeometry) -> EngineGeometry:
-    """Decode an engine; raises `BadGeometry`."""
+def engine_from_proto(message: pb.EngineGeometry, ranks: Iterable[RankGeometry] | None = None) -> EngineGeometry:
+    """Decode an engine; raises `BadGeometry`. `ranks` are those that have come by themselves, in place of the
+    message's."""
     planes_of = PlaneDecoder()
     return EngineGeometry(
         engine_id=message.engine_id,
         groups=groups_from_proto(message.groups),
-        ranks=tuple(rank_from_proto(rank, planes_of) for rank in message.ranks),
+        ranks=tuple(rank_from_proto(rank, planes_of) for rank in message.ranks) if ranks is None else tuple(ranks),
         identity=dict(message.identity),
         incarnation=message.incarnation,
         partial=message.partial,
@@ -178,25 +152,10 @@ def engine_from_proto(message: pb.EngineGeometry) -> EngineGeometry:
 
 def region_to_proto(region: MemoryRegion) -> pb.MemoryRegion:
     """Encode a memory region."""
-    return pb.MemoryRegion(
-        memory_kind=pb.MemoryKind.ValueType(region.memory_kind),
-        device=region.device,
-        base=region.base,
-        length=region.length,
-    )
+    return pb.MemoryRegion(memory_kind=pb.MemoryKind.ValueType(region.memory_kind), **_alike(REGION_FIELDS, region))
 
 
 def region_from_proto(message: pb.MemoryRegion) -> MemoryRegion:
     """Decode a memory region; raises `BadGeometry`."""
-    try:
-        memory_kind = MemoryKind(message.memory_kind)
-    except ValueError:
-        raise BadGeometry("memory region", f"memory_kind {message.memory_kind} is not known") from None
-    return MemoryRegion(memory_kind, message.device, message.base, message.length)
-
-
-def _group_kind(message: pb.Group) -> GroupKind:
-    try:
-        return GroupKind(message.kind)
-    except ValueError:
-        raise BadGeometry(f"group {message.name!r}", f"kind {message.kind} is not known") from None
+    kind = _member(MemoryKind, message.memory_kind, "memory_kind", "memory region")
+    return MemoryRegion(kind, **_alike(REGION_FIELDS, message))

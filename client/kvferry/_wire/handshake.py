@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvferry._wire.geometry_codec import PlaneDecoder, groups_from_proto, rank_from_proto
+from kvferry._wire.geometry_codec import PlaneDecoder, engine_from_proto, rank_from_proto
 from kvferry._wire.version import OURS, Version, check_together
 from kvferry.errors import BadGeometry, LimitReached
 from kvferry.geometry.model import EngineGeometry, RankGeometry
@@ -74,13 +74,4 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
         raise BadGeometry("handshake", f"it ended after {len(ranks)} of {first.num_ranks if first else 'its'} ranks")
     if num_agents not in (0, len(ranks)):
         raise BadGeometry("handshake", f"{num_agents} of {len(ranks)} ranks have agents")
-    engine = first.engine
-    geometry = EngineGeometry(
-        engine_id=engine.engine_id,
-        groups=groups_from_proto(engine.groups),
-        ranks=tuple(ranks),
-        identity=dict(engine.identity),
-        incarnation=engine.incarnation,
-        partial=engine.partial,
-    )
-    return Handshaken(geometry, agents, num_agents > 0)
+    return Handshaken(engine_from_proto(first.engine, ranks), agents, num_agents > 0)

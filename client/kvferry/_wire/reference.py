@@ -7,7 +7,6 @@ reach the memory that its ranks registered.
 from __future__ import annotations
 
 import base64
-import binascii
 import secrets
 from typing import TypeVar
 
@@ -139,7 +138,7 @@ def parse_source_reference(text: str) -> pb.EngineReference | pb.Reference:
 
 
 def _encoded(reference: Message) -> str:
-    return base64.urlsafe_b64encode(reference.SerializeToString(deterministic=True)).decode().rstrip("=")
+    return to_base64(reference.SerializeToString(deterministic=True))
 
 
 def _decoded(text: str, prefix: str, of: type[Body]) -> Body:
@@ -147,11 +146,20 @@ def _decoded(text: str, prefix: str, of: type[Body]) -> Body:
         raise BadReference(f"it does not start with {prefix!r}")
     if len(text) > MAX_LENGTH:
         raise BadReference(f"it has {len(text)} characters, more than {MAX_LENGTH}")
-    body = text[len(prefix) :]
     try:
-        return of.FromString(base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True))
-    except (binascii.Error, DecodeError, ValueError):
+        return of.FromString(from_base64(text[len(prefix) :]))
+    except (DecodeError, ValueError):
         raise BadReference("its body is damaged") from None
+
+
+def to_base64(body: bytes) -> str:
+    """Encode bytes for URLs, without padding."""
+    return base64.urlsafe_b64encode(body).decode().rstrip("=")
+
+
+def from_base64(text: str) -> bytes:
+    """Decode what `to_base64` has made; raises `ValueError`."""
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
 
 
 def _check(engine_id: str, key: bytes) -> None:

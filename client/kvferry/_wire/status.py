@@ -11,7 +11,7 @@ were left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,8 +41,6 @@ from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 DOMAIN = "kvferry"
-"""The domain in the `ErrorInfo` of every error of kvferry."""
-
 DETAILS_KEY = "grpc-status-details-bin"
 """The key under which gRPC's libraries of all languages expect a `google.rpc.Status`."""
 
@@ -57,6 +55,9 @@ NOTIFICATION_ERROR_BYTES = 3840
 
 LONGEST_RETRY = 60.0
 """Most seconds that a peer may ask a caller to wait before it repeats a call."""
+
+NAMED_RANKS = 4
+"""Most ranks that are named for each reason; the others are counted."""
 
 TOO_LARGE = "larger than max"
 """Part of gRPC's text for a message over the size limit of either side; there is no status code for it."""
@@ -83,13 +84,7 @@ _BY_CODE: dict[str, type[KvferryError]] = {
 
 @dataclass(frozen=True, slots=True)
 class WireStatus:
-    """An error as a server sends it.
-
-    Attributes:
-        code: the status code.
-        message: the message for people.
-        metadata: the trailing metadata.
-    """
+    """An error as a server sends it; `metadata` is the trailing metadata."""
 
     code: grpc.StatusCode
     message: str
@@ -97,14 +92,8 @@ class WireStatus:
 
 
 def to_status(error: KvferryError) -> WireStatus:
-    """Convert an error to a status.
-
-    Args:
-        error: an error with a reason. An error without a reason belongs to the client only, and must not be sent.
-
-    Raises:
-        TypeError: the error has no reason.
-    """
+    """Convert an error to a status; raises TypeError for an error without a reason, which is the client's own and must
+    not be sent."""
     if not error.reason:
         raise TypeError(f"{type(error).__name__} never crosses the wire")
     code = grpc.StatusCode[error.code]
@@ -140,13 +129,10 @@ def from_rpc_error(
             why the server cannot be reached.
         answered: the server has answered this caller before, so that the settings were right then.
     """
-    call = cast(grpc.Call, error)
-    code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
-    name = code.name if code is not None else "UNKNOWN"
-    text = _text_of(error)
     found = error_of_peer(error)
     if found is not None:
         return found
+    name, text = _code_of(error), _text_of(error)
     if name == "UNAVAILABLE":
         problem = tls_failure(text, address, tls, answered=answered) or f"{text}. Is kvferryd running there?"
         return Unreachable(f"{address} cannot be reached: {problem}", address=address)
@@ -160,16 +146,36 @@ def from_rpc_error(
         return NotImplementedHere(f"{address} {problem}", what=text)
     if is_too_large(name, text):
         return MessageTooLarge(f"{address}: {text}", address=address)
-    return _by_code(name, f"{address} answered {name}: {text}", {"address": address})
+    return _rebuilt("", name, f"{address} answered {name}: {text}", {"address": address})
 
 
 def error_of_peer(error: grpc.RpcError) -> KvferryError | None:
     """Return the error that a node server has sent as the end of a call; None if gRPC itself ended it, or another
     program."""
-    call = cast(grpc.Call, error)
-    code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
-    details = _details(call) if hasattr(error, "trailing_metadata") else None
-    return _from_details(details, code.name if code is not None else "UNKNOWN", _text_of(error))
+    metadata = cast(grpc.Call, error).trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    details = (value for key, value in metadata or () if key == DETAILS_KEY and isinstance(value, bytes))
+    found: error_details_pb2.ErrorInfo | None = None
+    retry_after: float | None = None
+    try:
+        status = status_pb2.Status.FromString(next(details, b""))
+        for detail in status.details:
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                found = info
+            elif detail.Unpack(retry):
+                retry_after = _pause(retry.retry_delay)
+    except DecodeError:
+        # The details are damaged, or not from kvferry: the code decides.
+        return None
+    if found is None:
+        return None
+    reason, message = found.reason.removeprefix(_PREFIX), status.message or _text_of(error)
+    return _rebuilt(reason, _code_of(error), message, found.metadata, retry_after)
+
+
+def _code_of(error: grpc.RpcError) -> str:
+    code: grpc.StatusCode | None = cast(grpc.Call, error).code() if hasattr(error, "code") else None
+    return code.name if code is not None else "UNKNOWN"
 
 
 def _text_of(error: grpc.RpcError) -> str:
@@ -194,42 +200,9 @@ def to_notification_error(error: KvferryError) -> pb.NotificationError:
 
 def from_notification_error(message: pb.NotificationError) -> KvferryError:
     """Convert the result of a notification to an error."""
-    retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
-    values = dict(message.metadata)
-    error = from_reason(reason_name(message.reason), message.message, values, retry_after)
-    if error is not None:
-        return error
     name = next((code.name for code in grpc.StatusCode if code.value[0] == message.code), "UNKNOWN")
-    return _by_code(name, message.message, values, retry_after)
-
-
-def _from_details(details: bytes | None, code: str, text: str) -> KvferryError | None:
-    if details is None:
-        return None
-    try:
-        status = status_pb2.Status.FromString(details)
-        info, retry_after = _unpacked(status)
-    except DecodeError:
-        # The details are damaged, or not from kvferry: the code decides.
-        return None
-    if info is None:
-        return None
-    values = dict(info.metadata)
-    message = status.message or text
-    error = from_reason(info.reason.removeprefix(_PREFIX), message, values, retry_after)
-    return error if error is not None else _by_code(code, message, values, retry_after)
-
-
-def _unpacked(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
-    found: error_details_pb2.ErrorInfo | None = None
-    retry_after: float | None = None
-    for detail in status.details:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-        if detail.Unpack(info) and info.domain == DOMAIN:
-            found = info
-        elif detail.Unpack(retry):
-            retry_after = _pause(retry.retry_delay)
-    return found, retry_after
+    retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
+    return _rebuilt(reason_name(message.reason), name, message.message, message.metadata, retry_after)
 
 
 def _pause(delay: Duration) -> float:
@@ -242,15 +215,12 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
     return packed
 
 
-def _details(call: grpc.Call) -> bytes | None:
-    for key, value in call.trailing_metadata() or ():
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            return value
-    return None
-
-
-def _by_code(code: str, message: str, values: Mapping[str, str], retry_after: float | None = None) -> KvferryError:
-    return _BY_CODE.get(code, KvferryError).rebuilt(message, values, retry_after)
+def _rebuilt(
+    reason: str, code: str, message: str, values: Mapping[str, str], retry_after: float | None = None
+) -> KvferryError:
+    """Return the error of this reason; of a reason that is not known here, that of the code."""
+    found = from_reason(reason, message, values, retry_after)
+    return found if found is not None else _BY_CODE.get(code, KvferryError).rebuilt(message, values, retry_after)
 
 
 def _cut(text: str, limit: int) -> str:
@@ -290,3 +260,21 @@ def reason_number(reason: str) -> errors_pb2.ErrorReason.ValueType:
 def reason_name(number: int) -> str:
     """Return the name of a `kvferry.v1.ErrorReason` without its prefix; empty if it is 0, or not known here."""
     return _REASONS.get(number, "")
+
+
+def failures_of(reports: Iterable[pb.RankReport]) -> str:
+    """Return why the ranks of a read failed, as ``TRANSFER_FAILED (ranks 1, 3), DATA_LOSS (rank 2)``; empty if none
+    did. A rank that was cancelled has not failed."""
+    ranks: dict[str, list[int]] = {}
+    for report in sorted(reports, key=lambda report: report.rank):
+        if report.outcome not in (pb.RANK_OUTCOME_DONE, pb.RANK_OUTCOME_CANCELLED):
+            expired = report.outcome == pb.RANK_OUTCOME_EXPIRED
+            name = reason_name(report.reason) or ("lease expired" if expired else "no reason given")
+            ranks.setdefault(name, []).append(report.rank)
+    return ", ".join(f"{name} ({_ranks(of)})" for name, of in ranks.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:NAMED_RANKS]))
+    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"

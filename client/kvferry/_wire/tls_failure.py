@@ -36,34 +36,20 @@ def tls_failure(text: str, address: str, tls: TlsConfig | None, *, answered: boo
     if tls is None:
         return _WITHOUT_TLS if closed else ""
     if found := _UNTRUSTED.search(text):
-        return _expired(found[1]) if "expired" in found[1] else _untrusted(found[1], tls)
+        given = "" if tls.ca is not None else ", and is not given, so that the system's authorities count"
+        return (_EXPIRED if "expired" in found[1] else _NOT_TRUSTED).format(reason=found[1], given=given)
     if "Hostname Verification" in text or "is not in peer certificate" in text:
         return _OTHER_NAME
     if "WRONG_VERSION_NUMBER" in text:
         return _NOT_TLS
     if "andshake" in text and _shown_bytes(tls) <= MAX_CLIENT_CHAIN_BYTES:
-        return _handshake(text)
+        why = "the connection was closed" if _CLOSED.search(text) else text.rpartition("last error: ")[2]
+        return _HANDSHAKE.format(why=why)
     if _CLOSED.search(text) and (size := _shown_bytes(tls)) > MAX_CLIENT_CHAIN_BYTES:
-        return _too_large(size, tls)
+        return _TOO_LARGE.format(cert=tls.cert, size=size)
     if closed:
         return _NO_CERTIFICATE if tls.cert is None else _CERTIFICATE_REJECTED
     return ""
-
-
-def _expired(reason: str) -> str:
-    return (
-        f"TLS settings: the certificate of the node server, or of its authority, is not valid any more ({reason}). "
-        "Put new files in place there (--tls-cert, --tls-key), which kvferryd reads by itself; if it is the "
-        "authority's, also renew the caller's tls.ca (--tls-ca)"
-    )
-
-
-def _untrusted(reason: str, tls: TlsConfig) -> str:
-    given = "" if tls.ca is not None else ", and is not given, so that the system's authorities count"
-    return (
-        f"TLS settings differ: the caller does not trust the node server's certificate ({reason}). The caller's tls.ca "
-        f"(--tls-ca) has to hold the authority that signed --tls-cert of kvferryd there{given}"
-    )
 
 
 def _shown_bytes(tls: TlsConfig) -> int:
@@ -74,23 +60,25 @@ def _shown_bytes(tls: TlsConfig) -> int:
         return 0
 
 
-def _too_large(size: int, tls: TlsConfig) -> str:
-    return (
-        f"it closed the connection. The caller's tls.cert (--tls-cert), {tls.cert}, has {size} bytes of certificates "
-        f"without the PEM encoding, and gRPC's servers take at most {MAX_CLIENT_CHAIN_BYTES} from a client. Give the "
-        "caller a certificate with fewer names"
-    )
-
-
-def _handshake(text: str) -> str:
-    why = "the connection was closed" if _CLOSED.search(text) else text.rpartition("last error: ")[2]
-    return (
-        f"TLS settings are likely to differ: the handshake failed ({why}). Compare the caller's tls.ca, tls.cert and "
-        "tls.key (--tls-ca, --tls-cert, --tls-key) with those of kvferryd there. A node server that has as many "
-        "connections as its --max-connections closes further ones too"
-    )
-
-
+_EXPIRED = (
+    "TLS settings: the certificate of the node server, or of its authority, is not valid any more ({reason}). Put new "
+    "files in place there (--tls-cert, --tls-key), which kvferryd reads by itself; if it is the authority's, also "
+    "renew the caller's tls.ca (--tls-ca)"
+)
+_NOT_TRUSTED = (
+    "TLS settings differ: the caller does not trust the node server's certificate ({reason}). The caller's tls.ca "
+    "(--tls-ca) has to hold the authority that signed --tls-cert of kvferryd there{given}"
+)
+_TOO_LARGE = (
+    "it closed the connection. The caller's tls.cert (--tls-cert), {cert}, has {size} bytes of certificates without "
+    f"the PEM encoding, and gRPC's servers take at most {MAX_CLIENT_CHAIN_BYTES} from a client. Give the caller a "
+    "certificate with fewer names"
+)
+_HANDSHAKE = (
+    "TLS settings are likely to differ: the handshake failed ({why}). Compare the caller's tls.ca, tls.cert and "
+    "tls.key (--tls-ca, --tls-cert, --tls-key) with those of kvferryd there. A node server that has as many "
+    "connections as its --max-connections closes further ones too"
+)
 _CLOSED_AGAIN = (
     "it closes connections at once, and has answered before: kvferryd there is likely to be restarting behind a proxy. "
     "If it lasts, look whether kvferryd runs, has as many connections as its --max-connections, or has other TLS "

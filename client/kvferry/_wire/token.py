@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvferry._wire.authority import SECRET_BYTES, engine_key, incarnation_of
-from kvferry._wire.reference import format_engine_reference
+from kvferry._wire.reference import format_engine_reference, from_base64, to_base64
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -34,18 +32,17 @@ class EngineToken:
     def __str__(self) -> str:
         """Encode the token for environment variables and pipes. Secret: who has the string can act as the engine."""
         body = self.session_secret + f"{self.engine_id}\0{self.home}".encode()
-        return self.PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
+        return self.PREFIX + to_base64(body)
 
     @classmethod
     def parse(cls, text: str) -> EngineToken:
         """Parse the string of a token; raises `InvalidField`, without the secret in the message."""
         if not isinstance(text, str):
             raise InvalidField("token", type(text), "the string of an EngineToken")
-        body = text.removeprefix(cls.PREFIX)
         try:
-            raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+            raw = from_base64(text.removeprefix(cls.PREFIX))
             engine_id, _, home = raw[SECRET_BYTES:].decode().rpartition("\0")
-        except (binascii.Error, UnicodeDecodeError, ValueError):
+        except ValueError:
             raw, engine_id, home = b"", "", ""
         if not text.startswith(cls.PREFIX) or not engine_id:
             raise InvalidField("token", f"{len(text)} characters", "the string of an EngineToken")

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import kvferry
-from kvferry._wire.failures import failures_of
-from kvferry._wire.status import reason_name
+from kvferry._wire.status import failures_of, reason_name
 from kvferry.stats import shown
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry_server.admin.limits import PAGE_SIZE

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.commands import obey
 from tests.support.faults.reports import Held, Job, Seen, die_with_parent, held
 
 
@@ -166,16 +167,7 @@ def main(descriptor: int) -> None:
     pipe = Connection(descriptor)
     engine = Engine(pipe.recv())
     pipe.send("ready")
-    while True:
-        try:
-            command, arguments, options = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = getattr(engine, command)(*arguments, **options)
-        except Exception as error:
-            answer = error
-        pipe.send(answer)
+    obey(pipe, lambda command, *arguments, **options: getattr(engine, command)(*arguments, **options))
 
 
 if __name__ == "__main__":

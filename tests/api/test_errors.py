@@ -125,3 +125,21 @@ def test_only_unavailable_and_what_says_when_may_be_repeated() -> None:
     assert errors.LimitReached("x", retry_after=0.1).retryable
     assert not errors.PeerRestarted("x").retryable
     assert not errors.InvalidField("a", 1, "2").retryable
+
+
+def test_a_class_of_somebody_else_takes_no_name_and_no_reason_of_kvferrys() -> None:
+    class BadBlock(errors.KvferryError, reason="BAD_BLOCK"):
+        """Has the name and the reason of another."""
+
+    assert type(errors.from_name("BadBlock", "message", {})) is errors.BadBlock
+    assert type(errors.from_reason("BAD_BLOCK", "message", {})) is errors.BadBlock
+    assert type(errors.from_name("KvferryError", "message", {})) is errors.KvferryError
+    assert type(errors.from_name("Unheard", "message", {})) is errors.InternalError
+    assert BadBlock("message").reason == "BAD_BLOCK"
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_errors_pickle_by_every_protocol(protocol: int) -> None:
+    error = errors.TransferStuck("slow", quiet=False, read_id="r")
+    found = pickle.loads(pickle.dumps(error, protocol))
+    assert (type(found), vars(found), found.args) == (errors.TransferStuck, vars(error), error.args)
