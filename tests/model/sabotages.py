@@ -291,11 +291,9 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
     """By a home that has heard some of those before it."""
     original = sources.Sources._check_step
 
-    def check_step(
-        self: sources.Sources, book: Book, publication: PublicationRecord | None, step: PublicationStep
-    ) -> None:
+    def check_step(self: sources.Sources, book: Book, publication: PublicationRecord, step: PublicationStep) -> None:
         recovering = book.recovering
-        book.recovering = recovering and (publication is None or not publication.steps)
+        book.recovering = recovering and not publication.steps
         try:
             original(self, book, publication, step)
         finally:

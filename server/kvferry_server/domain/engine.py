@@ -13,6 +13,7 @@ from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
 from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.watch_feed import RankLost
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +92,10 @@ class Engine:
     def lost_with_node(self, rank: int) -> bool:
         """Whether a lost rank was lost with its node: a node server that is alive reports a rank that ends."""
         return rank in self.nodes and rank not in self.left_ranks
+
+    def rank_lost(self, rank: int) -> RankLost:
+        """Return the event that a registered rank is lost."""
+        return RankLost(rank, self.nodes.get(rank, ""), self.lost_with_node(rank))
 
     def check_readable(self) -> EngineDescription:
         """Return the engine's description if its Watch is open and all its ranks are there.

@@ -39,3 +39,12 @@ class RouterKey:
 
     name: str
     key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReference:
+    """A reference that a router made: the source, as the router named it, and the key that it chose."""
+
+    engine_id: str
+    data_parallel_rank: int
+    router_key: RouterKey

@@ -61,8 +61,7 @@ class Lessor:
             PublicationStale, PublicationReleased: there is nothing to read any more.
             HomeRecovering: the home waits for the engine's snapshot, which may have the publication.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         if number == 0:
             book.check_engine_key(key)
             return
@@ -84,8 +83,7 @@ class Lessor:
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: not now; repeat the call.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(request.read.source)
+        book, now = self._records.begin(request.read.source)
         book.check_key(request.read.publication, request.key)
         publication = self._records.publication(book, request.read.publication, now)
         lease = self._records.lease_of_read(request.read, now)
@@ -219,8 +217,7 @@ class Lessor:
             WrongKey: the key is not that of the publication.
             LimitReached: too many publications of the engine were declined before they arrived.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         book.check_key(number, key)
         publication = self._records.publication(book, number, now)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MAX_MARKS
@@ -186,13 +186,11 @@ class PublicationRecord:
 
     def refusal(self) -> KvferryError:
         """Return the error for new leases on it, given that it is ending or released."""
-        engine_id, outcome = self.source.engine_id, self.outcome.name if self.outcome else ""
         if self.not_published:
-            return given_up(f"{self}", engine_id, self.number)
+            return given_up(f"{self}", self.source.engine_id, self.number)
         if self.stage is PublicationStage.ENDING and self.outcome is PublicationOutcome.ABORTED:
-            return PublicationAborted(f"{self} was aborted", engine_id=engine_id, publication=self.number)
-        message = f"{self} was released; its outcome is {outcome}"
-        return PublicationReleased(message, engine_id=engine_id, publication=self.number, outcome=outcome)
+            return PublicationAborted(f"{self} was aborted", engine_id=self.source.engine_id, publication=self.number)
+        return released(self.source.engine_id, self.number, self.outcome)
 
     def __str__(self) -> str:
         return f"publication {self.number} of engine {self.source.engine_id!r}"
@@ -278,13 +276,7 @@ class Lease:
         """
         self.check_names(request.names)
         if request.parties != self.request.parties:
-            raise PartiesMismatch(
-                f"the read of {self} has {self.request.parties} parties, not {request.parties}",
-                lease_number=self.number,
-                field="parties",
-                value=request.parties,
-                expected=self.request.parties,
-            )
+            raise self._mismatch(f"not {request.parties}", request.parties)
         if not self.live:
             raise LeaseEnded(f"the read of {self} has ended as {self.state.name}", lease_number=self.number)
 
@@ -297,17 +289,16 @@ class Lease:
         new = {report.rank: report for report in reversed(tuple(reports)) if report.rank not in self.reports}
         if len(self.reports) + len(new) > self.request.parties:
             ranks = sorted({*self.reports, *new})
-            raise PartiesMismatch(
-                f"the read of {self} has {self.request.parties} parties, but ranks {ranks} have reported",
-                lease_number=self.number,
-                field="parties",
-                value=len(ranks),
-                expected=self.request.parties,
-            )
+            raise self._mismatch(f"but ranks {ranks} have reported", len(ranks))
         if not self.live:
             return Verdict.EXPIRED if new else Verdict.VALID
         self.reports.update(new)
         return Verdict.VALID
+
+    def _mismatch(self, problem: str, value: int) -> PartiesMismatch:
+        expected = self.request.parties
+        message = f"the read of {self} has {expected} parties, {problem}"
+        return PartiesMismatch(message, lease_number=self.number, field="parties", value=value, expected=expected)
 
     def __str__(self) -> str:
         return f"lease {self.number}"
@@ -325,18 +316,23 @@ def given_up(what: str, engine_id: str, number: int) -> NotPublished:
     return NotPublished(problem, engine_id=engine_id, publication=number)
 
 
-def check_follows(publication: PublicationRecord | None, step: PublicationStep) -> None:
-    """Raise `InvalidField` unless a step continues where the steps before it ended."""
-    steps = publication.steps if publication is not None else []
-    if step.index != len(steps):
-        raise InvalidField("publish.step", step.index, f"{len(steps)}, the next step")
-    extents = publication.extents if publication is not None else {}
-    if publication is not None and steps:
+def released(engine_id: str, number: int, outcome: PublicationOutcome | None, problem: str = "") -> PublicationReleased:
+    """Make the error for a publication that was released, with its outcome; number 0: it is known by a router's key
+    only, and `problem` says so."""
+    ended = outcome.name if outcome else ""
+    problem = problem or f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
+    return PublicationReleased(problem, engine_id=engine_id, publication=number, outcome=ended)
+
+
+def check_follows(publication: PublicationRecord, step: PublicationStep) -> None:
+    """Raise `InvalidField` unless a step continues where the steps of a publication so far ended."""
+    if step.index != len(publication.steps):
+        raise InvalidField("publish.step", step.index, f"{len(publication.steps)}, the next step")
+    if publication.steps:
         _check_continues(publication, step)
-    unfinished, layers = ({}, set[str]()) if publication is None else (publication.unfinished, publication.layers)
-    _check_unfinished(extents, unfinished, layers, step)
+    _check_unfinished(publication, step)
     if step.marks:
-        _check_marks(() if publication is None else publication.mark_ends, step)
+        _check_marks(publication.mark_ends, step)
 
 
 def _check_continues(publication: PublicationRecord, step: PublicationStep) -> None:
@@ -352,10 +348,9 @@ def _check_continues(publication: PublicationRecord, step: PublicationStep) -> N
             raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, expected)
 
 
-def _check_unfinished(
-    extents: Mapping[str, PublishedExtent], unfinished: Mapping[str, int], layers: set[str], step: PublicationStep
-) -> None:
-    """Check the blocks of which only some layers are complete; `unfinished` and `layers`: those before the step."""
+def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> None:
+    """Check the blocks of which only some layers are complete."""
+    unfinished, layers = publication.unfinished, publication.layers
     gained = {blocks.group: blocks.end for blocks in step.groups}
     if gained or step.last:
         for group, end in unfinished.items():
@@ -377,7 +372,7 @@ def _check_unfinished(
     if count > MAX_UNFINISHED:
         raise InvalidField("publish.unfinished.groups", f"{count} blocks", f"at most {MAX_UNFINISHED}")
     for blocks in begun:
-        before = extents.get(blocks.group)
+        before = publication.extents.get(blocks.group)
         start = gained.get(blocks.group, blocks.first_token if before is None else before.end_token)
         if blocks.first_token != start or blocks.end == start:
             where = f"publish.unfinished.groups[{blocks.group}]"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterKey
+from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterReference
 
 
 class LeaseState(enum.IntEnum):
@@ -106,30 +106,17 @@ class RoutedRequest:
     """A reader's call with a reference that a router made: it waits for a publication under the router's key.
 
     Attributes:
-        engine_id, data_parallel_rank: the source, as the router named it.
-        router_key: what the router chose.
-        reader, read_id, parties, expected_reads, names, host: as in `LeaseRequest` and `ReadKey`.
+        reference: what the router has made.
+        request: what the reader asks for, once the incarnation, the publication and its own key are known.
     """
 
-    engine_id: str
-    data_parallel_rank: int
-    router_key: RouterKey
-    reader: EngineRef
-    read_id: bytes = field(repr=False)
-    parties: int = 1
-    expected_reads: int = 0
-    names: Names = NOBODY
-    host: str = ""
-
-    @property
-    def holder(self) -> Hashable:
-        """See `LeaseRequest.holder`."""
-        return self.host or self.reader
+    reference: RouterReference
+    request: LeaseRequest
 
     def of(self, source: EngineRef, publication: int, key: bytes) -> LeaseRequest:
         """Return the request for the publication that was found, which has this key of its own."""
-        read = ReadKey(source, publication, self.reader, self.read_id)
-        return LeaseRequest(read, key, self.parties, self.expected_reads, self.names, self.host)
+        read = replace(self.request.read, source=source, publication=publication)
+        return replace(self.request, read=read, key=key)
 
 
 @dataclass(frozen=True, slots=True)

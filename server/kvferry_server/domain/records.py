@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.errors import EngineUnknown
 from kvferry_server.domain.agenda import NEVER, Agenda
@@ -18,7 +19,7 @@ from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
@@ -31,13 +32,9 @@ from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
 from kvferry_server.domain.times import Times
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Changed:
-    """The calls of readers that wait for this must look again: for news of a publication or of a lease on it, or for a
-    publication under a router's key."""
-
-    topic: PublicationRecord | WaitingRead
+Changed: TypeAlias = PublicationRecord | WaitingRead
+"""The calls of readers that wait for this must look again: for news of a publication or of a lease on it, or for a
+publication under a router's key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +133,11 @@ class Records:
         return now >= self._forgot_nothing_from
 
     # Looking up.
+
+    def begin(self, source: EngineRef) -> tuple[Book, float]:
+        """Return the book of an incarnation, and the present, after acting on what is due; raises `EngineUnknown`."""
+        now = self.advance(MAX_ENDED_AT_ONCE)
+        return self.book(source), now
 
     def book(self, source: EngineRef) -> Book:
         """Return the book of an incarnation; raises `EngineUnknown`."""
@@ -290,11 +292,11 @@ class Records:
 
     def changed(self, publication: PublicationRecord) -> None:
         """Note that the calls of a publication's readers must look again."""
-        self.effects.append(Changed(publication))
+        self.effects.append(publication)
 
     def wake_waiting(self, book: Book, name: str | None = None) -> None:
         """Note that the reads which wait for this router key must look again; None: for any of the book."""
-        self.effects.extend(Changed(waiting) for waiting in book.router_keys.who_waits(name))
+        self.effects.extend(book.router_keys.who_waits(name))
 
     # Ending.
 

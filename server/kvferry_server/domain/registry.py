@@ -29,6 +29,7 @@ from kvferry.errors import (
     WrongSession,
 )
 from kvferry_server.domain.agenda import Agenda
+from kvferry_server.domain.book import Standing
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.engine import Engine
@@ -37,24 +38,21 @@ from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import LOCAL, Journal
 from kvferry_server.domain.limits import Limits, check_limit
+from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
-from kvferry_server.domain.retired import Retired
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, Times
+from kvferry_server.domain.watch_feed import RankLost
 
 
 @dataclass(frozen=True, slots=True)
-class EngineDied:
-    """The Watch of the engine's scheduler has been lost for an engine_ttl."""
+class EngineEnded:
+    """An incarnation is `DEAD`: the Watch of its scheduler has been lost for an engine_ttl; or `REPLACED`, so that it
+    cannot come back: it was replaced, has stopped in order, or has been dead for `retire`. Readers are told the reason:
+    an engine that has stopped in order keeps its memory as it is until its leases have ended."""
 
     engine: EngineRef
-
-
-@dataclass(frozen=True, slots=True)
-class EngineGone:
-    """The incarnation cannot come back: it was replaced, has stopped in order, or has been dead for `retire`."""
-
-    engine: EngineRef
-    stopped: bool = False
+    standing: Standing
+    reason: RevokeReason = RevokeReason.SOURCE_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,43 @@ class RankDied:
     """The Watch of a rank's process has been lost for an engine_ttl."""
 
     engine: EngineRef
-    rank: int
-    node: str
-    node_lost: bool
+    lost: RankLost
+
+
+class _Retired:
+    """Incarnations that ended for good, and are refused for a time, so that a delayed message cannot evict the living
+    (PROTOCOL, Identities).
+
+    Args:
+        lasts: seconds for which each is refused.
+        most: of those that their engines have retired themselves; a host gets at most as many as stay free. Otherwise
+            whoever opens and retires incarnations without an end would fill the memory.
+    """
+
+    def __init__(self, lasts: float, most: int) -> None:
+        self._lasts = lasts
+        self._by_host = Budget(most)
+        # Until when each is refused, rising, and the host that it counts for.
+        self._until: dict[EngineRef, tuple[float, str | None]] = {}
+
+    def add(self, ref: EngineRef, now: float, host: str | None = None) -> None:
+        """Refuse an incarnation from now on. It counts for a host, unless that is None; raises `LimitReached` if the
+        host has retired too many."""
+        if host is not None:
+            check_budget("retired", self._by_host, host, self._lasts)
+            self._by_host.take(host)
+        self._until[ref] = now + self._lasts, host
+
+    def has(self, ref: EngineRef, now: float) -> bool:
+        """Whether an incarnation is refused."""
+        while self._until:
+            first, (until, host) = next(iter(self._until.items()))
+            if until > now:
+                break
+            del self._until[first]
+            if host is not None:
+                self._by_host.give(host)
+        return ref in self._until
 
 
 class Registry:
@@ -94,9 +126,9 @@ class Registry:
         self._engines_by_host = Budget(limits.engines)
         self._started = clock.now()
         self._engines: dict[EngineRef, Engine] = {}
-        self._retired = Retired(times.retire, limits.retired)
+        self._retired = _Retired(times.retire, limits.retired)
         self._agenda: Agenda[Engine] = Agenda()
-        self._effects: list[EngineDied | EngineGone | RankDied] = []
+        self._effects: list[EngineEnded | RankDied] = []
 
     def advance(self) -> float:
         """Act on every deadline that has passed. Returns the present, in seconds on the home's clock."""
@@ -112,7 +144,7 @@ class Registry:
         """Return when to call `advance` next."""
         return self._agenda.next_deadline()
 
-    def take_effects(self) -> list[EngineDied | EngineGone | RankDied]:
+    def take_effects(self) -> list[EngineEnded | RankDied]:
         """Return what has happened since the last call."""
         effects, self._effects = self._effects, []
         return effects
@@ -219,16 +251,15 @@ class Registry:
             if host and all(other.host != host for other in replaced):
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
-                by = {"by": short(ref.incarnation), "peer": host or LOCAL}
-                self._journal.engine("engine_replaced", other.ref, by)
+                by = short(ref.incarnation)
+                self._journal.engine("engine_replaced", other.ref, {"by": by, "peer": host or LOCAL})
                 self._forget(other)
                 self._retired.add(other.ref, now)
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref] = engine
             self._journal.engine("engine_opened", ref, {"peer": host or LOCAL})
         elif engine.lost_at is not None:
-            back = {"peer": host or LOCAL, "lost_s": now - engine.lost_at}
-            self._journal.engine("engine_back", ref, back)
+            self._journal.engine("engine_back", ref, {"peer": host or LOCAL, "lost_s": now - engine.lost_at})
         engine.lost_at, engine.dead = None, False
         self._comes_from(engine, host)
         return engine
@@ -240,9 +271,8 @@ class Registry:
         if engine is not None and engine.lost_at is None:
             engine.lost_at = now
             self._agenda.put(engine)
-            lost = {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl}
             # Also how an engine ends that stops in order. If it stays away, engine_dead warns.
-            self._journal.engine("engine_lost", ref, lost)
+            self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
 
     def evict(self, ref: EngineRef) -> None:
         """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent.
@@ -351,12 +381,11 @@ class Registry:
         engine.add(registration)
         self._agenda.put(engine)
         if before is None or back:
-            fields = {"rank": registration.rank, "ranks": engine.num_ranks, "missing": engine.num_missing}
-            node = {"node": engine.nodes.get(registration.rank)}
-            self._journal.engine("rank_registered" if before is None else "rank_back", engine.ref, {**fields, **node})
+            node, ranks = engine.nodes.get(registration.rank), engine.num_ranks
+            fields = {"rank": registration.rank, "ranks": ranks, "missing": engine.num_missing, "node": node}
+            self._journal.engine("rank_registered" if before is None else "rank_back", engine.ref, fields)
             if not engine.num_missing:
-                whole = {"ranks": engine.num_ranks, "cache_bytes": engine.cache_bytes}
-                self._journal.engine("engine_complete", engine.ref, whole)
+                self._journal.engine("engine_complete", engine.ref, {"ranks": ranks, "cache_bytes": engine.cache_bytes})
         return engine
 
     # Helpers.
@@ -370,15 +399,11 @@ class Registry:
             check_same(registration, engine_difference(engine.first, registration))
         if registration.num_ranks > self._limits.ranks:
             raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
-        self._check_agent_name(engine, registration)
+        agent = registration.agent
+        if agent and any(other.agent and other.agent.name == agent.name for other in engine.ranks.values()):
+            raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine uses")
         self._memory.check(engine.ref, registration.size)
         return engine
-
-    def _check_agent_name(self, engine: Engine, registration: Registration) -> None:
-        agent = registration.agent
-        others = (other.agent for other in engine.ranks.values() if other.agent is not None)
-        if agent is not None and any(other.name == agent.name for other in others):
-            raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine uses")
 
     def _check_not_in_use(self, engine: Engine, now: float) -> None:
         """Raise `EngineIdInUse` if another incarnation may not take the engine_id from this one: unless this one is
@@ -408,7 +433,8 @@ class Registry:
         self._memory.give(engine.ref, sum(registration.size for registration in engine.ranks.values()))
         engine.lost_at = None
         engine.rank_lost_at.clear()
-        self._effects.append(EngineGone(engine.ref, stopped))
+        reason = RevokeReason.ABORTED if stopped else RevokeReason.SOURCE_LOST
+        self._effects.append(EngineEnded(engine.ref, Standing.REPLACED, reason))
 
     def _is_retired(self, ref: EngineRef) -> bool:
         return self._retired.has(ref, self._clock.now())
@@ -445,15 +471,15 @@ class Registry:
             del engine.rank_lost_at[rank]
             if rank in engine.ranks:
                 engine.lost_ranks.add(rank)
-                node, node_lost = engine.nodes.get(rank, ""), engine.lost_with_node(rank)
-                self._effects.append(RankDied(engine.ref, rank, node, node_lost))
-                lost = {"rank": rank, "node": node or None, "node_lost": node_lost or None}
-                self._journal.engine("rank_lost", engine.ref, lost, bad=True)
+                lost = engine.rank_lost(rank)
+                self._effects.append(RankDied(engine.ref, lost))
+                fields = {"rank": rank, "node": lost.node or None, "node_lost": lost.node_lost or None}
+                self._journal.engine("rank_lost", engine.ref, fields, bad=True)
         if engine.lost_at is None or engine.lost_at + engine.ttl > now:
             return
         if not engine.dead:
             engine.dead = True
-            self._effects.append(EngineDied(engine.ref))
+            self._effects.append(EngineEnded(engine.ref, Standing.DEAD))
             self._journal.engine("engine_dead", engine.ref, {"lost_s": now - engine.lost_at}, bad=True)
         elif engine.lost_at + engine.ttl + engine.retire <= now:
             self._journal.engine("engine_forgotten", engine.ref, {})

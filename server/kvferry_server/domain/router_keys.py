@@ -12,6 +12,7 @@ nobody can check the key: what is said then, is kept with the key that was said,
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
@@ -19,8 +20,8 @@ from kvferry.errors import NotPublished, PublicationReleased, RouterKeyUsed, Wro
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up
-from kvferry_server.domain.reads import RoutedRequest
+from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up, released
+from kvferry_server.domain.reads import LeaseRequest
 
 ROUTER_KEY_BYTES = 1024
 """Bytes that a remembered key, or a read that waits under one, takes in memory; estimated."""
@@ -33,14 +34,16 @@ class WaitingRead:
     Attributes:
         number: names it in listings; rising per start of the home.
         sources: the engines at which it waits: one, but for the first moments of a home.
-        request: what its reader asks for.
+        router_key: the key.
+        request: what its reader asks for once the publication is known.
         since: when it began, on the home's clock.
-        budget: the budget that it takes a place of.
+        budget: the budget of which it takes 1.
     """
 
     number: int
     sources: tuple[EngineRef, ...]
-    request: RoutedRequest = field(repr=False)
+    router_key: RouterKey
+    request: LeaseRequest = field(repr=False)
     since: float
     budget: Budget = field(repr=False)
 
@@ -94,7 +97,7 @@ class RouterKeys:
     def concerned(self, wanted: RouterKey) -> bool:
         """Whether a publication has this key, or had it a short time ago, or a read waits with it."""
         held, past = self._held.get(wanted.name), self._past.get(wanted.name)
-        keys = [waiting.request.router_key.key for waiting in self.waiting.get(wanted.name, ())]
+        keys = [waiting.router_key.key for waiting in self.waiting.get(wanted.name, ())]
         keys += [held.router_key.key] if held is not None and held.router_key is not None else []
         keys += [past.key] if past is not None else []
         return any(hmac.compare_digest(key, wanted.key) for key in keys)
@@ -182,11 +185,11 @@ class RouterKeys:
 
     def begin(self, waiting: WaitingRead) -> None:
         """Add a read that waits."""
-        self.waiting.setdefault(waiting.request.router_key.name, set()).add(waiting)
+        self.waiting.setdefault(waiting.router_key.name, set()).add(waiting)
 
     def end(self, waiting: WaitingRead) -> None:
         """Remove a read that waits no more. Idempotent."""
-        name = waiting.request.router_key.name
+        name = waiting.router_key.name
         others = self.waiting.get(name, set())
         others.discard(waiting)
         if not others:
@@ -200,10 +203,7 @@ class RouterKeys:
 
     def close(self) -> None:
         """Forget everything but who waits: the engine is gone."""
-        while self._past:
-            self._drop_past()
-        while self._declined:
-            self._give(self._declined.pop(next(iter(self._declined))))
+        self._drop_old(math.inf)
 
     # Helpers.
 
@@ -216,14 +216,12 @@ class RouterKeys:
     def _ended(
         self, name: str, number: int, outcome: PublicationOutcome | None, *, not_published: bool
     ) -> NotPublished | PublicationReleased:
+        engine_id = self._source.engine_id
+        named = f"a publication of engine {engine_id!r} under the router key {name!r}"
         if not_published:
-            engine_id = self._source.engine_id
-            return given_up(f"a publication of engine {engine_id!r} under the router key {name!r}", engine_id, number)
-        engine_id, ended = self._source.engine_id, outcome.name if outcome else ""
-        problem = f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
-        if not number:
-            problem = f"a publication of engine {engine_id!r} under the router key {name!r} was declined before it came"
-        return PublicationReleased(problem, engine_id=engine_id, publication=number, outcome=ended)
+            return given_up(named, engine_id, number)
+        problem = f"{named} was declined before it came" if not number else ""
+        return released(engine_id, number, outcome, problem)
 
     def _drop_old(self, now: float) -> None:
         while self._past and next(iter(self._past.values())).until <= now:

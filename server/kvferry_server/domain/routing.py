@@ -4,24 +4,20 @@ from then on everything goes by the publication's number, as with its own refere
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
-from kvferry.errors import (
-    EngineUnknown,
-    HomeRecovering,
-    LimitReached,
-    NotPublished,
-    PublicationReleased,
-    ServerDraining,
-    WrongKey,
-)
-from kvferry_server.domain.budgets import check_budget
+from kvferry.errors import KvferryError, LimitReached, NotPublished, PublicationReleased, ServerDraining, WrongKey
+from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 
 class Routing:
@@ -53,43 +49,32 @@ class Routing:
             return found
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
-        recovering: HomeRecovering | None = None
-        for source in sources:
-            try:
-                self._records.book(source).check_recovered()
-            except HomeRecovering as error:
-                recovering = error
-            else:
-                return None
-        if recovering is not None:
-            raise recovering
+        unless_all_refuse(sources, lambda source: self._records.book(source).check_recovered())
         return None
 
     def request(self, publication: PublicationRecord, asked: RoutedRequest) -> LeaseRequest:
         """Return the request for a lease on the publication that was found."""
         return asked.of(publication.source, publication.number, self._records.key(publication))
 
-    def wait(self, sources: Sequence[EngineRef], asked: RoutedRequest) -> WaitingRead:
+    def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
         """Note that a read waits, until `end_wait`: `Changed` tells when it must look again.
 
         Raises:
             LimitReached: too many reads of this caller wait for publications of the engine, at each of the sources.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        full: LimitReached | None = None
-        for source in sources:
+        now, asked = self._records.advance(MAX_ENDED_AT_ONCE), routed.request
+
+        def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
             budget = self._records.book(source).router_keys.waits
-            try:
-                check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
-                self._memory.check(source, ROUTER_KEY_BYTES)
-            except LimitReached as error:
-                full = full or error
-                continue
-            others = (other for other in sources if other != source)
-            waiting = WaitingRead(next(self._numbers), (source, *others), asked, now, budget)
-            self._records.add_waiting(waiting)
-            return waiting
-        raise full or EngineUnknown("this home has none of the engines", engine_id=asked.engine_id)
+            check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
+            self._memory.check(source, ROUTER_KEY_BYTES)
+            return source, budget
+
+        first, budget = unless_all_refuse(sources, budget_with_room)[0]
+        at = (first, *(other for other in sources if other != first))
+        waiting = WaitingRead(next(self._numbers), at, routed.reference.router_key, asked, now, budget)
+        self._records.add_waiting(waiting)
+        return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
         """Note that a read waits no more. To be called once."""
@@ -144,15 +129,24 @@ class Routing:
         return any(self._records.book(source).router_keys.concerned(wanted) for source in sources)
 
     def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
-        wrong: WrongKey | None = None
         for source in sources:
             try:
-                found = self._records.book(source).router_keys.find(wanted, now)
-            except WrongKey as error:
-                wrong = error
-            else:
-                if found is not None:
+                if found := self._records.book(source).router_keys.find(wanted, now):
                     return found
-        if wrong is not None and len(sources) == 1:
-            raise wrong
+            except WrongKey:
+                if len(sources) == 1:
+                    raise
         return None
+
+
+def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:
+    """Return the answers of those that do not refuse a call; raise the first refusal if all do."""
+    answers, refusals = list[Answer](), list[KvferryError]()
+    for each in asked:
+        try:
+            answers.append(call(each))
+        except KvferryError as error:
+            refusals.append(error)
+    if refusals and not answers:
+        raise refusals[0]
+    return answers

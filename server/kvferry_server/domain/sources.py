@@ -72,8 +72,7 @@ class Sources:
     ) -> None:
         """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end when they would have
         ended anyway; their readers are told the reason."""
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         book.standing = standing
         self._records.wake_waiting(book)
         for publication in list(book.publications.values()):
@@ -91,8 +90,7 @@ class Sources:
 
         Publications from a snapshot that arrived before are checked now; those that fail are aborted (R7).
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         if book.groups is not None:
             return
         book.groups = {group.name: group for group in groups}
@@ -117,8 +115,7 @@ class Sources:
             RouterKeyUsed: another publication has its router key.
             ServerDraining: this would be a new publication, and the home is draining.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         publication = self._records.publication(book, step.number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             book.check_may_arrive(step.number, now - self._times.max_ttl)
@@ -129,7 +126,7 @@ class Sources:
             return publication
         elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
-        self._check_step(book, publication, step)
+        self._check_step(book, publication or PublicationRecord(source, step.number), step)
         if step.router_key is not None:
             book.router_keys.check_free(step.router_key.name, now)
         if publication is None:
@@ -152,8 +149,7 @@ class Sources:
         Raises:
             LimitReached: the engine has too many publications.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         publication = self._records.publication(book, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             try:
@@ -174,8 +170,7 @@ class Sources:
         Raises:
             PublicationStale: it has not arrived, or was forgotten.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         publication = self._records.publication(book, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             problem = f"this home has no publication {number} of {source}: it has not come, or its release is settled"
@@ -186,8 +181,7 @@ class Sources:
 
     def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
         """Forget released publications whose release the source acknowledges. Idempotent; other numbers are ignored."""
-        self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, _ = self._records.begin(source)
         for number in numbers:
             publication = book.publications.get(number)
             if publication is not None and publication.stage is PublicationStage.RELEASED:
@@ -202,8 +196,7 @@ class Sources:
             PublicationStale, PublicationReleased: there is none with this number any more.
             HomeRecovering: it has not arrived yet, or the source's snapshot may have it.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         publication = self._records.publication(book, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             book.check_recovered()
@@ -252,8 +245,7 @@ class Sources:
     def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
         """Begin a snapshot: from now on the source names everything it holds published. `end_snapshot` must repeat
         the `name`."""
-        self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, _ = self._records.begin(source)
         book.snapshot, book.snapshot_name = set(), name
 
     def end_snapshot(self, source: EngineRef, high_water: int, name: bytes = b"") -> None:
@@ -264,8 +256,7 @@ class Sources:
         Raises:
             InvalidField: this home saw no begin of this snapshot, because it restarted since or another has begun.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        book, now = self._records.begin(source)
         if book.snapshot is None:
             raise InvalidField("resync.phase", "END", "BEGIN first")
         if book.snapshot_name != name:
@@ -278,14 +269,14 @@ class Sources:
 
     # Helpers.
 
-    def _check_step(self, book: Book, publication: PublicationRecord | None, step: PublicationStep) -> None:
+    def _check_step(self, book: Book, publication: PublicationRecord, step: PublicationStep) -> None:
         if step.index == 0:
             if self._records.draining:
                 raise ServerDraining("this node server is draining: publish again")
             self._check_room(book, step.number, step.size)
         else:
             self._memory.check(book.source, step.size)
-            if publication is None or step.index > len(publication.steps):
+            if step.index > len(publication.steps):
                 # The steps before it are in the snapshot, of which this home may have heard a part.
                 book.check_recovered()
         check_follows(publication, step)

@@ -25,14 +25,13 @@ from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records, Released
 from kvferry_server.domain.registrations import Registration
-from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
+from kvferry_server.domain.registry import RankDied, Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, RankLost, ReleaseEvent, Role
+from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, ReleaseEvent, Role
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 
@@ -236,14 +235,8 @@ class Home:
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
-        released = self.records.released(process.engine)
-        return [
-            *(ReleaseEvent(publication) for publication in released),
-            *(
-                RankLost(rank, engine.nodes.get(rank, ""), engine.lost_with_node(rank))
-                for rank in sorted(engine.lost_ranks)
-            ),
-        ]
+        released = map(ReleaseEvent, self.records.released(process.engine))
+        return [*released, *map(engine.rank_lost, sorted(engine.lost_ranks))]
 
     def reference(self, publication: PublicationRecord) -> str:
         """Return the reference of a publication."""
@@ -265,23 +258,19 @@ class Home:
             return
         self.engines.advance()
         for happened in self.engines.take_effects():
-            if isinstance(happened, EngineDied):
-                self.sources.end_engine(happened.engine, Standing.DEAD)
-            elif isinstance(happened, EngineGone):
-                # One that has stopped in order keeps its memory as it is until its leases have ended.
-                reason = RevokeReason.ABORTED if happened.stopped else RevokeReason.SOURCE_LOST
-                self.sources.end_engine(happened.engine, Standing.REPLACED, reason)
+            if isinstance(happened, RankDied):
+                self._push(Process(happened.engine, Role.SCHEDULER), happened.lost)
+                continue
+            self.sources.end_engine(happened.engine, happened.standing, happened.reason)
+            if happened.standing is Standing.REPLACED:
                 self._drop_feeds(happened.engine)
-            elif isinstance(happened, RankDied):
-                lost = RankLost(happened.rank, happened.node, happened.node_lost)
-                self._push(Process(happened.engine, Role.SCHEDULER), lost)
         self.records.advance(MAX_ENDED_AT_ONCE)
         for effect in self.records.take_effects():
             if isinstance(effect, Released):
                 scheduler = Process(effect.publication.source, Role.SCHEDULER)
                 self._push(scheduler, ReleaseEvent(effect.publication))
             else:
-                self.wakeups.wake(effect.topic)
+                self.wakeups.wake(effect)
 
     def wake_driver(self) -> None:
         """Wake the loop that acts on deadlines if it would sleep past the next one."""

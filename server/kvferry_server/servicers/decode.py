@@ -19,7 +19,7 @@ from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import agent_bytes, engine_header, rank_bytes
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey
+from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Agent, Registration
@@ -107,20 +107,11 @@ def lease_request(
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
     named = reference(request.reference)
     reader, read_id = engine_ref("reader", request.reader), random_bytes("read_id", request.read_id)
-    if isinstance(named, Routed):
-        return RoutedRequest(
-            named.engine_id,
-            named.data_parallel_rank,
-            named.router_key,
-            reader,
-            read_id,
-            request.parties,
-            request.expected_reads,
-            names,
-            host,
-        )
-    read = ReadKey(named.source, named.publication, reader, read_id)
-    return LeaseRequest(read, named.key, request.parties, request.expected_reads, names, host)
+    routed = isinstance(named, RouterReference)
+    found = Named(EngineRef(named.engine_id, b""), 0, b"") if routed else named
+    read = ReadKey(found.source, found.publication, reader, read_id)
+    asked = LeaseRequest(read, found.key, request.parties, request.expected_reads, names, host)
+    return RoutedRequest(named, asked) if routed else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +123,17 @@ class Named:
     key: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """A reference that a router made."""
-
-    engine_id: str
-    data_parallel_rank: int
-    router_key: RouterKey
-
-
-def reference(given: str) -> Named | Routed:
+def reference(given: str) -> Named | RouterReference:
     """Decode a reference; raises `BadReference` and `InvalidField`."""
     parsed = parse_reference(given)
     if parsed.router_key:
         engine_id, name = text("reference.engine_id", parsed.engine_id), text("reference.router_key", parsed.router_key)
-        return Routed(engine_id, parsed.data_parallel_rank, RouterKey(name, parsed.key))
+        return RouterReference(engine_id, parsed.data_parallel_rank, RouterKey(name, parsed.key))
     source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
     return Named(engine_ref("reference", source), parsed.publication, parsed.key)
 
 
-def decline(message: pb.Decline) -> tuple[Named | Routed, str]:
+def decline(message: pb.Decline) -> tuple[Named | RouterReference, str]:
     """Decode a decline into what it names, and the home that the reference names. Raises as `reference`."""
     return reference(message.reference), parse_reference(message.reference).home
 
@@ -169,10 +151,10 @@ def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
     if request.reference.startswith(ENGINE_PREFIX):
         parsed = parse_engine_reference(request.reference)
         named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-        found: Named | Routed = Named(engine_ref("reference", named), 0, parsed.key)
+        found: Named | RouterReference = Named(engine_ref("reference", named), 0, parsed.key)
     else:
         found = reference(request.reference)
-    if isinstance(found, Routed):
+    if isinstance(found, RouterReference):
         raise InvalidField("reference", "one that a router made", "that of the publication, as in `Accepted.reference`")
     if found.source.engine_id != request.engine_id:
         expected = f"a reference to engine {request.engine_id!r}"

@@ -153,12 +153,11 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
 
 
 def _waiting_summary(waiting: WaitingRead, now: float) -> ipb.TransferSummary:
-    asked = waiting.request
-    state = pb.READ_STATE_WAITING
+    reader, state = engine_ref(waiting.request.read.reader), pb.READ_STATE_WAITING
     return ipb.TransferSummary(
         source=engine_ref(waiting.sources[0]),
-        read=pb.ReadSummary(reader=engine_ref(asked.reader), state=state, parties=asked.parties),
-        router_key=asked.router_key.name,
+        read=pb.ReadSummary(reader=reader, state=state, parties=waiting.request.parties),
+        router_key=waiting.router_key.name,
         waited=to_duration(now - waiting.since),
     )
 

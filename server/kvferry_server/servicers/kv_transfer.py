@@ -116,7 +116,8 @@ class KVTransfer(KVTransferServicer):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
         found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
         answer = encode.read_answer(home.epoch, found, home.times, home.clock.now())
-        taken = home.memory.answer(lease_request.holder, lease_request.host, len(answer))
+        asked = found.lease.request
+        taken = home.memory.answer(asked.holder, asked.host, len(answer))
         on_end(context, taken)
         return answer
 

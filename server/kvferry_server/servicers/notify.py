@@ -11,7 +11,7 @@ from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.identity import EngineRef, Names, RouterReference
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, decode, encode
@@ -191,7 +191,7 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
     found, named = decode.decline(decline)
     with home.turn():
         try:
-            if isinstance(found, decode.Routed):
+            if isinstance(found, RouterReference):
                 names = engine_ids(found.engine_id, found.data_parallel_rank)
                 engines = home.engines.find_named(names)
                 # It names no incarnation, and an engine of another home may have the same name.
@@ -205,7 +205,7 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
             if relays.applies(named, decline.relayed_by):
                 raise _Elsewhere(named) from None
             raise
-        if isinstance(found, decode.Routed):
+        if isinstance(found, RouterReference):
             sources = [engine.ref for engine in engines]
             home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
         else:
