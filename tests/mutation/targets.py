@@ -174,7 +174,9 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/records.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
     "server/kvferry_server/domain/steps.py": Target(LESSOR),
-    "server/kvferry_server/domain/book.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
+    "server/kvferry_server/domain/engine_publications.py": Target(
+        LESSOR, {"EnginePublications.live_until: 0.0 -> 1.0": BEFORE_ANY}
+    ),
     "server/kvferry_server/domain/engine.py": Target(LESSOR),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
     "server/kvferry_server/domain/budgets.py": Target((SHARES, MODEL)),

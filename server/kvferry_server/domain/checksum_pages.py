@@ -1,7 +1,8 @@
 """The checksums of a publication's blocks, which its ranks send and its readers ask for. Kept until it is released.
 
 How a checksum is computed, only engines need to know (`kvferry.planner.checksum`). Here it is a number per (rank,
-plane, place, unit). A place is a block's position in the request; for state groups, in the order of publication.
+plane, block index, unit). A block index is a block's position in the request; for state groups, in the order of
+publication.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvferry.geometry.plane import Interval
 from kvferry_server.domain.limits import CHECKSUM_BATCH, MAX_CHECKSUM_PAGES
 from kvferry_server.domain.steps import PublishedExtent
 
-Places: TypeAlias = npt.NDArray[np.int64]
+Indexes: TypeAlias = npt.NDArray[np.int64]
 
 PAGE_OVERHEAD = 512
-"""Bytes that a page takes in memory beside its places and checksums, estimated."""
-_NO_PLACES: Places = np.empty(0, np.int64)
+"""Bytes that a page takes in memory beside its block indexes and checksums, estimated."""
+_NONE: Indexes = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,28 +34,28 @@ class ChecksumPage:
     Attributes:
         rank, plane: what was summed.
         units: the units summed.
-        places: the places of the blocks, rising, ``int64[n]``.
+        indexes: the block indexes, rising, ``int64[n]``.
         sums: the checksums, ``uint32[n, units]``.
-        first, last: the first and the last place.
+        first, last: the first and the last of them.
     """
 
     rank: int
     plane: str
     units: Interval
-    places: Places
+    indexes: Indexes
     sums: npt.NDArray[np.uint32]
     first: int = field(init=False)
     last: int = field(init=False)
 
     def __post_init__(self) -> None:
         # As Python ints: a new page is compared with hundreds, and comparing numpy scalars takes ten times as long.
-        object.__setattr__(self, "first", int(self.places[0]))
-        object.__setattr__(self, "last", int(self.places[-1]))
+        object.__setattr__(self, "first", int(self.indexes[0]))
+        object.__setattr__(self, "last", int(self.indexes[-1]))
 
     @property
     def size(self) -> int:
         """Estimated bytes that it takes in memory."""
-        return PAGE_OVERHEAD + self.places.nbytes + self.sums.nbytes
+        return PAGE_OVERHEAD + self.indexes.nbytes + self.sums.nbytes
 
     def near(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:
         """Return those of the pages that may have a checksum for a block and unit that this one has, too."""
@@ -67,41 +68,41 @@ class ChecksumPage:
 
     def overlaps(self, near: Sequence[ChecksumPage]) -> bool:
         """Whether one of the pages that are `near` has a checksum for a block of this one."""
-        if sum(len(other.places) for other in near) <= CHECKSUM_BATCH:
+        if sum(len(other.indexes) for other in near) <= CHECKSUM_BATCH:
             # Many small pages are compared in one step.
-            found = np.concatenate([_NO_PLACES, *(other.places for other in near)])
-            return bool(np.isin(self.places, found).any())
-        return any(bool(np.isin(self.places, other.places, assume_unique=True).any()) for other in near)
+            found = np.concatenate([_NONE, *(other.indexes for other in near)])
+            return bool(np.isin(self.indexes, found).any())
+        return any(bool(np.isin(self.indexes, other.indexes, assume_unique=True).any()) for other in near)
 
     def equals(self, other: ChecksumPage) -> bool:
         """Whether both have the same checksums for the same blocks and units."""
         return (
             self.units == other.units
             and (self.first, self.last) == (other.first, other.last)
-            and np.array_equal(self.places, other.places)
+            and np.array_equal(self.indexes, other.indexes)
             and np.array_equal(self.sums, other.sums)
         )
 
-    def part(self, units: Interval, places: Places) -> ChecksumPage | None:
-        """Return what the page has of these units and places; None if nothing."""
+    def part(self, units: Interval, indexes: Indexes) -> ChecksumPage | None:
+        """Return what the page has of these units and blocks; None if nothing."""
         both = self.units.intersect(units)
-        if both is None or self.first > places[-1] or places[0] > self.last:
+        if both is None or self.first > indexes[-1] or indexes[0] > self.last:
             return None
-        chosen = np.isin(self.places, places, assume_unique=True)
+        chosen = np.isin(self.indexes, indexes, assume_unique=True)
         if not bool(chosen.any()):
             return None
         sums = self.sums[chosen, both.begin - self.units.begin : both.end - self.units.begin]
-        return ChecksumPage(self.rank, self.plane, both, self.places[chosen], sums)
+        return ChecksumPage(self.rank, self.plane, both, self.indexes[chosen], sums)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChecksumQuery:
-    """A reader's question for the checksums of some blocks and units of planes of one rank; `places` rise."""
+    """A reader's question for the checksums of some blocks and units of planes of one rank; `indexes` rise."""
 
     rank: int
     planes: tuple[str, ...]
     units: Interval
-    places: Places
+    indexes: Indexes
 
 
 @dataclass(slots=True, eq=False)
@@ -161,12 +162,12 @@ class Checksums:
 def answers(query: ChecksumQuery, pages: Iterable[ChecksumPage]) -> Iterator[ChecksumPage]:
     """Yield the answer to a query from its pages."""
     for page in pages:
-        part = page.part(query.units, query.places)
+        part = page.part(query.units, query.indexes)
         if part is not None:
             yield part
 
 
-def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:
+def check_indexes(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:
     """Check that the blocks of a page of checksums were published.
 
     Args:
@@ -188,5 +189,5 @@ def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: Che
     if page.first < first or page.last >= end:
         where = f"checksums of {page.plane}"
         if not complete:
-            raise HomeRecovering(f"{where}: the step with places {page.first} to {page.last} has not arrived yet")
-        raise InvalidField(where, f"places {page.first} to {page.last}", f"published places, [{first}, {end})")
+            raise HomeRecovering(f"{where}: the step with blocks {page.first} to {page.last} has not arrived yet")
+        raise InvalidField(where, f"blocks {page.first} to {page.last}", f"published blocks, [{first}, {end})")

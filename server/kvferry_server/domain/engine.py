@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import EngineIncomplete
-from kvferry_server.domain.agenda import NEVER
+from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvferry.errors import LeaseEnded, PublicationStale, ServerDraining
-from kvferry_server.domain.book import Book, Standing
 from kvferry_server.domain.budgets import check_budget
+from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
 from kvferry_server.domain.publications import (
@@ -61,15 +61,15 @@ class Lessor:
             PublicationStale, PublicationReleased: there is nothing to read any more.
             HomeRecovering: the home waits for the engine's snapshot, which may have the publication.
         """
-        book, now = self._records.begin(source)
+        engine, now = self._records.begin(source)
         if number == 0:
-            book.check_engine_key(key)
+            engine.check_engine_key(key)
             return
-        book.check_key(number, key)
-        publication = self._records.publication(book, number, now)
+        engine.check_key(number, key)
+        publication = self._records.publication(engine, number, now)
         if publication is None:
-            book.check_recovered()
-            book.check_may_arrive(number, now - self._times.max_ttl)
+            engine.check_recovered()
+            engine.check_may_arrive(number, now - self._times.max_ttl)
         elif publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
 
@@ -83,9 +83,9 @@ class Lessor:
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: not now; repeat the call.
         """
-        book, now = self._records.begin(request.read.source)
-        book.check_key(request.read.publication, request.key)
-        publication = self._records.publication(book, request.read.publication, now)
+        engine, now = self._records.begin(request.read.source)
+        engine.check_key(request.read.publication, request.key)
+        publication = self._records.publication(engine, request.read.publication, now)
         lease = self._records.lease_of_read(request.read, now)
         if lease is not None:
             lease.check_replay(request)
@@ -93,14 +93,14 @@ class Lessor:
             return lease
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
-        book.check_recovered()
+        engine.check_recovered()
         if publication is None:
-            book.check_may_arrive(request.read.publication, now - self._times.max_ttl)
+            engine.check_may_arrive(request.read.publication, now - self._times.max_ttl)
         elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
-        self._check_room(book, publication, request)
+        self._check_room(engine, publication, request)
         if publication is None:
-            publication = self._records.add_awaited(book, request.read.publication)
+            publication = self._records.add_awaited(engine, request.read.publication)
         expires = min(now + self._times.ttl, publication.final_at)
         lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, now, expires)
         self._expect(publication, request)
@@ -127,12 +127,12 @@ class Lessor:
         extended = False
         if lease.live and lease.revoked is None:
             publication = lease.publication
-            book = self._records.book(publication.source)
-            if book.lost_ranks and publication.stage is not PublicationStage.AWAITED:
+            engine = self._records.of_engine(publication.source)
+            if engine.lost_ranks and publication.stage is not PublicationStage.AWAITED:
                 # A network card does not tell the reader. A rank that is back before this is asked has lost nothing.
                 self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
             elif not self._records.draining:
-                extended = self._extend(lease, book, now)
+                extended = self._extend(lease, engine, now)
         self._records.journal.renewed(lease, extended=extended)
         return Renewal(lease.remaining(now), lease.revoked)
 
@@ -171,7 +171,7 @@ class Lessor:
             return ReportAnswer(verdict)
         if lease.live:
             # Whatever a reader says, one rank reads no more than all ranks of the source hold.
-            most = self._records.book(lease.publication.source).bytes_of(lease.publication)
+            most = self._records.of_engine(lease.publication.source).bytes_of(lease.publication)
             reports = [report if report.bytes <= most else replace(report, bytes=most) for report in reports]
         before = lease.size
         verdict = lease.add(reports)
@@ -217,32 +217,32 @@ class Lessor:
             WrongKey: the key is not that of the publication.
             LimitReached: too many publications of the engine were declined before they arrived.
         """
-        book, now = self._records.begin(source)
-        book.check_key(number, key)
-        publication = self._records.publication(book, number, now)
+        engine, now = self._records.begin(source)
+        engine.check_key(number, key)
+        publication = self._records.publication(engine, number, now)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
             self._records.end(publication, PublicationOutcome.DECLINED, now)
             return
         if publication is None:
             try:
-                book.check_may_arrive(number, now - self._times.max_ttl)
+                engine.check_may_arrive(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
         if publication is None or not publication.declined:
             most = self._limits.waiting_declines
-            check_limit("waiting_declines", len(book.declined), most, self._times.ttl)
+            check_limit("waiting_declines", len(engine.declined), most, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
-            publication = publication or self._records.add_awaited(book, number)
-            book.declined.add(publication)
+            publication = publication or self._records.add_awaited(engine, number)
+            engine.declined.add(publication)
             publication.declined = True
         publication.awaited_until = now + self._times.max_wait
         self._records.reschedule(publication)
 
     # Helpers.
 
-    def _extend(self, lease: Lease, book: Book, now: float) -> bool:
+    def _extend(self, lease: Lease, engine: EnginePublications, now: float) -> bool:
         """Extend a live lease to a ttl from now, within its limits. Returns whether it is renewed."""
-        publication, live = lease.publication, book.standing is Standing.LIVE
+        publication, live = lease.publication, engine.standing is Standing.LIVE
         awaited = publication.stage is PublicationStage.AWAITED
         latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
         if live:
@@ -259,18 +259,20 @@ class Lessor:
         lease.check_names(names)
         return lease
 
-    def _check_room(self, book: Book, publication: PublicationRecord | None, request: LeaseRequest) -> None:
+    def _check_room(
+        self, engine: EnginePublications, publication: PublicationRecord | None, request: LeaseRequest
+    ) -> None:
         """Raise `LimitReached` unless there is room for one more lease, and for a record of what it waits for."""
         retry_after = self._times.ttl
-        check_budget("leases", self._records.lease_budget, book.source, retry_after)
+        check_budget("leases", self._records.lease_budget, engine.source, retry_after)
         size = LEASE_BYTES
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:
             size += PUBLICATION_BYTES
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            check_budget("waiting_reads", book.waiting_reads, request.holder, retry_after)
-        self._memory.check(book.source, size)
+            check_budget("waiting_reads", engine.waiting_reads, request.holder, retry_after)
+        self._memory.check(engine.source, size)
 
     def _expect(self, publication: PublicationRecord, request: LeaseRequest) -> None:
         """Raise a publication's expected reads to what a reader states, within a limit: a publication waits for

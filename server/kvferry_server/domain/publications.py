@@ -18,8 +18,8 @@ from kvferry.errors import (
     WrongIdentity,
 )
 from kvferry.geometry.blocks import MAX_LAYERS, MAX_UNFINISHED
-from kvferry_server.domain.agenda import NEVER
 from kvferry_server.domain.checksum_pages import Checksums
+from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
@@ -48,7 +48,7 @@ class PublicationStage(enum.Enum):
     RELEASED = "released"
     """The source may reuse the blocks, and has not acknowledged that yet."""
     FORGOTTEN = "forgotten"
-    """It is in no book any more."""
+    """Its home has forgotten it."""
 
 
 class PublicationOutcome(enum.IntEnum):

@@ -28,12 +28,12 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.agenda import Agenda
-from kvferry_server.domain.book import Standing
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.clock import Clock
+from kvferry_server.domain.deadline_queue import DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import LOCAL, Journal
@@ -127,22 +127,22 @@ class Registry:
         self._started = clock.now()
         self._engines: dict[EngineRef, Engine] = {}
         self._retired = _Retired(times.retire, limits.retired)
-        self._agenda: Agenda[Engine] = Agenda()
+        self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
         self._effects: list[EngineEnded | RankDied] = []
 
     def advance(self) -> float:
         """Act on every deadline that has passed. Returns the present, in seconds on the home's clock."""
         now = self._clock.now()
-        self._agenda.advance(now, self._on_due)
+        self._deadlines.advance(now, self._on_due)
         return now
 
     def settled(self, now: float) -> bool:
         """Whether nothing is due and nothing has happened since `take_effects`."""
-        return not self._effects and self._agenda.next_deadline() > now
+        return not self._effects and self._deadlines.next_deadline() > now
 
     def next_deadline(self) -> float:
         """Return when to call `advance` next."""
-        return self._agenda.next_deadline()
+        return self._deadlines.next_deadline()
 
     def take_effects(self) -> list[EngineEnded | RankDied]:
         """Return what has happened since the last call."""
@@ -270,7 +270,7 @@ class Registry:
         engine = self._engines.get(ref)
         if engine is not None and engine.lost_at is None:
             engine.lost_at = now
-            self._agenda.put(engine)
+            self._deadlines.put(engine)
             # Also how an engine ends that stops in order. If it stays away, engine_dead warns.
             self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
 
@@ -337,7 +337,7 @@ class Registry:
         if engine is not None and rank in engine.watched_ranks:
             engine.watched_ranks.discard(rank)
             engine.rank_lost_at[rank] = now
-            self._agenda.put(engine)
+            self._deadlines.put(engine)
 
     def rank_left(self, ref: EngineRef, rank: int) -> None:
         """Note that a relayed rank's process has ended, as its node server says. Its Watch ends next.
@@ -379,7 +379,7 @@ class Registry:
             engine.rank_lost_at[registration.rank] = now
         back = registration.rank in engine.lost_ranks
         engine.add(registration)
-        self._agenda.put(engine)
+        self._deadlines.put(engine)
         if before is None or back:
             node, ranks = engine.nodes.get(registration.rank), engine.num_ranks
             fields = {"rank": registration.rank, "ranks": ranks, "missing": engine.num_missing, "node": node}

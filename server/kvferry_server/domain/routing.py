@@ -49,7 +49,7 @@ class Routing:
             return found
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
-        unless_all_refuse(sources, lambda source: self._records.book(source).check_recovered())
+        unless_all_refuse(sources, lambda source: self._records.of_engine(source).check_recovered())
         return None
 
     def request(self, publication: PublicationRecord, asked: RoutedRequest) -> LeaseRequest:
@@ -65,7 +65,7 @@ class Routing:
         now, asked = self._records.advance(MAX_ENDED_AT_ONCE), routed.request
 
         def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
-            budget = self._records.book(source).router_keys.waits
+            budget = self._records.of_engine(source).router_keys.waits
             check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
             self._memory.check(source, ROUTER_KEY_BYTES)
             return source, budget
@@ -113,25 +113,25 @@ class Routing:
                 outcome = PublicationOutcome.ABORTED if not_published else PublicationOutcome.DECLINED
                 self._records.end(publication, outcome, now)
                 return
-            book = self._records.book(source)
+            engine = self._records.of_engine(source)
             try:
                 until = now + self._times.max_wait
-                book.router_keys.decline(wanted, holder, now, until, not_published=not_published)
+                engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
             except LimitReached as error:
                 full = full or error
             else:
-                self._records.wake_waiting(book, wanted.name)
+                self._records.wake_waiting(engine, wanted.name)
         if full is not None:
             raise full
 
     def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
         """Whether one of the sources has, or had, a publication under a router's key, or a read waits for one there."""
-        return any(self._records.book(source).router_keys.concerned(wanted) for source in sources)
+        return any(self._records.of_engine(source).router_keys.concerned(wanted) for source in sources)
 
     def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
         for source in sources:
             try:
-                if found := self._records.book(source).router_keys.find(wanted, now):
+                if found := self._records.of_engine(source).router_keys.find(wanted, now):
                     return found
             except WrongKey:
                 if len(sources) == 1:

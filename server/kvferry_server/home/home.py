@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2
-from kvferry_server.domain.book import Standing
 from kvferry_server.domain.budgets import MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.lessor import Lessor
@@ -199,8 +199,8 @@ class Home:
         """Register a rank's cache, within a turn. Returns its engine. Raises as `Registry.register`."""
         engine = self.engines.register(registration, secret)
         self.sources.set_groups(registration.engine, registration.groups)
-        book = self.records.book(registration.engine)
-        book.block_bytes, book.lost_ranks = engine.block_bytes, engine.lost_ranks
+        publications = self.records.of_engine(registration.engine)
+        publications.block_bytes, publications.lost_ranks = engine.block_bytes, engine.lost_ranks
         return engine
 
     def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:

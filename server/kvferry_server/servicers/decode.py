@@ -107,11 +107,10 @@ def lease_request(
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
     named = reference(request.reference)
     reader, read_id = engine_ref("reader", request.reader), random_bytes("read_id", request.read_id)
-    routed = isinstance(named, RouterReference)
-    found = Named(EngineRef(named.engine_id, b""), 0, b"") if routed else named
+    found = Named(EngineRef(named.engine_id, b""), 0, b"") if isinstance(named, RouterReference) else named
     read = ReadKey(found.source, found.publication, reader, read_id)
     asked = LeaseRequest(read, found.key, request.parties, request.expected_reads, names, host)
-    return RoutedRequest(named, asked) if routed else asked
+    return RoutedRequest(named, asked) if isinstance(named, RouterReference) else asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.book import Standing
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict

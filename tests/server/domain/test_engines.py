@@ -23,7 +23,7 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.book import Standing
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
 from kvferry_server.domain.reads import RevokeReason

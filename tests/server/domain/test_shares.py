@@ -370,7 +370,7 @@ def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
         scene.sources.abort(P, number)
         scene.sources.acknowledge(P, [number])
     scene.publish(100)
-    assert scene.records.book(P).snapshot == {100}
+    assert scene.records.of_engine(P).snapshot == {100}
     scene.sources.end_snapshot(P, 100)
     assert scene.grant(100).live
 

@@ -331,7 +331,7 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         # answered or refused, and all are asked before any answer is taken.
         leases = 100 if asked == "blocks" else 0
         for _ in range(int(TIMEOUT / 0.01)):
-            if node.home.memory.used >= used + (4 << 20) and node.home.records.books[P].live_leases >= leases:
+            if node.home.memory.used >= used + (4 << 20) and node.home.records.engines[P].live_leases >= leases:
                 break
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
@@ -405,7 +405,7 @@ async def test_the_bytes_of_a_report_count_up_to_what_the_source_holds(tmp_path:
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1)
         done = pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=[report]))
         with node.home.turn():
-            publication = node.home.records.books[P].publications[1]
+            publication = node.home.records.engines[P].publications[1]
             blocks, engine = publication.blocks, node.home.engines.find(P)
         held = sum(plane.bytes_per_block for one in engine.ranks.values() for plane in one.geometry.planes)
         [answer] = await node.reader(done)
@@ -508,7 +508,7 @@ async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(
             for number in range(256)
         ]
         page = pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=sums))
-        checksums = node.home.records.books[P].publications[1].checksums
+        checksums = node.home.records.engines[P].publications[1].checksums
         task, seen = asyncio.create_task(node.source(page, page, page)), set[int]()
         while not task.done():
             seen.add(checksums.size)

@@ -70,7 +70,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def until_waiting(node: Node, number: int = 1, calls: int = 1) -> None:
     """Wait until calls wait for news of a publication."""
     wakers = node.home.wakeups._wakers
-    publication = node.home.records.book(P).publications[number]
+    publication = node.home.records.of_engine(P).publications[number]
     await until(lambda: len(wakers.get(publication, ())) == calls)
 
 
@@ -225,7 +225,7 @@ async def test_an_answer_looks_at_no_more_steps_than_it_takes(ready: Node) -> No
     for first in range(0, 4 * READ_STEPS, 1024):
         empty = (publish_notification(step=step, last=False, groups=[]) for step in range(first, first + 1024))
         await ready.source(*empty)
-    publication = ready.home.records.books[P].publications[1]
+    publication = ready.home.records.engines[P].publications[1]
     publication.steps = counted = Counted(publication.steps)
     lease_id = (await ready.read()).accepted.lease_id
     assert READ_STEPS <= counted.looked_at <= READ_STEPS + 8

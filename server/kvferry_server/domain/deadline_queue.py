@@ -1,4 +1,4 @@
-"""The agenda: a heap of objects that each know their own next deadline."""
+"""The deadline queue: a heap of objects that each know their own next deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Timed(Protocol):
     """An object with a deadline that may move."""
 
     scheduled: float
-    """When the agenda next looks at this object; `NEVER` before it was put. Set by the agenda only."""
+    """When the queue next looks at this object; `NEVER` before it was put. Set by the queue only."""
 
     def due(self) -> float:
         """Return when something must be done about the object; `NEVER` if nothing must."""
@@ -25,7 +25,7 @@ class Timed(Protocol):
 Item = TypeVar("Item", bound=Timed)
 
 
-class Agenda(Generic[Item]):
+class DeadlineQueue(Generic[Item]):
     """Deadlines in order. Moving a deadline later costs nothing: the item is looked at again at its old deadline."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A book: what a home keeps of one incarnation's publications, and which publication numbers may still arrive."""
+"""The publications of an engine, as its home keeps them, and which publication numbers may still arrive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBER_BYTES = 128
 
 
 class Standing(enum.Enum):
-    """Whether the engine of a book is alive, as far as its publications and leases are concerned."""
+    """Whether an engine is alive, as far as its publications and leases are concerned."""
 
     LIVE = "live"
     """Its Watch is open."""
@@ -36,7 +36,7 @@ class Standing(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Book:
+class EnginePublications:
     """The publications of one incarnation.
 
     Attributes:
