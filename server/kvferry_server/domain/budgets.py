@@ -14,8 +14,7 @@ from kvferry.errors import LimitReached
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import CALLER_FLOOR_BYTES
 
-LOCAL = "callers on this host"
-"""The host of callers that cannot be told apart."""
+LOCAL = "callers on this host"  # The host of callers that cannot be told apart
 
 
 class Budget:

@@ -22,8 +22,7 @@ from kvferry_server.domain.steps import PublishedExtent
 
 Indexes: TypeAlias = npt.NDArray[np.int64]
 
-PAGE_OVERHEAD = 512
-"""Bytes that a page takes in memory beside its block indexes and checksums, estimated."""
+PAGE_OVERHEAD = 512  # Bytes that a page takes in memory beside its block indexes and checksums, estimated
 _NONE: Indexes = np.empty(0, np.int64)
 
 
@@ -33,17 +32,14 @@ class ChecksumPage:
 
     Attributes:
         rank, plane: what was summed.
-        units: the units summed.
-        indexes: the block indexes, rising, ``int64[n]``.
-        sums: the checksums, ``uint32[n, units]``.
         first, last: the first and the last of them.
     """
 
     rank: int
     plane: str
-    units: Interval
-    indexes: Indexes
-    sums: npt.NDArray[np.uint32]
+    units: Interval  # the units summed
+    indexes: Indexes  # the block indexes, rising, ``int64[n]``
+    sums: npt.NDArray[np.uint32]  # the checksums, ``uint32[n, units]``
     first: int = field(init=False)
     last: int = field(init=False)
 
@@ -107,15 +103,10 @@ class ChecksumQuery:
 
 @dataclass(slots=True, eq=False)
 class Checksums:
-    """The checksums of one publication. Not thread-safe; its pages may be read in any thread.
+    """The checksums of one publication. Not thread-safe; its pages may be read in any thread."""
 
-    Attributes:
-        done: ranks that have sent all their checksums.
-        size: estimated bytes that the pages take in memory.
-    """
-
-    done: set[int] = field(default_factory=set)
-    size: int = 0
+    done: set[int] = field(default_factory=set)  # ranks that have sent all their checksums
+    size: int = 0  # estimated bytes that the pages take in memory
     _pages: dict[tuple[int, str], list[ChecksumPage]] = field(default_factory=dict)
 
     def new(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:

@@ -14,8 +14,7 @@ NEVER = math.inf
 class Timed(Protocol):
     """An object with a deadline that may move."""
 
-    scheduled: float
-    """When the queue next looks at this object; `NEVER` before it was put. Set by the queue only."""
+    scheduled: float  # When the queue next looks at this object; `NEVER` before it was put. Set by the queue only.
 
     def due(self) -> float:
         """Return when something must be done about the object; `NEVER` if nothing must."""

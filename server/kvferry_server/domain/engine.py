@@ -18,40 +18,26 @@ from kvferry_server.domain.watch_feed import RankLost
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One incarnation at its home. All times are seconds on the home's clock.
+    """One incarnation at its home. All times are seconds on the home's clock."""
 
-    Attributes:
-        ref: the incarnation.
-        ttl: seconds from the loss of a Watch until the engine, or the rank, counts as dead.
-        retire: seconds for which a dead engine is remembered.
-        lost_at: when its scheduler's Watch ended; None while that is open.
-        dead: its scheduler's Watch has been lost for `ttl`.
-        ranks: registrations by rank; kept when a rank is lost, since no other content may take its place.
-        lost_ranks: registered ranks whose process is gone.
-        watched_ranks: ranks with an open Watch of their own.
-        rank_lost_at: when the Watch of a rank ended, until `ttl` has passed.
-        nodes: by rank, the node servers that relay for ranks.
-        left_ranks: relayed ranks whose node server has said that their process ended.
-        host: the host that its scheduler's Watch comes from; empty if unknown.
-        cache_bytes: bytes of the caches of all ranks.
-        block_bytes: bytes of one block of each group, over all ranks.
-    """
-
-    ref: EngineRef
-    ttl: float
-    retire: float
-    lost_at: float | None = None
-    dead: bool = False
+    ref: EngineRef  # the incarnation
+    ttl: float  # seconds from the loss of a Watch until the engine, or the rank, counts as dead
+    retire: float  # seconds for which a dead engine is remembered
+    lost_at: float | None = None  # when its scheduler's Watch ended; None while that is open
+    dead: bool = False  # its scheduler's Watch has been lost for `ttl`
+    # registrations by rank; kept when a rank is lost, since no other content may take its place
     ranks: dict[int, Registration] = field(default_factory=dict)
-    lost_ranks: set[int] = field(default_factory=set)
-    watched_ranks: set[int] = field(default_factory=set)
+    lost_ranks: set[int] = field(default_factory=set)  # registered ranks whose process is gone
+    watched_ranks: set[int] = field(default_factory=set)  # ranks with an open Watch of their own
+    # when the Watch of a rank ended, until `ttl` has passed
     rank_lost_at: dict[int, float] = field(default_factory=dict)
-    nodes: dict[int, str] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)  # by rank, the node servers that relay for ranks
+    # relayed ranks whose node server has said that their process ended
     left_ranks: set[int] = field(default_factory=set)
-    host: str = ""
+    host: str = ""  # the host that its scheduler's Watch comes from; empty if unknown
     scheduled: float = NEVER
-    cache_bytes: int = 0
-    block_bytes: Counter[str] = field(default_factory=Counter)
+    cache_bytes: int = 0  # bytes of the caches of all ranks
+    block_bytes: Counter[str] = field(default_factory=Counter)  # bytes of one block of each group, over all ranks
     _description: EngineDescription | None = None
 
     @property

@@ -15,16 +15,14 @@ from collections.abc import Mapping
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
 
-FIELDS = "kvferry_fields"
-"""The attribute of a log record that has an event's name and fields."""
+FIELDS = "kvferry_fields"  # The attribute of a log record that has an event's name and fields
 
 WINDOW = 10.0
 """Seconds in which an event is written at most `MOST_IN_WINDOW` times; the next one written says how many were not."""
 
 MOST_IN_WINDOW = 20
 
-MAX_KEYS = 1024
-"""Kinds of events that are told apart. Kinds are names of this code, so there are far fewer."""
+MAX_KEYS = 1024  # Kinds of events that are told apart. Kinds are names of this code, so there are far fewer.
 
 NAMING = frozenset(
     {

@@ -22,20 +22,17 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 
-LAST_READS = 100
-"""Ended reads that are kept, whatever becomes of their records."""
+LAST_READS = 100  # Ended reads that are kept, whatever becomes of their records
 
 LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Bounds, in seconds, of how long leases and pins last."""
 
-LOCAL = "unix"
-"""The peer of callers on the UNIX socket, in events: they cannot be told apart."""
+LOCAL = "unix"  # The peer of callers on the UNIX socket, in events: they cannot be told apart
 
 EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})
 """How publications end when all is well."""
 
-EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})
-"""How leases end when all is well."""
+EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # How leases end when all is well
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +40,23 @@ class EndedRead:
     """A read that has ended, for the timeline. Times are seconds on the home's clock.
 
     Attributes:
-        lease_number: the public name of its lease.
         source, reader: the engines.
-        publication: number of the publication.
-        request_id: of the publication; empty if it never arrived.
-        state: how it ended.
         granted_at, ended_at: when its lease began and ended.
-        bytes: as its ranks reported.
-        reason: why it failed, if a rank said so.
     """
 
-    lease_number: int
+    lease_number: int  # the public name of its lease
     source: EngineRef
     reader: EngineRef
-    publication: int
-    request_id: str
-    state: LeaseState
+    publication: int  # number of the publication
+    request_id: str  # of the publication; empty if it never arrived
+    state: LeaseState  # how it ended
     granted_at: float
     ended_at: float
-    bytes: int
-    reason: str
+    bytes: int  # as its ranks reported
+    reason: str  # why it failed, if a rank said so
 
 
-LIVE = (LeaseState.WAITING, LeaseState.READING)
-"""The states of live leases."""
+LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
 
 
 @dataclass(slots=True, eq=False)
@@ -74,14 +64,7 @@ class Journal:
     """What has happened at one home. Not thread-safe: it belongs to its home's event loop.
 
     Args:
-        clock: where the time comes from.
-
-    Attributes:
-        events: the event log.
-        pinned: publications that have arrived and are not released, oldest first.
-        live_leases: live leases by state.
-        last_reads: the last reads that ended, oldest first.
-    """
+        clock: where the time comes from."""
 
     clock: Clock
     engine_events: Counter[str] = counter(
@@ -123,10 +106,12 @@ class Journal:
     refused: Counter[tuple[str, str]] = counter(
         "kvferry_notifications_refused", "Notifications that were refused.", kind=(), reason=()
     )
-    live_leases: Counter[LeaseState] = field(default_factory=Counter)
+    live_leases: Counter[LeaseState] = field(default_factory=Counter)  # live leases by state
+    # publications that have arrived and are not released, oldest first
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)
+    # the last reads that ended, oldest first
     last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))
-    events: EventLog = field(init=False)
+    events: EventLog = field(init=False)  # the event log
 
     def __post_init__(self) -> None:
         self.events = EventLog(self.clock)

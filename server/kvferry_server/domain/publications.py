@@ -24,31 +24,20 @@ from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 
-PUBLICATION_BYTES = 2048
-"""Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated."""
-
-LEASE_BYTES = 1024
-"""Bytes that a lease takes in memory, with its entries in the home's indexes; estimated."""
-
-REPORT_BYTES = 160
-"""Bytes that a rank's report takes in memory, estimated."""
+PUBLICATION_BYTES = 2048  # Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated
+LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
+REPORT_BYTES = 160  # Bytes that a rank's report takes in memory, estimated
 
 
 class PublicationStage(enum.Enum):
     """The stages of a publication. It only moves down this list."""
 
-    AWAITED = "awaited"
-    """Its source has not published it, but a reader asked for it or a router declined it."""
-    PUBLISHING = "publishing"
-    """Further steps will arrive."""
-    PUBLISHED = "published"
-    """All blocks are published."""
-    ENDING = "ending"
-    """No new leases; it is released when its last live lease ends."""
-    RELEASED = "released"
-    """The source may reuse the blocks, and has not acknowledged that yet."""
-    FORGOTTEN = "forgotten"
-    """Its home has forgotten it."""
+    AWAITED = "awaited"  # Its source has not published it, but a reader asked for it or a router declined it
+    PUBLISHING = "publishing"  # Further steps will arrive
+    PUBLISHED = "published"  # All blocks are published
+    ENDING = "ending"  # No new leases; it is released when its last live lease ends
+    RELEASED = "released"  # The source may reuse the blocks, and has not acknowledged that yet
+    FORGOTTEN = "forgotten"  # Its home has forgotten it
 
 
 class PublicationOutcome(enum.IntEnum):
@@ -63,65 +52,38 @@ class PublicationOutcome(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class PublicationRecord:
-    """A publication at its home. All times are seconds on the home's clock.
+    """A publication at its home. All times are seconds on the home's clock."""
 
-    Attributes:
-        source: the engine that publishes it.
-        number: rising per incarnation.
-        stage: how far it has come.
-        request_id: from its first step.
-        router_key: the key that a router chose for it, from its first step; None: no router did.
-        steps: the steps so far; dropped when it is released.
-        extents: what the steps so far hold of each group, so that a new step is checked without going through them.
-        unfinished: where the blocks end of which only some layers are complete, by group.
-        layers: names of these layers.
-        mark_ends: ends of the prompt's marks so far.
-        step_count: how many steps arrived.
-        blocks: blocks published so far, over all groups.
-        expected_reads: the highest number that anyone stated.
-        valid_reads: distinct reads that ended VALID.
-        last_failure: the reason of the read that FAILED last; empty if there is none.
-        outcome: why it ends, set with ENDING; the first reason counts.
-        first_at: when the first step arrived.
-        final_at: the final deadline; no lease extends past it.
-        hold_until: when it ends as unread; applies while it has no live lease.
-        release_not_before: earliest release. At a restarted home, readers that it does not know may still be reading.
-        leases: the live leases.
-        reads: all leases ever granted on it, in order.
-        declined: it was declined before it arrived.
-        not_published: its source's client has given it up.
-        awaited_until: until when that is remembered.
-        tell_again_at: when its source is told of the release again, unless it acknowledges.
-        checksums: checksums of its blocks; dropped when it is released.
-    """
-
-    source: EngineRef
-    number: int
-    stage: PublicationStage = PublicationStage.AWAITED
-    request_id: str = ""
-    router_key: RouterKey | None = None
-    steps: list[PublicationStep] = field(default_factory=list)
+    source: EngineRef  # the engine that publishes it
+    number: int  # rising per incarnation
+    stage: PublicationStage = PublicationStage.AWAITED  # how far it has come
+    request_id: str = ""  # from its first step
+    router_key: RouterKey | None = None  # the key that a router chose for it, from its first step; None: no router did
+    steps: list[PublicationStep] = field(default_factory=list)  # the steps so far; dropped when it is released
+    # what the steps so far hold of each group, so that a new step is checked without going through them
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
+    # where the blocks end of which only some layers are complete, by group
     unfinished: dict[str, int] = field(default_factory=dict)
-    layers: set[str] = field(default_factory=set)
-    mark_ends: list[int] = field(default_factory=list)
-    step_count: int = 0
-    blocks: int = 0
-    expected_reads: int = 1
-    valid_reads: int = 0
-    last_failure: str = ""
-    outcome: PublicationOutcome | None = None
-    first_at: float = NEVER
-    final_at: float = NEVER
-    hold_until: float = NEVER
+    layers: set[str] = field(default_factory=set)  # names of the layers that are complete
+    mark_ends: list[int] = field(default_factory=list)  # ends of the prompt's marks so far
+    step_count: int = 0  # how many steps arrived
+    blocks: int = 0  # blocks published so far, over all groups
+    expected_reads: int = 1  # the highest number that anyone stated
+    valid_reads: int = 0  # distinct reads that ended VALID
+    last_failure: str = ""  # the reason of the read that FAILED last; empty if there is none
+    outcome: PublicationOutcome | None = None  # why it ends, set with ENDING; the first reason counts
+    first_at: float = NEVER  # when the first step arrived
+    final_at: float = NEVER  # the final deadline; no lease extends past it
+    hold_until: float = NEVER  # when it ends as unread; applies while it has no live lease
+    # Earliest release. At a restarted home, readers that it does not know may still be reading.
     release_not_before: float = 0.0
-    leases: set[Lease] = field(default_factory=set)
-    reads: list[Lease] = field(default_factory=list)
-    declined: bool = False
-    not_published: bool = False
-    awaited_until: float = NEVER
-    tell_again_at: float = NEVER
-    checksums: Checksums = field(default_factory=Checksums)
+    leases: set[Lease] = field(default_factory=set)  # the live leases
+    reads: list[Lease] = field(default_factory=list)  # all leases ever granted on it, in order
+    declined: bool = False  # declined before it arrived
+    not_published: bool = False  # its source's client has given it up
+    awaited_until: float = NEVER  # until when a decline is remembered
+    tell_again_at: float = NEVER  # when its source is told of the release again, unless it acknowledges
+    checksums: Checksums = field(default_factory=Checksums)  # checksums of its blocks; dropped when it is released
     scheduled: float = NEVER
 
     @property
@@ -198,31 +160,19 @@ class PublicationRecord:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A lease at its home. All times are seconds on the home's clock.
+    """A lease at its home. All times are seconds on the home's clock."""
 
-    Attributes:
-        lease_id: 16 random bytes; a secret of the reader.
-        number: its public name; rising per start of the home.
-        request: the reader's call that was accepted.
-        publication: the publication that is read.
-        granted_at: when it was granted.
-        expires: when it ends unless it is renewed; only moves later.
-        revoked: why it is not renewed any more; advice to the reader.
-        reports: by rank, those that arrived while it was live. Repeating one changes nothing.
-        ended_as: how it ended; None while it is live.
-        forget_at: until when its outcome is kept.
-    """
-
-    lease_id: bytes = field(repr=False)
-    number: int
-    request: LeaseRequest
-    publication: PublicationRecord
-    granted_at: float
-    expires: float
-    revoked: RevokeReason | None = None
+    lease_id: bytes = field(repr=False)  # 16 random bytes; a secret of the reader
+    number: int  # its public name; rising per start of the home
+    request: LeaseRequest  # the reader's call that was accepted
+    publication: PublicationRecord  # the publication that is read
+    granted_at: float  # when it was granted
+    expires: float  # when it ends unless it is renewed; only moves later
+    revoked: RevokeReason | None = None  # why it is not renewed any more; advice to the reader
+    # By rank, those that arrived while it was live. Repeating one changes nothing.
     reports: dict[int, RankReport] = field(default_factory=dict)
-    ended_as: LeaseState | None = None
-    forget_at: float = NEVER
+    ended_as: LeaseState | None = None  # how it ended; None while it is live
+    forget_at: float = NEVER  # until when its outcome is kept
     scheduled: float = NEVER
 
     @property

@@ -17,8 +17,7 @@ from kvferry.geometry.plane import Plane
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_REGION_CHECKS
 
-PLANE_BYTES = 512
-"""Bytes that a plane or group takes in memory beside its names, estimated."""
+PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 
 REGISTRATION_BYTES = 4096
 """Bytes that a registration takes in memory beside its planes, groups, identity and agent; estimated."""
@@ -39,11 +38,7 @@ class Registration:
     """One rank's cache. The constructor refuses a registration that contradicts itself.
 
     Attributes:
-        engine: the engine that the rank belongs to.
         num_ranks, identity, groups, partial: of the engine, the same in every rank's registration.
-        geometry: the rank's planes.
-        agent: the agent that serves the cache; None for a rank that only reads.
-        version: of the rank. No part of what a later registration of the rank has to repeat.
 
     Raises:
         InvalidField: the rank's index is not below `num_ranks`, or the agent has too many regions.
@@ -51,13 +46,13 @@ class Registration:
         BadAgentMetadata: the agent's metadata does not match its digest.
     """
 
-    engine: EngineRef
+    engine: EngineRef  # the engine that the rank belongs to
     num_ranks: int
     identity: Mapping[str, str]
     groups: tuple[Group, ...]
-    geometry: RankGeometry
-    agent: Agent | None
-    version: Version = OURS
+    geometry: RankGeometry  # the rank's planes
+    agent: Agent | None  # the agent that serves the cache; None for a rank that only reads
+    version: Version = OURS  # Of the rank. No part of what a later registration of the rank has to repeat.
     partial: bool = False
 
     def __post_init__(self) -> None:

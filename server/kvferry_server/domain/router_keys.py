@@ -23,29 +23,19 @@ from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up, released
 from kvferry_server.domain.reads import LeaseRequest
 
-ROUTER_KEY_BYTES = 1024
-"""Bytes that a remembered key, or a read that waits under one, takes in memory; estimated."""
+ROUTER_KEY_BYTES = 1024  # Bytes that a remembered key, or a read that waits under one, takes in memory; estimated
 
 
 @dataclass(slots=True, eq=False)
 class WaitingRead:
-    """A call that waits for a publication under a router's key. It has no lease yet.
+    """A call that waits for a publication under a router's key. It has no lease yet."""
 
-    Attributes:
-        number: names it in listings; rising per start of the home.
-        sources: the engines at which it waits: one, but for the first moments of a home.
-        router_key: the key.
-        request: what its reader asks for once the publication is known.
-        since: when it began, on the home's clock.
-        budget: the budget of which it takes 1.
-    """
-
-    number: int
-    sources: tuple[EngineRef, ...]
+    number: int  # names it in listings; rising per start of the home
+    sources: tuple[EngineRef, ...]  # the engines at which it waits: one, but for the first moments of a home
     router_key: RouterKey
-    request: LeaseRequest = field(repr=False)
-    since: float
-    budget: Budget = field(repr=False)
+    request: LeaseRequest = field(repr=False)  # what its reader asks for once the publication is known
+    since: float  # when it began, on the home's clock
+    budget: Budget = field(repr=False)  # the budget of which it takes 1
 
 
 @dataclass(frozen=True, slots=True)

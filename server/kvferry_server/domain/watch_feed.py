@@ -24,18 +24,12 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of an engine.
-
-    Attributes:
-        engine: the engine.
-        role: scheduler or rank.
-        rank: the rank; 0 for the scheduler.
-        node: address of the node server that relays for it; empty: it is a process of the home's own node.
-    """
+    """One process of an engine."""
 
     engine: EngineRef
-    role: Role
-    rank: int = 0
+    role: Role  # scheduler or rank
+    rank: int = 0  # the rank; 0 for the scheduler
+    # address of the node server that relays for it; empty: it is a process of the home's own node
     node: str = field(default="", compare=False)
 
 

@@ -19,19 +19,13 @@ from kvferry_server.home.home import Home
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadAnswer:
     """What a reader is told: what there is of the publication from `next_step` on. Encode it at once, since the
-    publication may change later.
-
-    Attributes:
-        lease: the lease.
-        next_step: index of the first step that the reader has not got.
-        accepted: the reader does not have the lease yet.
-        reference: the publication's own reference, if the reader does not have the lease and asked with a reference
-            that a router made; else empty.
-    """
+    publication may change later."""
 
     lease: Lease
-    next_step: int = 0
-    accepted: bool = False
+    next_step: int = 0  # index of the first step that the reader has not got
+    accepted: bool = False  # the reader does not have the lease yet
+    # the publication's own reference, if the reader does not have the lease and asked with a reference that a router
+    # made; else empty
     reference: str = field(default="", repr=False)
 
 

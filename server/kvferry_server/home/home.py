@@ -35,8 +35,7 @@ from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, Rel
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 
-EVENT_BYTES = 160
-"""Bytes that an event takes in memory while it is kept or waits to be sent; estimated."""
+EVENT_BYTES = 160  # Bytes that an event takes in memory while it is kept or waits to be sent; estimated
 
 FEED_BYTES = 2048
 """Bytes that the feed of a process takes in memory beside its events, estimated. A rank's feed has hardly any."""

@@ -19,8 +19,7 @@ from kvferry_server.servicers.callers import Context, identities_of
 from kvferry_server.servicers.limits import MAX_NOTIFICATIONS, MAX_TEXT
 from kvferry_server.servicers.notify import OF_A_SOURCE
 
-MAX_KEPT = 4096
-"""Callers whose grants are kept, per listener."""
+MAX_KEPT = 4096  # Callers whose grants are kept, per listener
 
 ENGINE, READER, RELAY = PolicyRole.ENGINE, PolicyRole.READER, PolicyRole.RELAY
 OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
@@ -28,17 +27,14 @@ OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a method takes.
+    """What a method takes."""
 
-    Attributes:
-        roles: whoever has all of these for every engine may call it, whatever the request says; none: everybody may.
-        needs: returns what one request takes; all of it must be granted.
-        or_roles: other roles that are enough for some requests. Whoever has neither these nor one of `roles` is refused
-            before the request is read.
-    """
-
+    # whoever has all of these for every engine may call it, whatever the request says; none: everybody may
     roles: tuple[PolicyRole, ...]
+    # returns what one request takes; all of it must be granted
     needs: Callable[[Any], Iterable[Need]]
+    # Other roles that are enough for some requests. Whoever has neither these nor one of `roles` is refused before the
+    # request is read.
     or_roles: tuple[PolicyRole, ...] = ()
 
 
@@ -104,8 +100,7 @@ def _always(role: PolicyRole) -> Entry:
     return Entry((role,), lambda _: (Need((role,)),))
 
 
-EVERYBODY = Entry((), lambda _: ())
-"""The entry of methods that everybody may call who can connect."""
+EVERYBODY = Entry((), lambda _: ())  # The entry of methods that everybody may call who can connect
 
 TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
