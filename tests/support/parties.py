@@ -129,7 +129,7 @@ class Scene:
         return self.lessor.report(lease.lease_id, lease.request.read.reader, done(*ranks, outcome=outcome))
 
     def renew(self, lease: Lease) -> float:
-        return self.lessor.renew(lease.lease_id, lease.request.read.reader).remaining
+        return self.lessor.renew(lease.lease_id, lease.request.read.reader).remaining(self.clock.now())
 
     def cancel(self, lease: Lease) -> None:
         self.lessor.cancel(lease.lease_id, lease.request.read.reader)

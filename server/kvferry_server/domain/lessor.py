@@ -29,7 +29,6 @@ from kvferry_server.domain.reads import (
     RankOutcome,
     RankReport,
     ReadKey,
-    Renewal,
     ReportAnswer,
     RevokeReason,
     Verdict,
@@ -49,12 +48,8 @@ class Lessor:
         self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Check that a reference entitles its bearer to the agents of its engine.
-
-        Args:
-            source: the engine.
-            number: number of the publication; 0: it is the engine's own reference.
-            key: the key in the reference.
+        """Check that a reference with this key entitles its bearer to the agents of its engine. The number is that of
+        the publication; 0: it is the engine's own reference.
 
         Raises:
             WrongKey: the key is not that of the publication, or of the engine.
@@ -112,8 +107,8 @@ class Lessor:
         lease = self._records.lease_of_read(read, self._records.advance(MAX_ENDED_AT_ONCE))
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
-    def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Renewal:
-        """Extend a lease to a ttl from now, within its limits. Never shortens or revives one.
+    def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
+        """Extend a lease to a ttl from now, within its limits. Never shortens or revives one. Returns the lease.
 
         Raises:
             LeaseEnded: this home has no record of the lease.
@@ -123,7 +118,7 @@ class Lessor:
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
             self._records.journal.renewal_unknown(reader)
-            raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
+            raise _unknown()
         extended = False
         if lease.live and lease.revoked is None:
             publication = lease.publication
@@ -134,7 +129,7 @@ class Lessor:
             elif not self._records.draining:
                 extended = self._extend(lease, engine, now)
         self._records.journal.renewed(lease, extended=extended)
-        return Renewal(lease.remaining(now), lease.revoked)
+        return lease
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
         """Return the publication of a live lease.
@@ -146,7 +141,7 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
+            raise _unknown()
         if not lease.live:
             raise LeaseEnded(f"{lease} has ended", lease_number=lease.number)
         return lease.publication
@@ -183,11 +178,8 @@ class Lessor:
         return ReportAnswer(verdict, len(lease.reports), lease.complete)
 
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
-        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent.
-
-        Raises:
-            WrongIdentity: the lease was acquired by another caller.
-        """
+        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
+        the lease was acquired by another caller."""
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is not None and lease.live:
@@ -196,10 +188,7 @@ class Lessor:
     def revoke(self, source: EngineRef, lease_number: int) -> Lease:
         """Renew a lease no more, for an operator, and advise its reader to stop. It ends by its time, or by its
         reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
-
-        Raises:
-            LeaseEnded: this home has no record of such a lease.
-        """
+        Raises `LeaseEnded` if this home has no record of such a lease."""
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._records.lease_of_number(source, lease_number, now)
         if lease is None:
@@ -229,8 +218,7 @@ class Lessor:
             except PublicationStale:
                 return
         if publication is None or not publication.declined:
-            most = self._limits.waiting_declines
-            check_limit("waiting_declines", len(engine.declined), most, self._times.ttl)
+            check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
             publication = publication or self._records.add_awaited(engine, number)
             engine.declined.add(publication)
@@ -279,3 +267,7 @@ class Lessor:
         reads that it expects even if they never come."""
         expected = min(request.expected_reads, self._limits.raised_reads)
         publication.expected_reads = max(publication.expected_reads, expected)
+
+
+def _unknown() -> LeaseEnded:
+    return LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")

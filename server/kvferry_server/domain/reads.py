@@ -99,14 +99,6 @@ class RoutedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewal:
-    """The answer to a renewal: the seconds that remain, and the reason if the lease is not renewed any more."""
-
-    remaining: float
-    revoked: RevokeReason | None
-
-
-@dataclass(frozen=True, slots=True)
 class ReportAnswer:
     """The answer to reports: the verdict, how many distinct ranks have reported, and whether all have."""
 

@@ -51,11 +51,7 @@ class Records:
     however late the home's timer is.
 
     Args:
-        clock: where the time comes from.
-        times: the durations in force.
-        limits: how much the home holds at most.
-        memory: budget of the home's memory; None: one of its own.
-        journal: what is noted of publications and leases; None: one of its own.
+        memory, journal: those of the home; None: its own.
 
     Attributes:
         engines: the publications of each engine, by incarnation.
@@ -78,8 +74,7 @@ class Records:
         memory: MemoryBudget | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.times = times
-        self.limits = limits
+        self.times, self.limits = times, limits
         self.memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = journal or Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
@@ -103,12 +98,8 @@ class Records:
     # Time.
 
     def advance(self, most: int | None = None) -> float:
-        """End and release what is due. Returns the present, in seconds on the home's clock.
-
-        Args:
-            most: leases, and publications, to act on in this call; None: all. The others stay due; looking one of them
-                up still gives its state as of the present.
-        """
+        """End and release what is due. Returns the present, in seconds on the home's clock. Acts on at most so many
+        leases, and publications; None: on all. The others stay due; looking one up still gives its present state."""
         now = self._clock.now()
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
         self._lease_deadlines.advance(now, self._on_lease_due, most)
@@ -153,10 +144,8 @@ class Records:
 
     def publication(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord | None:
         """Return a publication of an engine as of the present, even if `advance` has not acted on its deadline yet.
-
         Leases on it whose deadline `advance` has not acted on still count as live: then it stays held or pinned for a
-        moment longer.
-        """
+        moment longer."""
         publication = engine.publications.get(number)
         if publication is not None and publication.due() <= now:
             self._on_publication_due(publication, now)
@@ -180,12 +169,8 @@ class Records:
         return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return how many leases are live, and when the last of them ends, in seconds on the home's clock; 0 if there
-        is none.
-
-        Args:
-            source: only leases on this incarnation's publications; None: all.
-        """
+        """Return how many leases on the publications of an incarnation (None: of all) are live, and when the last of
+        them ends, in seconds on the home's clock; 0 if there is none."""
         engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
         return sum(engine.live_leases for engine in engines), max((each.live_until() for each in engines), default=0.0)
 
@@ -397,18 +382,13 @@ class Records:
     def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:
             return None
-        if lease.due() <= now:
-            self._on_lease_due(lease, now)
-        if lease.due() <= now:
-            # It ended so long ago that its outcome is due to be forgotten as well.
+        while lease.due() <= now:
+            # Twice, if it ended so long ago that its outcome is due to be forgotten as well.
             self._on_lease_due(lease, now)
         return self.leases_by_id.get(lease.lease_id)
 
     def _list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
-        listed = self.reads_by_source.get(source)
-        if listed is None:
-            listed = self.reads_by_source[source] = Ordered()
-        listed.add(key, read)
+        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
 
     def _unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
         listed = self.reads_by_source[source]

@@ -103,11 +103,7 @@ class Registry:
     """The engines whose home this is. Not thread-safe: it belongs to its home's event loop.
 
     Args:
-        clock: where the time comes from.
-        times: the durations in force.
-        limits: how much the home holds at most.
-        memory: budget of the home's memory; None: one of its own.
-        journal: what is noted of engines and ranks; None: one of its own.
+        memory, journal: those of the home; None: its own.
     """
 
     def __init__(
@@ -175,12 +171,8 @@ class Registry:
         raise self._unknown(ref.engine_id)
 
     def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
-        """Return an engine by its name, for readers. Raises as `find`; a dead engine is unknown.
-
-        Args:
-            engine_id: the engine.
-            incarnation: the incarnation expected; empty: any.
-        """
+        """Return an engine by its name and its incarnation (empty: any), for readers. Raises as `find`; a dead engine
+        is unknown."""
         found = [self.find(EngineRef(engine_id, incarnation))] if incarnation else self._named(engine_id)
         for engine in found:
             if not engine.dead:
@@ -189,11 +181,8 @@ class Registry:
 
     def find_named(self, engine_ids: Sequence[str]) -> list[Engine]:
         """Return the living engines of these names, for readers that know no incarnation: mostly one. Which one is
-        meant, only a key can tell: whoever names an engine after another one must not take its readers.
-
-        Raises:
-            EngineUnknown, HomeRecovering: none has any of these names.
-        """
+        meant, only a key can tell: whoever names an engine after another one must not take its readers. Raises
+        `EngineUnknown` or `HomeRecovering` if none has any of these names."""
         named = (engine for engine_id in engine_ids for engine in self._named(engine_id))
         found = [engine for engine in named if not engine.dead]
         if not found:
@@ -222,12 +211,8 @@ class Registry:
     # Watches and registrations of an engine's processes.
 
     def open_engine(self, ref: EngineRef, secret: bytes, host: str = "") -> Engine:
-        """Open the scheduler's Watch of an incarnation, new or known. Returns its engine.
-
-        Args:
-            ref: the incarnation.
-            secret: the secret of its session.
-            host: the host that the Watch comes from; empty if unknown.
+        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown). Returns
+        its engine.
 
         Raises:
             WrongSession: the secret is not that of the incarnation.
@@ -275,12 +260,8 @@ class Registry:
             self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
 
     def evict(self, ref: EngineRef) -> None:
-        """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent.
-
-        Raises:
-            EngineUnknown: this home has never had it, or has forgotten it.
-            HomeRecovering: this home has just started, and it is not back yet.
-        """
+        """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent. Raises
+        `EngineUnknown` or `HomeRecovering` if this home does not have it."""
         now = self.advance()
         if self._is_retired(ref):
             return
@@ -292,12 +273,8 @@ class Registry:
         self._retired.add(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for its own scheduler, which stops in order. Call `check_session` before.
-
-        Raises:
-            LimitReached: the host of its scheduler has retired too many.
-            KvferryError: all that `find` raises.
-        """
+        """End an incarnation for good, for its own scheduler, which stops in order. Call `check_session` before. Raises
+        as `find`, and `LimitReached` if the host of its scheduler has retired too many."""
         now = self.advance()
         engine = self.find(ref)
         self._retired.add(ref, now, engine.host)
@@ -305,13 +282,8 @@ class Registry:
         self._forget(engine, stopped=True)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
-        """Open the Watch of a rank's process. Returns its engine.
-
-        Args:
-            ref: the incarnation.
-            secret: the secret of its session.
-            rank: the rank.
-            node: address of the node server that relays for it; empty: it is a process of the home's own node.
+        """Open the Watch of a rank's process, relayed by a node server at the address `node`; empty: it is a process of
+        the home's own node. Returns its engine.
 
         Raises:
             InvalidField: the engine has no such rank.
@@ -340,11 +312,8 @@ class Registry:
             self._deadlines.put(engine)
 
     def rank_left(self, ref: EngineRef, rank: int) -> None:
-        """Note that a relayed rank's process has ended, as its node server says. Its Watch ends next.
-
-        Raises:
-            InvalidField: no node server relays for this rank.
-        """
+        """Note that a relayed rank's process has ended, as its node server says. Its Watch ends next. Raises
+        `InvalidField` if no node server relays for this rank."""
         engine = self.find(ref)
         if rank not in engine.nodes:
             raise InvalidField("rank_left.rank", rank, "a rank for which another node server relays")
@@ -352,11 +321,7 @@ class Registry:
 
     def completed_by(self, registration: Registration, secret: bytes) -> EngineDescription | None:
         """Return the description of an engine with a rank that is the last to register, for what is checked before it
-        does; None: others are missing, or it has registered before.
-
-        Raises:
-            KvferryError: all that `register` raises.
-        """
+        does; None: others are missing, or it has registered before. Raises as `register`."""
         self.advance()
         return self._check_registration(registration, secret).completed_by(registration)
 
@@ -487,10 +452,8 @@ class Registry:
 
 
 def check_secret(ref: EngineRef, secret: bytes) -> None:
-    """Raise `WrongSession` unless the secret is that of the incarnation.
-
-    This needs no record of the engine, so a restarted home recognises its engines and accepts no impostor.
-    """
+    """Raise `WrongSession` unless the secret is that of the incarnation. This needs no record of the engine, so a
+    restarted home recognises its engines and accepts no impostor."""
     if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
         wrong = f"is not that of {ref}" if secret else f"of {ref} is missing"
         problem = f"the session secret {wrong}: its ranks need the token that its scheduler made at this start"

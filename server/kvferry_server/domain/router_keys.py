@@ -154,18 +154,9 @@ class RouterKeys:
     def decline(
         self, key: RouterKey, holder: Hashable, now: float, until: float, *, not_published: bool = False
     ) -> None:
-        """Remember that a key was declined before its publication arrived.
-
-        Args:
-            key: the key, as it was declined.
-            holder: who declined.
-            now: the present.
-            until: until when it is remembered.
-            not_published: the source has given it up.
-
-        Raises:
-            LimitReached: this caller has declined too many, or there is no memory for it.
-        """
+        """Remember until a time that a key was declined by `holder` before its publication arrived; or, with
+        `not_published`, given up by its source. Raises `LimitReached` if this caller has declined too many, or there is
+        no memory for it."""
         self._drop_old(now)
         check_budget("waiting_declines", self._declines, holder, until - now)
         self._memory.check(self._source, ROUTER_KEY_BYTES)

@@ -57,11 +57,8 @@ class Routing:
         return asked.of(publication.source, publication.number, self._records.key(publication))
 
     def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Changed` tells when it must look again.
-
-        Raises:
-            LimitReached: too many reads of this caller wait for publications of the engine, at each of the sources.
-        """
+        """Note that a read waits, until `end_wait`: `Changed` tells when it must look again. Raises `LimitReached` if
+        too many reads of this caller wait for publications of the engine, at each of the sources."""
         now, asked = self._records.advance(MAX_ENDED_AT_ONCE), routed.request
 
         def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
@@ -86,11 +83,7 @@ class Routing:
         """End a publication that nobody will read, as `Lessor.decline` does. If it has not arrived, reads that wait for
         it end, and the decline is remembered for `max_wait` seconds. Idempotent.
 
-        Args:
-            sources: the engine.
-            wanted: the key in the reference.
-            holder: who declines.
-            not_published: it is the source's client that has given the publication up; readers are told so.
+        With `not_published`, readers are told that the source's client has given the publication up.
 
         Raises:
             WrongKey: the publication of this name has another key.

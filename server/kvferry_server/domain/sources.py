@@ -48,22 +48,13 @@ class Sources:
     # Engines come and go.
 
     def open(self, source: EngineRef, secret: bytes) -> None:
-        """Note that an incarnation's Watch is open. An incarnation without records here must send its snapshot.
-
-        Args:
-            source: the incarnation.
-            secret: the secret of its session.
-        """
+        """Note that an incarnation's Watch is open. An incarnation without records here must send its snapshot."""
         self._records.advance(MAX_ENDED_AT_ONCE)
-        engine = self._records.engines.get(source)
-        if engine is None:
-            waits, declines = Budget(self._limits.waiting_reads), Budget(self._limits.waiting_declines)
-            router_keys = RouterKeys(source, self._memory, waits, declines)
-            self._records.engines[source] = EnginePublications(
-                source, secret, Budget(self._limits.waiting_reads), router_keys
-            )
-        else:
-            engine.standing = Standing.LIVE
+        if source not in self._records.engines:
+            leases, waits = Budget(self._limits.waiting_reads), Budget(self._limits.waiting_reads)
+            router_keys = RouterKeys(source, self._memory, waits, Budget(self._limits.waiting_declines))
+            self._records.engines[source] = EnginePublications(source, secret, leases, router_keys)
+        self._records.engines[source].standing = Standing.LIVE
 
     def lose(self, source: EngineRef) -> None:
         """Note that an engine's Watch is lost: its leases are not renewed until it is back."""
@@ -88,10 +79,8 @@ class Sources:
         self._records.close_if_empty(engine)
 
     def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
-        """Set the engine's groups, which its first rank has registered.
-
-        Publications from a snapshot that arrived before are checked now; those that fail are aborted (R7).
-        """
+        """Set the engine's groups, which its first rank has registered. Publications from a snapshot that arrived
+        before are checked now; those that fail are aborted (R7)."""
         engine, now = self._records.begin(source)
         if engine.groups is not None:
             return
@@ -142,14 +131,8 @@ class Sources:
         """Abort a publication: no new leases and no renewals; it is released when its last live lease ends. Idempotent.
 
         A publication that has not arrived is released as well, and cannot arrive any more: its source keeps the blocks
-        until it is told of the release.
-
-        Args:
-            source, number: the publication.
-            not_published: its source's client has given it up; readers are told so.
-
-        Raises:
-            LimitReached: the engine has too many publications.
+        until it is told of the release. With `not_published`, readers are told that the source's client has given it
+        up. Raises `LimitReached` if the engine has too many publications.
         """
         engine, now = self._records.begin(source)
         publication = self._records.publication(engine, number, now)
@@ -167,11 +150,8 @@ class Sources:
         self._abort(publication, now)
 
     def withdraw(self, source: EngineRef, number: int) -> PublicationRecord:
-        """Abort a publication for an operator, as `abort` does for its source. Returns its record. Idempotent.
-
-        Raises:
-            PublicationStale: it has not arrived, or was forgotten.
-        """
+        """Abort a publication for an operator, as `abort` does for its source. Returns its record. Idempotent. Raises
+        `PublicationStale` if it has not arrived, or was forgotten."""
         engine, now = self._records.begin(source)
         publication = self._records.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
@@ -212,13 +192,8 @@ class Sources:
     def add_checksums(
         self, source: EngineRef, number: int, rank: int, pages: Iterable[ChecksumPage], *, last: bool
     ) -> None:
-        """Keep checksums of a publication's blocks until it is released. Idempotent.
-
-        Args:
-            source, number: the publication.
-            rank: whose blocks were summed.
-            pages: checksums of planes and blocks that exist.
-            last: the rank sends no more.
+        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent. With `last`, the
+        rank sends no more.
 
         Raises:
             InvalidField: a page contradicts another one.
@@ -229,8 +204,7 @@ class Sources:
         engine = self._records.of_engine(source)
         new = publication.checksums.new(pages)
         size = sum(page.size for page in new)
-        most = self._limits.checksum_bytes
-        check_limit("checksum_bytes", engine.checksum_bytes + size, most, self._times.ttl)
+        check_limit("checksum_bytes", engine.checksum_bytes + size, self._limits.checksum_bytes, self._times.ttl)
         self._memory.check(source, size)
         self._memory.take(source, size)
         publication.checksums.add(new)
@@ -251,9 +225,8 @@ class Sources:
         engine.snapshot, engine.snapshot_name = set(), name
 
     def end_snapshot(self, source: EngineRef, high_water: int, name: bytes = b"") -> None:
-        """End a snapshot: abort the publications with numbers up to `high_water` that the source did not name.
-
-        Later numbers are left alone: a snapshot that is delivered twice must not end what was published after it.
+        """End a snapshot: abort the publications with numbers up to `high_water` that the source did not name. Later
+        numbers are left alone: a snapshot that is delivered twice must not end what was published after it.
 
         Raises:
             InvalidField: this home saw no begin of this snapshot, because it restarted since or another has begun.
@@ -323,9 +296,8 @@ class Sources:
         self._records.end_if_read(publication, now)
 
     def _abort(self, publication: PublicationRecord, now: float) -> None:
-        self._records.revoke(
-            publication, RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
-        )
+        reason = RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
+        self._records.revoke(publication, reason)
         self._records.end(publication, PublicationOutcome.ABORTED, now)
 
     def _touch(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:

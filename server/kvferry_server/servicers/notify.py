@@ -168,10 +168,10 @@ def _from_reader(
 ) -> pb.NotificationResult:
     if kind == "renew":
         lease_id = checks.random_bytes("renew.lease_id", notification.renew.lease_id)
-        with home.turn():
-            renewal = home.lessor.renew(lease_id, sender, names)
-        revoked = encode.revoke_reason(renewal.revoked)
-        return pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(renewal.remaining), revoked=revoked))
+        with home.turn() as now:
+            lease = home.lessor.renew(lease_id, sender, names)
+        remaining, revoked = to_duration(lease.remaining(now)), encode.revoke_reason(lease.revoked)
+        return pb.NotificationResult(renewed=pb.Renewed(remaining=remaining, revoked=revoked))
     if kind == "read_done":
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
         reports = decode.reports(notification.read_done, home.limits.ranks)
