@@ -225,11 +225,7 @@ class Journal:
     def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         """Note that the live leases of a publication are not renewed any more."""
         self._publication(
-            logging.INFO,
-            "leases_revoked",
-            publication,
-            reason=reason.name,
-            live_leases=len(publication.leases),
+            logging.INFO, "leases_revoked", publication, reason=reason.name, live_leases=len(publication.leases)
         )
 
     def renewed(self, lease: Lease, *, extended: bool) -> None:

@@ -81,8 +81,5 @@ def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
     """
     if count >= most:
         raise LimitReached(
-            f"{limit}: the server holds {count} of at most {most}",
-            retry_after=retry_after,
-            limit=limit,
-            value=most,
+            f"{limit}: the server holds {count} of at most {most}", retry_after=retry_after, limit=limit, value=most
         )

@@ -115,9 +115,7 @@ class PublicationRecord:
             self.blocks += new.num_blocks
             before = self.extents.get(new.group) or PublishedExtent(new.first_token, new.end, 0)
             self.extents[new.group] = PublishedExtent(
-                min(before.first_token, new.first_token),
-                max(before.end_token, new.end),
-                before.blocks + new.num_blocks,
+                min(before.first_token, new.first_token), max(before.end_token, new.end), before.blocks + new.num_blocks
             )
         if step.groups:
             self.unfinished, self.layers = {}, set()

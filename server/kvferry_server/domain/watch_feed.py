@@ -9,7 +9,7 @@ import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
@@ -33,15 +33,7 @@ class Process:
     node: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReleaseEvent:
-    """The source may reuse a publication's blocks. This is state: part of every full state until acknowledged."""
-
-    publication: PublicationRecord
-
-
-@dataclass(frozen=True, slots=True)
-class RankLost:
+class RankLost(NamedTuple):
     """The process of a rank is gone; with `node_lost`, together with the `node` server that relayed for it."""
 
     rank: int
@@ -49,12 +41,12 @@ class RankLost:
     node_lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
+class Draining(NamedTuple):
     """The node server takes no new work."""
 
 
-Event: TypeAlias = ReleaseEvent | RankLost | Draining
+Event: TypeAlias = PublicationRecord | RankLost | Draining
+"""A publication: its source may reuse the blocks. This is state: part of every full state until acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +92,8 @@ class Feed:
             self._dropped = next(iter(self._events))
             self._remove(self._dropped)
         self._events[self.sequence] = Numbered(self.sequence, event)
-        if isinstance(event, ReleaseEvent):
-            self._releases.setdefault(event.publication.number, []).append(self.sequence)
+        if isinstance(event, PublicationRecord):
+            self._releases.setdefault(event.number, []).append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the releases of these publications: the process knows of them."""
@@ -129,8 +121,7 @@ class Feed:
 
     def _remove(self, sequence: int) -> None:
         event = self._events.pop(sequence).event
-        if isinstance(event, ReleaseEvent):
-            number = event.publication.number
-            self._releases[number].remove(sequence)
-            if not self._releases[number]:
-                del self._releases[number]
+        if isinstance(event, PublicationRecord):
+            self._releases[event.number].remove(sequence)
+            if not self._releases[event.number]:
+                del self._releases[event.number]

@@ -126,8 +126,5 @@ def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
 
 def _timeout(problem: str, source: EngineRef, number: int, wait: float) -> PublicationTimeout:
     return PublicationTimeout(
-        f"{problem} within {wait:.3f} s",
-        engine_id=source.engine_id,
-        publication=number,
-        waited_ms=round(wait * 1000),
+        f"{problem} within {wait:.3f} s", engine_id=source.engine_id, publication=number, waited_ms=round(wait * 1000)
     )

@@ -31,7 +31,7 @@ from kvferry_server.domain.registry import RankDied, Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, ReleaseEvent, Role
+from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, Role
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 
@@ -234,8 +234,7 @@ class Home:
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
-        released = map(ReleaseEvent, self.records.released(process.engine))
-        return [*released, *map(engine.rank_lost, sorted(engine.lost_ranks))]
+        return [*self.records.released(process.engine), *map(engine.rank_lost, sorted(engine.lost_ranks))]
 
     def reference(self, publication: PublicationRecord) -> str:
         """Return the reference of a publication."""
@@ -267,7 +266,7 @@ class Home:
         for effect in self.records.take_effects():
             if isinstance(effect, Released):
                 scheduler = Process(effect.publication.source, Role.SCHEDULER)
-                self._push(scheduler, ReleaseEvent(effect.publication))
+                self._push(scheduler, effect.publication)
             else:
                 self.wakeups.wake(effect)
 

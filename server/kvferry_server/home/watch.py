@@ -4,36 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import PeerRestarted, ServerDraining, WatchTakenOver
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
 
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A Watch is open; with `resumed`, it goes on where the last one ended, without a full state."""
-
-    resumed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """The full state has been sent. With `need_resync`, the process must send its own state again."""
-
-    need_resync: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Lagged:
-    """This many events were dropped; the full state follows."""
-
-    dropped: int
-
-
-WatchMessage: TypeAlias = Opened | Numbered | Synced | Lagged
+WatchMessage: TypeAlias = pb.WatchOpened | Numbered | pb.WatchSynced | pb.WatchLagged
 
 
 async def watch(
@@ -65,7 +43,7 @@ async def watch(
         # A home that needs a resync must send the full state: only `synced`, at its end, can say so.
         resumed = resumed and not home.need_resync(process)
     try:
-        yield Opened(resumed)
+        yield pb.WatchOpened(resumed=resumed)
         if not resumed:
             told = feed.sequence
             async with aclosing(_full_state(home, feed, number)) as messages:
@@ -76,7 +54,7 @@ async def watch(
                 waker.clear()
                 dropped = feed.dropped_after(told)
                 if dropped:
-                    yield Lagged(dropped)
+                    yield pb.WatchLagged(dropped=dropped)
                     told = feed.sequence
                     async with aclosing(_full_state(home, feed, number)) as messages:
                         async for message in messages:
@@ -107,14 +85,15 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
         # take what is sent, so further ones count.
         home.memory.check(process.engine, size)
     feed.full_states += 1
+    home.memory.take(process.engine, size)
     try:
-        with home.memory.holding(process.engine, size):
-            for event in events:
-                _check_current(feed, number)
-                yield Numbered(0, event)
+        for event in events:
+            _check_current(feed, number)
+            yield Numbered(0, event)
     finally:
+        home.memory.give(process.engine, size)
         feed.full_states -= 1
-    yield Synced(home.need_resync(process))
+    yield pb.WatchSynced(need_resync=home.need_resync(process))
 
 
 def _check_current(feed: Feed, number: int) -> None:

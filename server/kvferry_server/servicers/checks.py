@@ -45,8 +45,7 @@ def agent_key(value: bytes) -> bytes:
 def engine_ref(field: str, message: pb.EngineRef) -> EngineRef:
     """Return an engine reference; raises `InvalidField` for a malformed one."""
     return EngineRef(
-        text(f"{field}.engine_id", message.engine_id),
-        random_bytes(f"{field}.incarnation", message.incarnation),
+        text(f"{field}.engine_id", message.engine_id), random_bytes(f"{field}.incarnation", message.incarnation)
     )
 
 

@@ -100,7 +100,7 @@ class KVTransfer(KVTransferServicer):
         if pages is None:
             pages = await self._worker.run(host, size, answer)
         for page in pages:
-            with home.memory.answering(host or reader, host, len(page)):
+            with home.memory.answer(host or reader, host, len(page)):
                 yield page
 
     async def ReadBlocks(  # type: ignore[override]  # It returns an encoded message.
@@ -117,8 +117,7 @@ class KVTransfer(KVTransferServicer):
         found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
         answer = encode.read_answer(home.epoch, found, home.times, home.clock.now())
         asked = found.lease.request
-        taken = home.memory.answer(asked.holder, asked.host, len(answer))
-        on_end(context, taken)
+        on_end(context, home.memory.answer(asked.holder, asked.host, len(answer)).close)
         return answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:

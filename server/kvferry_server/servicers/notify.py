@@ -126,8 +126,7 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
         with home.turn() as now:
             publication = home.sources.publish(sender, step)
             published = pb.Published(
-                reference=home.reference(publication),
-                final_remaining=to_duration(publication.final_at - now),
+                reference=home.reference(publication), final_remaining=to_duration(publication.final_at - now)
             )
         return pb.NotificationResult(published=published)
     with home.turn():
