@@ -61,10 +61,7 @@ LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """What has happened at one home. Not thread-safe: it belongs to its home's event loop.
-
-    Args:
-        clock: where the time comes from."""
+    """What has happened at one home. Not thread-safe: it belongs to its home's event loop."""
 
     clock: Clock
     engine_events: Counter[str] = counter(
@@ -195,19 +192,10 @@ class Journal:
         if state is LeaseState.VALID:
             self.read_bytes += size
         publication, reader = lease.publication, lease.request.read.reader
+        of, name = publication.source, publication.request_id
+        times = lease.granted_at, now
         self.last_reads.append(
-            EndedRead(
-                lease.number,
-                publication.source,
-                reader,
-                publication.number,
-                publication.request_id,
-                state,
-                lease.granted_at,
-                now,
-                size,
-                lease.reason,
-            )
+            EndedRead(lease.number, of, reader, publication.number, name, state, *times, size, lease.reason)
         )
         self._lease(
             logging.DEBUG if state in EXPECTED_ENDS else logging.WARNING,

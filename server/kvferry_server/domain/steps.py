@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry._wire.blocks_codec import runs_to_proto
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import Group, GroupKind
-from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import RouterKey
 
 
@@ -38,13 +36,11 @@ class PublicationStep:
     router_key: RouterKey | None = None  # the key under which readers wait for the publication; in the first step only
     unfinished: Unfinished | None = None  # blocks that readers may read layer by layer; not in the last step
     marks: tuple[PromptMark, ...] = ()  # marks of the prompt, beside those of the steps before
-    # the `Blocks` message of the step, as every reader gets it; empty: made from the rest
+    # the `Blocks` message of the step, as every reader gets it
     encoded: bytes = field(default=b"", repr=False, compare=False)
     size: int = field(init=False, repr=False, compare=False)  # estimated bytes that it takes in memory
 
     def __post_init__(self) -> None:
-        if not self.encoded:
-            object.__setattr__(self, "encoded", _encoded(self))
         # Counted once: a publication may have a hundred thousand steps, which are released together.
         object.__setattr__(self, "size", _size(self))
 
@@ -67,15 +63,6 @@ class PublishedExtent:
     first_token: int
     end_token: int
     blocks: int
-
-
-def _encoded(step: PublicationStep) -> bytes:
-    marks = (pb.PromptMark(end=mark.end, digest=mark.digest) for mark in step.marks)
-    told = pb.Blocks(step=step.index, groups=map(runs_to_proto, step.groups), marks=marks)
-    if step.unfinished is not None:
-        groups = map(runs_to_proto, step.unfinished.groups)
-        told.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=step.unfinished.layers))
-    return told.SerializeToString()
 
 
 def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
-from kvferry._wire.authority import proves_agent
+from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
 from kvferry._wire.blocks_codec import runs_from_proto
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
@@ -25,7 +25,7 @@ from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, R
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.steps import PromptMark, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
-from kvferry_server.servicers.checks import agent_key, engine_ref, positive, random_bytes, session_secret, text
+from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text
 from kvferry_server.servicers.limits import (
     MAX_AGENT_NAME,
     MAX_GROUPS,
@@ -219,9 +219,7 @@ def _marks(messages: Sequence[pb.PromptMark]) -> tuple[PromptMark, ...]:
     for mark in messages:
         if not mark.end:
             raise InvalidField("publish.marks.end", 0, "at least 1")
-        if len(mark.digest) != MARK_BYTES:
-            raise InvalidField("publish.marks.digest", f"{len(mark.digest)} bytes", f"{MARK_BYTES} bytes")
-    return tuple(PromptMark(mark.end, mark.digest) for mark in messages)
+    return tuple(PromptMark(mark.end, exactly("publish.marks.digest", mark.digest, MARK_BYTES)) for mark in messages)
 
 
 def _router_key(message: pb.Publish) -> RouterKey | None:
@@ -270,16 +268,14 @@ def _identity(entries: Mapping[str, str]) -> dict[str, str]:
 def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
     if not 1 <= len(message.metadata) <= MAX_METADATA:
         raise InvalidField("agent.metadata", f"{len(message.metadata)} bytes", f"1 to {MAX_METADATA} bytes")
-    if len(message.metadata_sha256) != 32:
-        raise InvalidField("agent.metadata_sha256", f"{len(message.metadata_sha256)} bytes", "32 bytes")
     name = text("agent.name", message.name, most=MAX_AGENT_NAME)
-    if not proves_agent(agent_key(key), name):
+    if not proves_agent(exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
         # NIXL knows agents by name: with this one, readers would take it for the agent of the rank that has the key.
         raise InvalidField("agent_key", f"{len(key)} bytes", f"the key that agent {name[:80]!r} is named after")
     return Agent(
         name=name,
         metadata=message.metadata,
-        metadata_sha256=message.metadata_sha256,
+        metadata_sha256=exactly("agent.metadata_sha256", message.metadata_sha256, 32),
         regions=tuple(region_from_proto(region) for region in message.regions),
     )
 
