@@ -21,7 +21,6 @@ class Budget:
     """A capacity that many holders share.
 
     Args:
-        capacity: what all holders together may hold.
         floor: what each holder gets as long as anything is free, whatever the others hold; by default a 256th.
     """
 
@@ -63,10 +62,8 @@ def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: floa
 
     Args:
         limit: the name of the limit, for the error.
-        budget: what is shared.
         holder: who wants more; empty or None: callers that cannot be told apart.
         retry_after: seconds after which there may be room.
-        size: how much more.
     """
     if not budget.fits(holder, size):
         raise LimitReached(
@@ -85,7 +82,6 @@ class MemoryBudget:
     counted per engine only.
 
     Args:
-        capacity: bytes of the home.
         floor: bytes that every engine gets, even beyond `capacity`.
         retry_after: seconds after which there may be room, for errors.
     """

@@ -162,9 +162,6 @@ def check_indexes(group: Group, extents: Mapping[str, PublishedExtent], page: Ch
     """Check that the blocks of a page of checksums were published.
 
     Args:
-        group: the group of the page's plane.
-        extents: what was published, by group.
-        page: the page.
         complete: no further steps of the publication will arrive.
 
     Raises:

@@ -46,8 +46,6 @@ class DeadlineQueue(Generic[Item]):
         """Call `act` for every item that is due, the earliest first. `act` must move the item's deadline past `now`.
 
         Args:
-            now: the present.
-            act: takes an item and the present.
             most: how many items to look at in this call; None: all.
         """
         looked_at = 0

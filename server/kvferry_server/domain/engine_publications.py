@@ -113,7 +113,6 @@ class EnginePublications:
         other.
 
         Args:
-            number: of the publication.
             not_before: numbers skipped before this time are stale as well.
         """
         since = self.skipped.get(number)

@@ -123,13 +123,7 @@ class Journal:
     # Publications.
 
     def moved(self, publication: PublicationRecord, before: PublicationStage | None, now: float) -> None:
-        """Note that a publication is at another stage than `before`; None: it is new.
-
-        Args:
-            publication: at its new stage.
-            before: its stage before.
-            now: the present.
-        """
+        """Note that a publication is at another stage than `before`; None: it is new."""
         if before is not None:
             self.stages[before] -= 1
         stage = publication.stage
@@ -243,9 +237,6 @@ class Journal:
         """Note that a notification was refused.
 
         Args:
-            kind: of the notification.
-            reason: name of the error's reason.
-            values: of the error.
             sender: the engine that sent it; None: unknown.
         """
         self.refused[kind, reason] += 1

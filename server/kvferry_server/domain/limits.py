@@ -75,8 +75,6 @@ def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
 
     Args:
         limit: a field of `Limits`, for the error.
-        count: how many there are.
-        most: how many there may be.
         retry_after: seconds after which there may be room.
     """
     if count >= most:

@@ -62,8 +62,6 @@ class RouterKeys:
     """The router keys of one incarnation.
 
     Args:
-        source: the incarnation.
-        memory: budget of the home's memory.
         waits: budget of reads that wait, by the reader's host.
         declines: budget of declines that came before their publications, by who declined.
 

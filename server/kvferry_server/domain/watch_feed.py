@@ -61,11 +61,9 @@ class Feed:
     """The events of one process. Not thread-safe.
 
     Args:
-        process: the process that watches.
         kept: how many events are kept.
 
     Attributes:
-        process: the process that watches.
         sequence: number of the last event, from 1; 0 before the first.
         current_watch: number of the Watch that the feed serves; older ones were taken over.
         full_states: how many Watches, older ones included, are being sent the full state.

@@ -36,8 +36,6 @@ async def read_blocks(
     that the reader has not got; or with nothing new when the wait is over. Cancelling it does not end the lease.
 
     Args:
-        home: the source's home.
-        request: the reader's call.
         wait: seconds to wait for something new.
         lease_id: the lease that the reader has. If it is empty, or another lease's, the answer has the lease and all
             steps, and is not waited for.

@@ -48,10 +48,7 @@ class Home:
     """One home. Not thread-safe: it belongs to the event loop that runs it.
 
     Args:
-        clock: where the time comes from.
-        times: the durations in force.
         advertise: the address to put into references, at which others reach this home.
-        limits: how much it holds at most.
 
     Attributes:
         epoch: 16 bytes, random per start.
@@ -147,11 +144,6 @@ class Home:
 
     def open_watch(self, process: Process, secret: bytes, host: str = "") -> Feed:
         """Open a process's Watch, within a turn. Returns its feed.
-
-        Args:
-            process: the process that watches.
-            secret: the secret of its engine's session.
-            host: the host that the Watch comes from; empty if unknown.
 
         Raises:
             LimitReached: the engine takes too much memory.

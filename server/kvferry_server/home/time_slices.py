@@ -21,11 +21,7 @@ answer, and waits for a slice of others in each."""
 
 
 class TimeSlices:
-    """The time slices of one event loop, which belong to its home.
-
-    Args:
-        clock: returns seconds.
-    """
+    """The time slices of one event loop, which belong to its home."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,12 +38,7 @@ class TimeSlices:
         return self._clock() > self._until
 
     async def begin(self, host: str, *, short: bool) -> None:
-        """Begin to work: at once if the slice of this pass has time left, otherwise when it is this host's turn.
-
-        Args:
-            host: the host that the call came from; empty: this one.
-            short: the call is short.
-        """
+        """Begin to work: at once if the slice of this pass has time left, otherwise when it is this host's turn."""
         if self._given or self._short or self._long or self.over:
             await self.wait(host, short=short)
         elif math.isinf(self._until):
@@ -77,9 +68,6 @@ class TimeSlice:
     """The time slices of one call.
 
     Args:
-        slices: those of the event loop.
-        host: the host that the call came from; empty: this one.
-        short: the call is short.
         recheck: called after other calls have worked, because what was checked before may no longer hold; an error that
             it raises ends the call.
     """

@@ -20,12 +20,8 @@ async def watch(
     """Serve a process's Watch: yield its full state, or the events after `resume_sequence`, then events as they happen.
 
     Args:
-        home: the engine's home.
-        process: the process that watches.
-        secret: the secret of its engine's session.
         resume_epoch: epoch of the home that the process last watched; empty: it watches for the first time.
         resume_sequence: number of the last event that it got.
-        host: the host that the Watch comes from; empty if unknown.
 
     Raises:
         WatchTakenOver: a newer Watch of the process has opened.

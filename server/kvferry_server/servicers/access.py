@@ -133,7 +133,6 @@ class Access:
     """Decides over the calls of one listener.
 
     Args:
-        policy: returns the policy in force.
         identities: returns the identities of a caller. It is asked only where they count.
     """
 

@@ -66,13 +66,6 @@ async def read_checksums(
 ) -> pb.ReadChecksumsResponse:
     """Answer a reader's ReadChecksums.
 
-    Args:
-        home: the source's home.
-        worker: encodes large answers.
-        request: the call.
-        names: the names in the caller's certificate.
-        host: the host that the call came from; empty if unknown.
-
     Raises:
         InvalidField: a query is malformed, or the answer does not fit one message.
         LeaseEnded: the lease is not live.

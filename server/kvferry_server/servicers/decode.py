@@ -95,10 +95,7 @@ def lease_request(
     """Decode a ReadBlocks call; a `RoutedRequest` if a router made its reference.
 
     Args:
-        request: the call.
         max_parties: how many parties a read may have.
-        names: the names in the caller's certificate.
-        host: the host that the call came from; empty if unknown.
 
     Raises:
         InvalidField, BadReference: a field is malformed.

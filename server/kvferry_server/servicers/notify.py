@@ -33,11 +33,7 @@ async def notify(
     The answer fits one message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`.
 
     Args:
-        home: the home.
-        relays: connections to other homes.
-        request: the call.
         time_left: seconds until the call's deadline.
-        caller: who sent it.
 
     Raises:
         InvalidField: there are too many notifications, or the sender is malformed.

@@ -42,8 +42,6 @@ def page(
     `LISTING_PAGE_BYTES`, or if `MAX_LOOKS` were used up to find the wanted entries; then it may be empty.
 
     Args:
-        listed: by incarnation, entries by numbers below 2**64.
-        encode: encodes an entry.
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
         wanted: whether an entry belongs to the listing, and how many looks it took to find out; None: all do.

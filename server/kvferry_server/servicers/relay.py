@@ -192,10 +192,7 @@ class Relays:
         Returns its results, in order.
 
         Args:
-            home: the home.
-            declines: what it is told.
             timeout: seconds that it may take.
-            caller: who sent them.
 
         Raises: as `register_cache`.
         """

@@ -51,7 +51,6 @@ def server_info(home: Home, of_calls: Mapping[str, int]) -> ipb.GetServerInfoRes
     """Describe a node server, within a turn of its home.
 
     Args:
-        home: its home.
         of_calls: its limits on calls and connections, by name.
     """
     of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
