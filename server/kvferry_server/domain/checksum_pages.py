@@ -110,11 +110,8 @@ class Checksums:
     _pages: dict[tuple[int, str], list[ChecksumPage]] = field(default_factory=dict)
 
     def new(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:
-        """Return those of the pages that are not here yet.
-
-        Raises:
-            InvalidField: a page overlaps another one without being equal, or there are too many of one plane.
-        """
+        """Return those of the pages that are not here yet. Raises `InvalidField`: a page overlaps another one without
+        being equal, or there are too many of one plane."""
         found: dict[tuple[int, str], list[ChecksumPage]] = {}
         for page in pages:
             key = page.rank, page.plane

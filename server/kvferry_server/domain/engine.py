@@ -84,11 +84,8 @@ class Engine:
         return RankLost(rank, self.nodes.get(rank, ""), self.lost_with_node(rank))
 
     def check_readable(self) -> EngineDescription:
-        """Return the engine's description if its Watch is open and all its ranks are there.
-
-        Raises:
-            EngineIncomplete: otherwise, with the missing ranks and their nodes.
-        """
+        """Return the engine's description if its Watch is open and all its ranks are there. Raises `EngineIncomplete`:
+        otherwise, with the missing ranks and their nodes."""
         ref, missing = self.ref, self.missing_ranks() if self.num_missing else []
         if self.lost_at is not None:
             problem = "its Watch is lost"

@@ -229,11 +229,8 @@ class Lease:
             raise LeaseEnded(f"the read of {self} has ended as {self.state.name}", lease_number=self.number)
 
     def add(self, reports: Iterable[RankReport]) -> Verdict:
-        """Add reports of ranks. The first of each rank counts, and only while the lease is live.
-
-        Raises:
-            PartiesMismatch: more distinct ranks have reported than the read has parties.
-        """
+        """Add reports of ranks. The first of each rank counts, and only while the lease is live. Raises
+        `PartiesMismatch`: more distinct ranks have reported than the read has parties."""
         new = {report.rank: report for report in reversed(tuple(reports)) if report.rank not in self.reports}
         if len(self.reports) + len(new) > self.request.parties:
             ranks = sorted({*self.reports, *new})

@@ -226,11 +226,8 @@ class Sources:
 
     def end_snapshot(self, source: EngineRef, high_water: int, name: bytes = b"") -> None:
         """End a snapshot: abort the publications with numbers up to `high_water` that the source did not name. Later
-        numbers are left alone: a snapshot that is delivered twice must not end what was published after it.
-
-        Raises:
-            InvalidField: this home saw no begin of this snapshot, because it restarted since or another has begun.
-        """
+        numbers are left alone: a snapshot that is delivered twice must not end what was published after it. Raises
+        `InvalidField`: this home saw no begin of this snapshot, because it restarted since or another has begun."""
         engine, now = self._records.begin(source)
         if engine.snapshot is None:
             raise InvalidField("resync.phase", "END", "BEGIN first")
