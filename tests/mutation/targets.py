@@ -322,9 +322,8 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/teller.py": Target((TOLD,)),
     "server/kvferry_server/domain/router_keys.py": Target((ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/domain/routing.py": Target((ROUTERS, FABRIC_ROUTERS)),
-    "server/kvferry_server/home/rotation.py": Target((ROTATION, SLICES)),
     "server/kvferry_server/home/time_slices.py": Target(
-        (SLICES,),
+        (ROTATION, SLICES),
         {"TimeSlices.over: self._clock() > self._until -> self._clock() >= self._until": "a slice to the nanosecond"},
     ),
     "server/kvferry_server/node/decoded_size.py": Target(

@@ -173,11 +173,10 @@ class Registry:
     def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
         """Return an engine by its name and its incarnation (empty: any), for readers. Raises as `find`; a dead engine
         is unknown."""
-        found = [self.find(EngineRef(engine_id, incarnation))] if incarnation else self._named(engine_id)
-        for engine in found:
-            if not engine.dead:
-                return engine
-        raise self._unknown(engine_id)
+        engine = self.find(EngineRef(engine_id, incarnation)) if incarnation else self.find_named([engine_id])[0]
+        if engine.dead:
+            raise self._unknown(engine_id)
+        return engine
 
     def find_named(self, engine_ids: Sequence[str]) -> list[Engine]:
         """Return the living engines of these names, for readers that know no incarnation: mostly one. Which one is

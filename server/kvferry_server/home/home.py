@@ -44,7 +44,7 @@ SHORTEST_SLEEP = 0.001
 """Seconds that the loop sleeps at least, so that a timer that fires a little early does not make it spin."""
 
 
-class Home:
+class Home(AbstractContextManager[float]):
     """One home. Not thread-safe: it belongs to the event loop that runs it.
 
     Args:
@@ -84,12 +84,20 @@ class Home:
         self._feed_sizes: dict[EngineRef, int] = {}
         self._driver = Waker()
         self._sleeps_until = -math.inf
-        self._turn = _Turn(self)
 
     def turn(self) -> AbstractContextManager[float]:
         """Act on deadlines, then give the present in seconds on the home's clock. What is done within takes effect
         when the context ends, also by an error."""
-        return self._turn
+        return self  # The same for all turns: they have no state, and each call makes several.
+
+    def __enter__(self) -> float:
+        self.settle()
+        return self.clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.settle()
+        if self.next_deadline() < self._sleeps_until:
+            self._driver.set()
 
     def next_deadline(self) -> float:
         """Return when the next turn is due, in seconds on the home's clock."""
@@ -262,11 +270,6 @@ class Home:
             else:
                 self.wakeups.wake(effect)
 
-    def wake_driver(self) -> None:
-        """Wake the loop that acts on deadlines if it would sleep past the next one."""
-        if self.next_deadline() < self._sleeps_until:
-            self._driver.ring()
-
     # Helpers.
 
     def _push(self, process: Process, event: Event) -> None:
@@ -279,18 +282,3 @@ class Home:
         for process in [process for process in self._feeds if process.engine == engine]:
             del self._feeds[process]
         self.memory.give(engine, self._feed_sizes.pop(engine, 0))
-
-
-class _Turn(AbstractContextManager[float]):
-    """The context of a turn; the same object for all, because they have no state and each call makes several."""
-
-    def __init__(self, home: Home) -> None:
-        self._home = home
-
-    def __enter__(self) -> float:
-        self._home.settle()
-        return self._home.clock.now()
-
-    def __exit__(self, *_: object) -> None:
-        self._home.settle()
-        self._home.wake_driver()

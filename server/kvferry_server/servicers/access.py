@@ -109,16 +109,14 @@ TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _read(request.reference)),
     "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
     "/kvferry.v1.KVTransfer/Notify": Entry((ENGINE, READER, RELAY), _notify),
-    "/kvferry.v1.Introspection/GetServerInfo": _always(OBSERVER),
-    "/kvferry.v1.Introspection/ListEngines": _always(OBSERVER),
-    "/kvferry.v1.Introspection/GetEngine": _always(OBSERVER),
-    "/kvferry.v1.Introspection/ListRequests": _always(OBSERVER),
-    "/kvferry.v1.Introspection/ListTransfers": _always(OBSERVER),
-    "/kvferry.v1.Introspection/PlanRead": _always(OBSERVER),
-    "/kvferry.v1.Admin/EndLease": _always(ADMIN),
-    "/kvferry.v1.Admin/AbortPublication": _always(ADMIN),
-    "/kvferry.v1.Admin/EvictEngine": _always(ADMIN),
-    "/kvferry.v1.Admin/Drain": _always(ADMIN),
+    **{
+        f"/kvferry.v1.Introspection/{method}": _always(OBSERVER)
+        for method in ("GetServerInfo", "ListEngines", "GetEngine", "ListRequests", "ListTransfers", "PlanRead")
+    },
+    **{
+        f"/kvferry.v1.Admin/{method}": _always(ADMIN)
+        for method in ("EndLease", "AbortPublication", "EvictEngine", "Drain")
+    },
     # Probes and load balancers ask these, and tools for what the contract is, which is public.
     "/grpc.health.v1.Health/Check": EVERYBODY,
     "/grpc.health.v1.Health/List": EVERYBODY,

@@ -7,12 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from kvferry._clock import to_duration
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import engine_from_proto
 from kvferry._wire.plan_codec import plan_to_proto
+from kvferry._wire.reference import MAX_LENGTH
+from kvferry._wire.version import OURS
 from kvferry.errors import InvalidField, LimitReached
 from kvferry.geometry.model import EngineGeometry
 from kvferry.planner.plan import plan_read
@@ -22,20 +27,52 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES, Limits
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import checks, encode
+from kvferry_server.servicers import checks, encode, limits
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
 from kvferry_server.servicers.paging import check_page_size, make_token, number_key, page, parse_token
-from kvferry_server.servicers.server_info import server_info
 from kvferry_server.servicers.times import PLAN_SECONDS
 from kvferry_server.servicers.worker import Worker
 
 Entry = TypeVar("Entry")
 Summary = TypeVar("Summary", bound=Message)
+
+CAPABILITIES = (
+    "admin",
+    "checksums",
+    "decline_forwarding",
+    "list_filters",
+    "prompt_marks",
+    "router_references",
+    "unfinished_blocks",
+)
+"""What callers may ask for before they rely on it, because servers in other languages may not have it."""
+
+OF_FIELDS = {
+    "message_bytes": MAX_MESSAGE_BYTES,
+    "notify_bytes": MAX_NOTIFY_BYTES,
+    "engine_id": limits.MAX_TEXT,
+    "request_id": limits.MAX_TEXT,
+    "reference": MAX_LENGTH,
+    "payload": MAX_PAYLOAD,
+    "notifications": limits.MAX_NOTIFICATIONS,
+    "identity": limits.MAX_IDENTITY,
+    "groups": limits.MAX_GROUPS,
+    "runs": limits.MAX_RUNS,
+    "layers": limits.MAX_LAYERS,
+    "unfinished": limits.MAX_UNFINISHED,
+    "marks": limits.MAX_MARKS,
+    "header_bytes": MAX_HEADER_BYTES,
+    "rank_bytes": MAX_RANK_BYTES,
+    "metadata": limits.MAX_METADATA,
+    "page_size": limits.MAX_PAGE_SIZE,
+}
+"""The limits on the fields of requests that are the same for every node server of this version."""
 
 
 class Introspection(IntrospectionServicer):
@@ -51,8 +88,21 @@ class Introspection(IntrospectionServicer):
 
     async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
         """Describe this node server."""
-        with self._home.turn():
-            return server_info(self._home, self._call_limits)
+        home = self._home
+        with home.turn():
+            of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
+            return ipb.GetServerInfoResponse(
+                home_epoch=home.epoch,
+                version=OURS.release,
+                contract_revision=OURS.revision,
+                oldest_revision=OURS.oldest,
+                advertise=home.advertise,
+                uptime=to_duration(home.uptime),
+                draining=home.draining,
+                times=encode.times(home.times),
+                limits={**OF_FIELDS, **of_home, **self._call_limits},
+                capabilities=CAPABILITIES,
+            )
 
     async def ListEngines(self, request: ipb.ListEnginesRequest, context: Context) -> ipb.ListEnginesResponse:
         """List the engines that are not dead, in pages."""

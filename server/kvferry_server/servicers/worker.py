@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from kvferry_server.domain.budgets import Budget, check_budget
-from kvferry_server.home.rotation import Rotation
+from kvferry_server.home.time_slices import Rotation
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES, MAX_WAITING_BYTES
 from kvferry_server.servicers.times import WORKER_RETRY_AFTER
 
