@@ -87,11 +87,9 @@ class EnginePublications:
     def check_key(self, number: int, key: bytes) -> None:
         """Raise `WrongKey` unless this is the key of the publication, arrived or not."""
         if not hmac.compare_digest(self.key(number), key):
-            raise WrongKey(
-                f"the reference's key is not that of publication {number} of engine {self.source.engine_id!r}",
-                engine_id=self.source.engine_id,
-                publication=number,
-            )
+            engine_id = self.source.engine_id
+            problem = f"the reference's key is not that of publication {number} of engine {engine_id!r}"
+            raise WrongKey(problem, engine_id=engine_id, publication=number)
 
     def check_engine_key(self, key: bytes) -> None:
         """Raise `WrongKey` unless this is the key in the engine's own reference."""
@@ -121,12 +119,9 @@ class EnginePublications:
         if self.recovering and number not in self.gone:
             # The mark says nothing about numbers from before this home started. The snapshot will.
             return
-        source = self.source
-        raise PublicationStale(
-            f"publication {number} of {source} is gone or was never published; the last number was {self.high_water}",
-            engine_id=source.engine_id,
-            publication=number,
-        )
+        problem = f"publication {number} of {self.source} is gone or was never published"
+        last = f"the last number was {self.high_water}"
+        raise PublicationStale(f"{problem}; {last}", engine_id=self.source.engine_id, publication=number)
 
     def see(self, number: int, now: float) -> None:
         """Record that a publication arrived: from now on its number is in use, and afterwards stale for ever."""

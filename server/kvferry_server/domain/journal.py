@@ -139,14 +139,9 @@ class Journal:
             self.live_leases[LeaseState.READING] += waiting
             self._publication(logging.DEBUG, "publication_published", publication, blocks=publication.blocks)
         elif stage is PublicationStage.ENDING:
-            self._publication(
-                logging.DEBUG if publication.outcome in EXPECTED_OUTCOMES else logging.INFO,
-                "publication_ended",
-                publication,
-                outcome=_name(publication.outcome),
-                age_s=now - publication.first_at,
-                live_leases=len(publication.leases),
-            )
+            level = logging.DEBUG if publication.outcome in EXPECTED_OUTCOMES else logging.INFO
+            fields = {"age_s": now - publication.first_at, "live_leases": len(publication.leases)}
+            self._publication(level, "publication_ended", publication, outcome=_name(publication.outcome), **fields)
         elif stage is PublicationStage.FORGOTTEN:
             self.pinned.pop(publication, None)
         elif stage is PublicationStage.RELEASED:
@@ -155,14 +150,9 @@ class Journal:
             self.hold.add(held)
             if publication.outcome is not None:
                 self.outcomes[publication.outcome] += 1
-            self._publication(
-                logging.DEBUG,
-                "publication_released",
-                publication,
-                outcome=_name(publication.outcome),
-                held_s=held,
-                reads_valid=publication.valid_reads,
-            )
+            fields = {"held_s": held, "reads_valid": publication.valid_reads}
+            level, outcome = logging.DEBUG, _name(publication.outcome)
+            self._publication(level, "publication_released", publication, outcome=outcome, **fields)
 
     def _publication(self, level: int, event: str, publication: PublicationRecord, **fields: object) -> None:
         if self.events.writes(level):
@@ -234,11 +224,7 @@ class Journal:
             self.events.write(logging.WARNING, "report_too_late", fields)
 
     def notification_refused(self, kind: str, reason: str, values: Mapping[str, str], sender: EngineRef | None) -> None:
-        """Note that a notification was refused.
-
-        Args:
-            sender: the engine that sent it; None: unknown.
-        """
+        """Note that a notification was refused, which an engine sent; None: unknown."""
         self.refused[kind, reason] += 1
         self.events.refusal(f"Notify.{kind}", reason, values, {"sender_id": sender.engine_id if sender else None})
 
@@ -256,11 +242,8 @@ class Journal:
 
 
 def _publication_fields(publication: PublicationRecord) -> dict[str, object]:
-    return {
-        **engine_fields(publication.source),
-        "publication": publication.number,
-        "request_id": publication.request_id or None,
-    }
+    named = {"publication": publication.number, "request_id": publication.request_id or None}
+    return {**engine_fields(publication.source), **named}
 
 
 def _reader_fields(reader: EngineRef) -> dict[str, object]:

@@ -413,15 +413,11 @@ class Registry:
         return [engine for ref, engine in self._engines.items() if ref.engine_id == engine_id]
 
     def _restarted(self, ref: EngineRef) -> PeerRestarted:
-        others = self._named(ref.engine_id)
+        others, incarnation = self._named(ref.engine_id), ref.incarnation.hex()
         current = others[0].ref.incarnation.hex() if others else ""
         how = "was replaced by another incarnation" if others else "was stopped, replaced, or evicted by an operator"
-        return PeerRestarted(
-            f"{ref} {how}: it has to be started again",
-            engine_id=ref.engine_id,
-            incarnation=ref.incarnation.hex(),
-            current=current,
-        )
+        problem = f"{ref} {how}: it has to be started again"
+        return PeerRestarted(problem, engine_id=ref.engine_id, incarnation=incarnation, current=current)
 
     def _unknown(self, engine_id: str) -> EngineUnknown | HomeRecovering:
         if self._recovering:

@@ -85,7 +85,7 @@ class RouterKeys:
     def concerned(self, wanted: RouterKey) -> bool:
         """Whether a publication has this key, or had it a short time ago, or a read waits with it."""
         held, past = self._held.get(wanted.name), self._past.get(wanted.name)
-        keys = [waiting.router_key.key for waiting in self.waiting.get(wanted.name, ())]
+        keys = [waiting.router_key.key for waiting in self.who_waits(wanted.name)]
         keys += [held.router_key.key] if held is not None and held.router_key is not None else []
         keys += [past.key] if past is not None else []
         return any(hmac.compare_digest(key, wanted.key) for key in keys)
@@ -118,12 +118,11 @@ class RouterKeys:
         other = self._held.get(name) or self._past.get(name)
         if other is not None:
             engine_id = self._source.engine_id
-            raise RouterKeyUsed(
-                f"publication {other.number} of engine {engine_id!r} has the router key {name!r}, or had it a short "
-                "time ago: draw a new reference for every request and every attempt",
-                engine_id=engine_id,
-                publication=other.number,
+            problem = (
+                f"publication {other.number} of engine {engine_id!r} has the router key {name!r}, or had it a short"
             )
+            then = "time ago: draw a new reference for every request and every attempt"
+            raise RouterKeyUsed(f"{problem} {then}", engine_id=engine_id, publication=other.number)
 
     def arrived(self, publication: PublicationRecord, now: float) -> bool:
         """Note that a publication under a key arrived. Returns whether it was declined before."""
@@ -176,9 +175,8 @@ class RouterKeys:
 
     def who_waits(self, name: str | None = None) -> Collection[WaitingRead]:
         """Return the reads that wait for this name; None: for any."""
-        if name is not None:
-            return tuple(self.waiting.get(name, ()))
-        return tuple(waiting for found in self.waiting.values() for waiting in found)
+        found = self.waiting.values() if name is None else [self.waiting.get(name, set())]
+        return tuple(waiting for each in found for waiting in each)
 
     def close(self) -> None:
         """Forget everything but who waits: the engine is gone."""

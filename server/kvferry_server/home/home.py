@@ -157,12 +157,11 @@ class Home(AbstractContextManager[float]):
             LimitReached: the engine takes too much memory.
             KvferryError: all that `Registry.open_engine` and `Registry.open_rank` raise.
         """
-        size = FEED_BYTES
-        if process.role is Role.SCHEDULER:
-            size += EVENT_BYTES * self.limits.watch_queue
+        is_scheduler = process.role is Role.SCHEDULER
+        size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
         if process not in self._feeds:
             self.memory.check(process.engine, size)
-        if process.role is Role.SCHEDULER:
+        if is_scheduler:
             engine = self.engines.open_engine(process.engine, secret, host)
             # A replaced incarnation ends before its successor opens.
             self.settle()
