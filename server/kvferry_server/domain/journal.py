@@ -200,17 +200,14 @@ class Journal:
             logging.INFO, "leases_revoked", publication, reason=reason.name, live_leases=len(publication.leases)
         )
 
-    def renewed(self, lease: Lease, *, extended: bool) -> None:
-        """Note a renewal of a known lease, and whether it is extended."""
+    def renewed(self, lease: Lease | None, reader: EngineRef, *, extended: bool = False) -> None:
+        """Note a renewal of a lease (None: this home has no record of it), and whether it is extended."""
         self.renewals["extended" if extended else "refused"] += 1
-        if not extended:
+        if lease is None:
+            fields = {"state": "unknown", **_reader_fields(reader)}
+            self.events.write(logging.WARNING, "renewal_refused", fields, kind="renewal_refused unknown")
+        elif not extended:
             self._lease(logging.INFO, "renewal_refused", lease, state=lease.state.name, revoked=_name(lease.revoked))
-
-    def renewal_unknown(self, reader: EngineRef) -> None:
-        """Note a renewal of a lease that this home has no record of."""
-        self.renewals["refused"] += 1
-        fields = {"state": "unknown", **_reader_fields(reader)}
-        self.events.write(logging.WARNING, "renewal_refused", fields, kind="renewal_refused unknown")
 
     def reported(self, verdict: Verdict, reader: EngineRef, lease: Lease | None) -> None:
         """Note a verdict on a reader's report."""

@@ -117,7 +117,7 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            self._records.journal.renewal_unknown(reader)
+            self._records.journal.renewed(None, reader)
             raise _unknown()
         extended = False
         if lease.live and lease.revoked is None:
@@ -128,7 +128,7 @@ class Lessor:
                 self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
             elif not self._records.draining:
                 extended = self._extend(lease, engine, now)
-        self._records.journal.renewed(lease, extended=extended)
+        self._records.journal.renewed(lease, reader, extended=extended)
         return lease
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterReference
 
@@ -91,11 +91,6 @@ class RoutedRequest:
 
     reference: RouterReference  # what the router has made
     request: LeaseRequest  # what the reader asks for, once the incarnation, the publication and its own key are known
-
-    def of(self, source: EngineRef, publication: int, key: bytes) -> LeaseRequest:
-        """Return the request for the publication that was found, which has this key of its own."""
-        read = replace(self.request.read, source=source, publication=publication)
-        return replace(self.request, read=read, key=key)
 
 
 @dataclass(frozen=True, slots=True)

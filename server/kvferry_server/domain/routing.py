@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from kvferry.errors import KvferryError, LimitReached, NotPublished, PublicationReleased, ServerDraining, WrongKey
@@ -54,7 +55,8 @@ class Routing:
 
     def request(self, publication: PublicationRecord, asked: RoutedRequest) -> LeaseRequest:
         """Return the request for a lease on the publication that was found."""
-        return asked.of(publication.source, publication.number, self._records.key(publication))
+        read = replace(asked.request.read, source=publication.source, publication=publication.number)
+        return replace(asked.request, read=read, key=self._records.key(publication))
 
     def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
         """Note that a read waits, until `end_wait`: `Changed` tells when it must look again. Raises `LimitReached` if

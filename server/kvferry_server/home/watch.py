@@ -34,33 +34,33 @@ async def watch(
         feed = home.open_watch(process, secret, host)
         number = feed.take_over()
         home.wakeups.wake(feed)
-        told = resume_sequence
-        resumed = resume_epoch == home.epoch and feed.dropped_after(told) == 0
+        sent = resume_sequence
+        resumed = resume_epoch == home.epoch and feed.dropped_after(sent) == 0
         # A home that needs a resync must send the full state: only `synced`, at its end, can say so.
         resumed = resumed and not home.need_resync(process)
     try:
         yield pb.WatchOpened(resumed=resumed)
         if not resumed:
-            told = feed.sequence
+            sent = feed.sequence
             async with aclosing(_full_state(home, feed, number)) as messages:
                 async for message in messages:
                     yield message
         with home.wakeups.watching(feed) as waker:
             while True:
                 waker.clear()
-                dropped = feed.dropped_after(told)
+                dropped = feed.dropped_after(sent)
                 if dropped:
                     yield pb.WatchLagged(dropped=dropped)
-                    told = feed.sequence
+                    sent = feed.sequence
                     async with aclosing(_full_state(home, feed, number)) as messages:
                         async for message in messages:
                             yield message
-                for numbered in feed.after(told):
+                for numbered in feed.after(sent):
                     _check_current(feed, number)
-                    told = numbered.sequence
+                    sent = numbered.sequence
                     yield numbered
                 _check_current(feed, number)
-                if feed.after(told):
+                if feed.after(sent):
                     continue
                 if home.stopping:
                     raise ServerDraining("this node server is draining")

@@ -18,7 +18,7 @@ from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import RankLost
 from kvferry_server.home.blocks import ReadAnswer
 from kvferry_server.home.watch import WatchMessage
-from kvferry_server.servicers.limits import MAX_TOLD_READS, READ_BYTES, READ_STEPS
+from kvferry_server.servicers.limits import MAX_RELEASED_READS, READ_BYTES, READ_STEPS
 
 _STAGES = {
     PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
@@ -186,13 +186,13 @@ def _accepted(lease: Lease, reference: str, values: Times, now: float) -> pb.Acc
 def _released(publication: PublicationRecord) -> pb.Released:
     # Valid reads first: failed ones may be any number, since every bearer of the reference may try.
     reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not LeaseState.VALID)
-    told = reads[:MAX_TOLD_READS]
+    listed = reads[:MAX_RELEASED_READS]
     return pb.Released(
         publication=publication.number,
         request_id=publication.request_id,
         outcome=pb.ReleaseOutcome.ValueType(publication.outcome or 0),
-        reads=[_read_summary(lease) for lease in told],
-        reads_left_out=len(reads) - len(told),
+        reads=[_read_summary(lease) for lease in listed],
+        reads_left_out=len(reads) - len(listed),
     )
 
 

@@ -29,7 +29,7 @@ MAX_ASKED_PLANES = 4096  # Planes named in one ReadChecksums. Each is looked up.
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """Bytes of an answer: answers that can grow are paged or refused. The margin is for what gRPC adds."""
 
-MAX_TOLD_READS = 256  # Reads that a `released` event lists
+MAX_RELEASED_READS = 256  # Reads that a `released` event lists
 DEFAULT_PAGE_SIZE = 100  # Entries of a listing's page if the request does not say
 MAX_PAGE_SIZE = 1000  # Entries of a listing's page
 

@@ -31,7 +31,7 @@ from kvferry_server.domain.publications import LEASE_BYTES
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
-from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RUNS, MAX_TOLD_READS
+from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RELEASED_READS, MAX_RUNS
 from kvferry_server.servicers.paging import page
 from tests.support.node_in_process import (
     TIMEOUT,
@@ -194,8 +194,8 @@ async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_f
             outcome = pb.RANK_OUTCOME_DONE if number == reads - 1 else pb.RANK_OUTCOME_FAILED
             await node.reader(read_done(lease_id, 0, outcome=outcome), ref=STRANGER)
         released = (await watch.next()).released
-        assert len(released.reads) == MAX_TOLD_READS
-        assert released.reads_left_out == reads - MAX_TOLD_READS
+        assert len(released.reads) == MAX_RELEASED_READS
+        assert released.reads_left_out == reads - MAX_RELEASED_READS
         assert released.reads[0].state == pb.READ_STATE_VALID
         assert released.outcome == pb.RELEASE_OUTCOME_READ
 
