@@ -109,31 +109,26 @@ class Checksums:
     size: int = 0  # estimated bytes that the pages take in memory
     _pages: dict[tuple[int, str], list[ChecksumPage]] = field(default_factory=dict)
 
-    def new(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:
-        """Return those of the pages that are not here yet. Raises `InvalidField`: a page overlaps another one without
-        being equal, or there are too many of one plane."""
-        found: dict[tuple[int, str], list[ChecksumPage]] = {}
-        for page in pages:
-            key = page.rank, page.plane
-            new = found.setdefault(key, [])
-            others = [*self._pages.get(key, ()), *new]
-            near = page.near(others)
-            if any(page.equals(other) for other in near):
-                continue
-            if page.overlaps(near):
-                where = f"{page.plane}, rank {page.rank}"
-                raise InvalidField("checksums", where, "each block in one page, with the same checksums when repeated")
-            if len(others) == MAX_CHECKSUM_PAGES:
-                where = f"{page.plane}, rank {page.rank}"
-                raise InvalidField("checksums", where, f"at most {MAX_CHECKSUM_PAGES} pages per plane")
-            new.append(page)
-        return [page for new in found.values() for page in new]
+    def has(self, page: ChecksumPage) -> bool:
+        """Whether a page is here already. Raises `InvalidField` if it overlaps another page without being equal, or if
+        there are too many of its plane."""
+        others = self._pages.get((page.rank, page.plane), [])
+        near = page.near(others)
+        if any(page.equals(other) for other in near):
+            return True
+        expected = ""
+        if page.overlaps(near):
+            expected = "each block in one page, with the same checksums when repeated"
+        elif len(others) == MAX_CHECKSUM_PAGES:
+            expected = f"at most {MAX_CHECKSUM_PAGES} pages per plane"
+        if expected:
+            raise InvalidField("checksums", f"{page.plane}, rank {page.rank}", expected)
+        return False
 
-    def add(self, pages: Iterable[ChecksumPage]) -> None:
-        """Add pages that `new` returned."""
-        for page in pages:
-            self._pages.setdefault((page.rank, page.plane), []).append(page)
-            self.size += page.size
+    def add(self, page: ChecksumPage) -> None:
+        """Add a page that is not here."""
+        self._pages.setdefault((page.rank, page.plane), []).append(page)
+        self.size += page.size
 
     def pages(self, query: ChecksumQuery) -> Sequence[ChecksumPage]:
         """Return the pages that hold the answer to a query."""

@@ -189,28 +189,23 @@ class Sources:
             raise publication.refusal()
         return publication
 
-    def add_checksums(
-        self, source: EngineRef, number: int, rank: int, pages: Iterable[ChecksumPage], *, last: bool
-    ) -> None:
-        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent. With `last`, the
-        rank sends no more.
+    def add_checksums(self, source: EngineRef, number: int, page: ChecksumPage) -> None:
+        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent.
 
         Raises:
-            InvalidField: a page contradicts another one.
+            InvalidField: the page contradicts another one.
             LimitReached: the engine has too many checksums.
             KvferryError: all that `unreleased` raises.
         """
-        publication = self.unreleased(source, number)
-        engine = self._records.of_engine(source)
-        new = publication.checksums.new(pages)
-        size = sum(page.size for page in new)
-        check_limit("checksum_bytes", engine.checksum_bytes + size, self._limits.checksum_bytes, self._times.ttl)
-        self._memory.check(source, size)
-        self._memory.take(source, size)
-        publication.checksums.add(new)
-        engine.checksum_bytes += size
-        if last:
-            publication.checksums.done.add(rank)
+        checksums, engine = self.unreleased(source, number).checksums, self._records.of_engine(source)
+        if checksums.has(page):
+            return
+        most = self._limits.checksum_bytes
+        check_limit("checksum_bytes", engine.checksum_bytes + page.size, most, self._times.ttl)
+        self._memory.check(source, page.size)
+        self._memory.take(source, page.size)
+        checksums.add(page)
+        engine.checksum_bytes += page.size
 
     # Snapshots.
 

@@ -55,10 +55,12 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
         with home.turn():
             publication = home.sources.unreleased(sender, number)
             check_indexes(groups[plane.group], publication.extents, page, complete=publication.complete)
-            home.sources.add_checksums(sender, number, message.rank, [page], last=False)
+            home.sources.add_checksums(sender, number, page)
         await time_slice.pause_if_over()
     with home.turn():
-        home.sources.add_checksums(sender, number, message.rank, [], last=message.last)
+        publication = home.sources.unreleased(sender, number)
+        if message.last:
+            publication.checksums.done.add(message.rank)
 
 
 async def read_checksums(
