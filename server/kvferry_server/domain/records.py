@@ -52,18 +52,6 @@ class Records:
 
     Args:
         memory, journal: those of the home; None: its own.
-
-    Attributes:
-        engines: the publications of each engine, by incarnation.
-        leases_by_id: by lease_id, the live leases, and the ended ones whose outcome is kept. Looking one up reveals
-            nothing about the others by its duration: a dictionary compares a keyed hash of the whole id first.
-        leases_by_read: the same leases by what makes two calls one read.
-        leases_by_number: the same leases by their public numbers.
-        reads_by_source: the same leases by incarnation, in the order of the numbers of publication and lease; before
-            them the reads that wait under a router's key, for which the number of the publication is 0.
-        lease_budget: budget of the number of leases, by source.
-        draining: nothing more is granted or renewed, and no new publication accepted.
-        effects: what others must be told; see `take_effects`.
     """
 
     def __init__(
@@ -78,12 +66,16 @@ class Records:
         self.memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = journal or Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
+        # The live leases, and the ended ones whose outcome is kept. Looking a lease up by its id reveals nothing about
+        # the others by its duration: a dictionary compares a keyed hash of the whole id first.
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
         self.leases_by_number: dict[int, Lease] = {}
+        # In the order of the numbers of publication and lease; before the leases the reads that wait under a router's
+        # key, for which the number of the publication is 0.
         self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
-        self.lease_budget = Budget(limits.leases)
-        self.draining = False
+        self.lease_budget = Budget(limits.leases)  # By source
+        self.draining = False  # Nothing more is granted or renewed, and no new publication accepted
         self.effects: list[Changed | Released] = []
         self._clock = clock
         self._forgot_nothing_from = clock.now() + times.max_ttl

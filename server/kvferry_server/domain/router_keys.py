@@ -62,18 +62,14 @@ class RouterKeys:
     """The router keys of one incarnation.
 
     Args:
-        waits: budget of reads that wait, by the reader's host.
+        waits: budget of reads that wait, by the reader's host. Anybody may wait, with any key: who has a publication's
+            own reference must not lose its turn to them, so the budget is another one.
         declines: budget of declines that came before their publications, by who declined.
-
-    Attributes:
-        waiting: the reads that wait, by the name that they wait for.
-        waits: see above. Anybody may wait, with any key: who has a publication's own reference must not lose its place
-            to them, so the budget is another one.
     """
 
     def __init__(self, source: EngineRef, memory: MemoryBudget, waits: Budget, declines: Budget) -> None:
         self.waits = waits
-        self.waiting: dict[str, set[WaitingRead]] = {}
+        self.waiting: dict[str, set[WaitingRead]] = {}  # By the name that they wait for
         self._source = source
         self._memory = memory
         self._declines = declines

@@ -62,20 +62,14 @@ class Feed:
 
     Args:
         kept: how many events are kept.
-
-    Attributes:
-        sequence: number of the last event, from 1; 0 before the first.
-        current_watch: number of the Watch that the feed serves; older ones were taken over.
-        full_states: how many Watches, older ones included, are being sent the full state.
-        evicted: an operator has evicted the engine; its Watches end.
     """
 
     def __init__(self, process: Process, kept: int) -> None:
         self.process = process
-        self.sequence = 0
-        self.current_watch = 0
-        self.full_states = 0
-        self.evicted = False
+        self.sequence = 0  # Number of the last event, from 1; 0 before the first
+        self.current_watch = 0  # Number of the Watch that the feed serves; older ones were taken over
+        self.full_states = 0  # How many Watches, older ones included, are being sent the full state
+        self.evicted = False  # An operator has evicted the engine; its Watches end
         self._kept = kept
         self._dropped = 0
         # By number, in order.

@@ -49,36 +49,24 @@ class Home(AbstractContextManager[float]):
 
     Args:
         advertise: the address to put into references, at which others reach this home.
-
-    Attributes:
-        epoch: 16 bytes, random per start.
-        engines: the engines; to be used within a `turn`.
-        sources, lessor, routing, records: what sources and readers do, and the records of it; to be used within a
-            `turn`.
-        memory: budget of the bytes that all of these take.
-        journal: what has happened so far.
-        time_slices: how calls share the event loop.
-        wakeups: wakes calls that wait; its topics are publications, reads that wait under a router's key, and feeds.
-        draining: no new work is accepted.
-        stopping: the node server is about to end, and Watches with it.
     """
 
     def __init__(self, clock: Clock, times: Times, advertise: str, limits: Limits | None = None) -> None:
-        self.clock = clock
-        self.times = times
+        self.clock, self.times, self.limits = clock, times, limits or Limits()
         self.advertise = advertise
-        self.limits = limits or Limits()
-        self.epoch = secrets.token_bytes(16)
+        self.epoch = secrets.token_bytes(16)  # Random per start
         self.memory = MemoryBudget(self.limits.memory, self.limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
+        # These are to be used within a `turn`.
         self.engines = Registry(clock, times, self.limits, self.memory, self.journal)
         self.records = Records(clock, times, self.limits, self.memory, self.journal)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records)
         self.time_slices = TimeSlices()
-        self.wakeups = Wakeups()
-        self.draining = self.stopping = False
+        self.wakeups = Wakeups()  # Topics are publications, reads that wait under a router's key, and feeds
+        self.draining = False  # No new work is accepted
+        self.stopping = False  # The node server is about to end, and Watches with it
         self._started = clock.now()
         self._feeds: dict[Process, Feed] = {}
         self._feed_sizes: dict[EngineRef, int] = {}
