@@ -28,20 +28,15 @@ _NONE: Indexes = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChecksumPage:
-    """Checksums of some blocks of one plane. Never changes.
-
-    Attributes:
-        rank, plane: what was summed.
-        first, last: the first and the last of them.
-    """
+    """Checksums of some blocks of one plane. Never changes."""
 
     rank: int
     plane: str
     units: Interval  # the units summed
     indexes: Indexes  # the block indexes, rising, ``int64[n]``
     sums: npt.NDArray[np.uint32]  # the checksums, ``uint32[n, units]``
-    first: int = field(init=False)
-    last: int = field(init=False)
+    first: int = field(init=False)  # the first block index
+    last: int = field(init=False)  # the last block index
 
     def __post_init__(self) -> None:
         # As Python ints: a new page is compared with hundreds, and comparing numpy scalars takes ten times as long.

@@ -37,12 +37,7 @@ EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # How lease
 
 @dataclass(frozen=True, slots=True)
 class EndedRead:
-    """A read that has ended, for the timeline. Times are seconds on the home's clock.
-
-    Attributes:
-        source, reader: the engines.
-        granted_at, ended_at: when its lease began and ended.
-    """
+    """A read that has ended, for the timeline. Times are seconds on the home's clock."""
 
     lease_number: int  # the public name of its lease
     source: EngineRef

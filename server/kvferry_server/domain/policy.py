@@ -37,13 +37,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What somebody may do.
+    """What somebody may do."""
 
-    Attributes:
-        engine, reader, relay: shell patterns of the engine_ids that each role is for.
-        observer, admin: whether it has the role.
-    """
-
+    # Shell patterns of the engine_ids that each role is for.
     engine: tuple[str, ...] = ()
     reader: tuple[str, ...] = ()
     relay: tuple[str, ...] = ()
