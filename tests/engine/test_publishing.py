@@ -450,7 +450,7 @@ def test_what_waits_is_not_overtaken_by_more_than_a_home_allows(
 ) -> None:
     assert publication_sender.MAX_OVERTAKEN + BATCH <= MAX_SKIPPED
     monkeypatch.setattr(publication_sender, "MAX_OVERTAKEN", small_calls)
-    monkeypatch.setattr("kvferry_server.domain.book.MAX_SKIPPED", 2 * small_calls)
+    monkeypatch.setattr("kvferry_server.domain.engine_publications.MAX_SKIPPED", 2 * small_calls)
     publish(port, 1)
     assert calls.begun.wait(SOON)
     numbers = [publish(port, block) for block in range(2, 7 * small_calls)]

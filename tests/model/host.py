@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from kvferry._clock import from_duration, to_duration
 from kvferry.errors import KvferryError
@@ -42,8 +42,9 @@ class _Parked:
 
 
 class _ParkedWaker(Waker):
-    async def wait(self, seconds: float | None = None) -> None:
+    async def wait(self, seconds: float | None = None) -> Literal[True]:
         await _Parked()
+        return True
 
 
 class _ParkedWakeups(Wakeups):

@@ -15,10 +15,9 @@ from kvferry._control.granted_steps import GrantedSteps
 from kvferry.errors import WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain import book as books
 from kvferry_server.domain import lessor, registry, router_keys, routing, sources
-from kvferry_server.domain.book import Book, Standing
 from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
@@ -97,9 +96,9 @@ def new_incarnation_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
     original = sources.Sources.end_engine
 
     def end_engine(self: sources.Sources, source: EngineRef, standing: Standing, *reason: RevokeReason) -> None:
-        book = self._records.book(source)
+        engine = self._records.of_engine(source)
         original(self, source, standing, *reason)
-        for publication in list(book.publications.values()):
+        for publication in list(engine.publications.values()):
             _end_leases(self, publication, self._records.advance())
 
     patch.setattr(sources.Sources, "end_engine", end_engine)
@@ -129,16 +128,16 @@ def replay_extends(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
-    def touch(self: sources.Sources, book: Book, publication: PublicationRecord, now: float) -> None:
-        if book.snapshot is not None:
-            book.snapshot.add(publication.number)
+    def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+        if engine.snapshot is not None:
+            engine.snapshot.add(publication.number)
 
     patch.setattr(sources.Sources, "_touch", touch)
 
 
 @sabotage
 def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(books.Book, "check_may_arrive", lambda self, number, not_before: None)
+    patch.setattr(EnginePublications, "check_may_arrive", lambda self, number, not_before: None)
 
 
 @sabotage
@@ -292,14 +291,14 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
     original = sources.Sources._check_step
 
     def check_step(
-        self: sources.Sources, book: Book, publication: PublicationRecord | None, step: PublicationStep
+        self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep
     ) -> None:
-        recovering = book.recovering
-        book.recovering = recovering and (publication is None or not publication.steps)
+        recovering = engine.recovering
+        engine.recovering = recovering and not publication.steps
         try:
-            original(self, book, publication, step)
+            original(self, engine, publication, step)
         finally:
-            book.recovering = recovering
+            engine.recovering = recovering
 
     patch.setattr(sources.Sources, "_check_step", check_step)
 
@@ -396,7 +395,7 @@ def sources_are_believed_without_a_secret(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(books.Book, "check_key", lambda self, number, key: None)
+    patch.setattr(EnginePublications, "check_key", lambda self, number, key: None)
 
 
 @of_a_liar
@@ -429,8 +428,8 @@ def a_publication_that_an_operator_has_aborted_is_revived(patch: pytest.MonkeyPa
     """By a step that is heard again."""
     original = sources.Sources._touch
 
-    def touch(self: sources.Sources, book: Book, publication: PublicationRecord, now: float) -> None:
-        original(self, book, publication, now)
+    def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
+        original(self, engine, publication, now)
         if publication.stage is PublicationStage.ENDING and publication.complete:
             self._records.move(publication, PublicationStage.PUBLISHED, now)
 
@@ -522,12 +521,12 @@ def an_impostor_under_the_same_name_ends_the_wait(patch: pytest.MonkeyPatch) -> 
 
 
 def _arrive_undeclined(
-    self: sources.Sources, book: Book, publication: PublicationRecord, step: PublicationStep, now: float
+    self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
 ) -> None:
     publication.request_id, publication.router_key = step.request_id, step.router_key
     publication.final_at = now + self._times.final
-    self._records.arrive(book, publication, now)
-    book.router_keys.arrived(publication, now)
+    self._records.arrive(engine, publication, now)
+    engine.router_keys.arrived(publication, now)
 
 
 def _end_leases(self: sources.Sources, publication: PublicationRecord, now: float) -> None:

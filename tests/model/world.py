@@ -248,8 +248,8 @@ class World:
         if host is None:
             return
         living = {engine.ref for engine in host.home.engines.all_engines() if not engine.dead}
-        for source, book in host.home.records.books.items():
-            for waiting in book.router_keys.who_waits():
+        for source, engine in host.home.records.engines.items():
+            for waiting in engine.router_keys.who_waits():
                 if not living & set(waiting.sources):
                     raise Violation(f"R5: a read of {source} waits for a source that is gone")
 
@@ -303,12 +303,13 @@ class World:
         self.flow()
         host, ref = cast(Host, self.host), self.source.ref
         home = host.home
-        book = home.records.books.get(ref)
-        if book is None or book.publications:
-            raise Violation(f"R3: the home still has publications {book and list(book.publications)} of {ref}")
+        publications = home.records.engines.get(ref)
+        left = None if publications is None else list(publications.publications)
+        if publications is None or left:
+            raise Violation(f"R3: the home still has publications {left} of {ref}")
         engine = home.engines.find(ref)
-        own = home._feed_sizes[ref] + sum(rank.size for rank in engine.ranks.values()) + book.numbers_size
-        keys = book.router_keys
+        own = home._feed_sizes[ref] + sum(rank.size for rank in engine.ranks.values()) + publications.numbers_size
+        keys = publications.router_keys
         waiting = sum(read.sources[0] == ref for read in keys.who_waits())
         own += ROUTER_KEY_BYTES * (len(keys._past) + len(keys._declined) + waiting)
         if home.memory.held(ref) != own:

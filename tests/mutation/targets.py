@@ -174,7 +174,9 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/records.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
     "server/kvferry_server/domain/steps.py": Target(LESSOR),
-    "server/kvferry_server/domain/book.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
+    "server/kvferry_server/domain/engine_publications.py": Target(
+        LESSOR, {"EnginePublications.live_until: 0.0 -> 1.0": BEFORE_ANY}
+    ),
     "server/kvferry_server/domain/engine.py": Target(LESSOR),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
     "server/kvferry_server/domain/budgets.py": Target((SHARES, MODEL)),
@@ -317,9 +319,8 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/teller.py": Target((TOLD,)),
     "server/kvferry_server/domain/router_keys.py": Target((ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/domain/routing.py": Target((ROUTERS, FABRIC_ROUTERS)),
-    "server/kvferry_server/home/rotation.py": Target((ROTATION, SLICES)),
     "server/kvferry_server/home/time_slices.py": Target(
-        (SLICES,),
+        (ROTATION, SLICES),
         {"TimeSlices.over: self._clock() > self._until -> self._clock() >= self._until": "a slice to the nanosecond"},
     ),
     "server/kvferry_server/node/decoded_size.py": Target(

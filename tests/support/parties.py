@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
+from kvferry._wire.blocks_codec import runs_to_proto
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.blocks import BlockRuns
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
@@ -80,7 +82,13 @@ def offer(number: int = 1, step: int = 0, **changes: Any) -> PublicationStep:
         "request_id": f"r{number}",
         "groups": (blocks(4 * step, start=1 + 4 * step),),
     }
-    return PublicationStep(number, index=step, **{**given, **changes})
+    made = PublicationStep(number, index=step, **{**given, **changes})
+    marks = (pb.PromptMark(end=mark.end, digest=mark.digest) for mark in made.marks)
+    told = pb.Blocks(step=step, groups=map(runs_to_proto, made.groups), marks=marks)
+    if made.unfinished is not None:
+        begun = map(runs_to_proto, made.unfinished.groups)
+        told.unfinished.CopyFrom(pb.Unfinished(groups=begun, layers=made.unfinished.layers))
+    return replace(made, encoded=told.SerializeToString())
 
 
 def ask(
@@ -129,7 +137,7 @@ class Scene:
         return self.lessor.report(lease.lease_id, lease.request.read.reader, done(*ranks, outcome=outcome))
 
     def renew(self, lease: Lease) -> float:
-        return self.lessor.renew(lease.lease_id, lease.request.read.reader).remaining
+        return self.lessor.renew(lease.lease_id, lease.request.read.reader).remaining(self.clock.now())
 
     def cancel(self, lease: Lease) -> None:
         self.lessor.cancel(lease.lease_id, lease.request.read.reader)

@@ -114,13 +114,13 @@ def _budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
 
 def _engine_budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
     home = at.node.home
-    kept = [home.records.books.get(engine.ref) for engine in at.engines]
-    books = [book for book in kept if book is not None]
+    kept = [home.records.engines.get(engine.ref) for engine in at.engines]
+    engines = [each for each in kept if each is not None]
     used = {
-        "waiting_reads": max((book.waiting_reads.used for book in books), default=0),
-        "waiting_declines": max((len(book.declined) for book in books), default=0),
-        "publications": max((book.num_arrived for book in books), default=0),
-        "checksum_bytes": max((book.checksum_bytes for book in books), default=0),
+        "waiting_reads": max((each.waiting_reads.used for each in engines), default=0),
+        "waiting_declines": max((len(each.declined) for each in engines), default=0),
+        "publications": max((each.num_arrived for each in engines), default=0),
+        "checksum_bytes": max((each.checksum_bytes for each in engines), default=0),
     }
     return {name: (most, getattr(home.limits, name)) for name, most in used.items()}
 

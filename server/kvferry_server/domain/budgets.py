@@ -6,33 +6,28 @@ capacity; three that take all they can get a quarter each, and the last quarter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvferry.errors import LimitReached
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import CALLER_FLOOR_BYTES
 
-LOCAL = "callers on this host"
-"""The host of callers that cannot be told apart."""
+LOCAL = "callers on this host"  # The host of callers that cannot be told apart
 
 
 class Budget:
     """A capacity that many holders share.
 
     Args:
-        capacity: what all holders together may hold.
         floor: what each holder gets as long as anything is free, whatever the others hold; by default a 256th.
-
-    Attributes:
-        used: what all holders hold together.
     """
 
     def __init__(self, capacity: int, floor: int | None = None) -> None:
         self.capacity = capacity
         self.floor = max(1, capacity // 256) if floor is None else floor
-        self.used = 0
+        self.used = 0  # By all holders together
         self._held: dict[Hashable, int] = {}
 
     def held(self, holder: Hashable) -> int:
@@ -67,10 +62,8 @@ def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: floa
 
     Args:
         limit: the name of the limit, for the error.
-        budget: what is shared.
         holder: who wants more; empty or None: callers that cannot be told apart.
         retry_after: seconds after which there may be room.
-        size: how much more.
     """
     if not budget.fits(holder, size):
         raise LimitReached(
@@ -89,7 +82,6 @@ class MemoryBudget:
     counted per engine only.
 
     Args:
-        capacity: bytes of the home.
         floor: bytes that every engine gets, even beyond `capacity`.
         retry_after: seconds after which there may be room, for errors.
     """
@@ -134,49 +126,21 @@ class MemoryBudget:
         """Subtract `size` bytes from what an engine holds."""
         self.take(engine, -size)
 
-    @contextmanager
-    def answering(self, caller: Hashable, host: str, size: int) -> Iterator[None]:
-        """Hold the bytes of an answer while the context lasts; see `answer`."""
-        taken = self.answer(caller, host, size)
-        try:
-            yield
-        finally:
-            taken()
-
-    def answer(self, caller: Hashable, host: str, size: int) -> Callable[[], None]:
-        """Hold the bytes of an answer until the caller has taken it, which is to be told by calling the result.
+    def answer(self, caller: Hashable, host: str, size: int) -> ExitStack:
+        """Hold the bytes of an answer until the context ends: the caller has taken it.
 
         They are counted against the caller, not against the engine it asks about: a caller that takes no answers costs
-        that engine and its other readers nothing.
-
-        Args:
-            caller: who asked.
-            host: where the call came from; empty if unknown: all such callers share what one host gets.
-            size: bytes of the answer.
-
-        Raises:
-            LimitReached: this caller, or its host, has too many answers waiting.
+        that engine and its other readers nothing. Calls from an unknown host (empty) share what one host gets. Raises
+        `LimitReached` if this caller, or its host, has too many answers waiting.
         """
         caller, host = _Caller(caller), host or LOCAL
         if self._by_engine.held(caller) + size > CALLER_FLOOR_BYTES:
             self._check(caller, host, size)
-        self._by_engine.take(caller, size)
-        self._by_host.take(host, size)
-
-        def taken() -> None:
-            self._by_engine.give(caller, size)
-            self._by_host.give(host, size)
-
+        taken = ExitStack()
+        for budget, holder in ((self._by_engine, caller), (self._by_host, host)):
+            budget.take(holder, size)
+            taken.callback(budget.give, holder, size)
         return taken
-
-    @contextmanager
-    def holding(self, engine: EngineRef, size: int) -> Iterator[None]:
-        """Hold bytes for an engine while the context lasts. Not checked."""
-        self.take(engine, size)
-        try:
-            yield
-        finally:
-            self.give(engine, size)
 
     def _check(self, holder: Hashable, host: str | None, size: int) -> None:
         if self._by_engine.fits(holder, size) and (host is None or self._by_host.fits(host, size)):

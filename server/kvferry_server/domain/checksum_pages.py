@@ -1,7 +1,8 @@
 """The checksums of a publication's blocks, which its ranks send and its readers ask for. Kept until it is released.
 
 How a checksum is computed, only engines need to know (`kvferry.planner.checksum`). Here it is a number per (rank,
-plane, place, unit). A place is a block's position in the request; for state groups, in the order of publication.
+plane, block index, unit). A block index is a block's position in the request; for state groups, in the order of
+publication.
 """
 
 from __future__ import annotations
@@ -19,42 +20,33 @@ from kvferry.geometry.plane import Interval
 from kvferry_server.domain.limits import CHECKSUM_BATCH, MAX_CHECKSUM_PAGES
 from kvferry_server.domain.steps import PublishedExtent
 
-Places: TypeAlias = npt.NDArray[np.int64]
+Indexes: TypeAlias = npt.NDArray[np.int64]
 
-PAGE_OVERHEAD = 512
-"""Bytes that a page takes in memory beside its places and checksums, estimated."""
-_NO_PLACES: Places = np.empty(0, np.int64)
+PAGE_OVERHEAD = 512  # Bytes that a page takes in memory beside its block indexes and checksums, estimated
+_NONE: Indexes = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChecksumPage:
-    """Checksums of some blocks of one plane. Never changes.
-
-    Attributes:
-        rank, plane: what was summed.
-        units: the units summed.
-        places: the places of the blocks, rising, ``int64[n]``.
-        sums: the checksums, ``uint32[n, units]``.
-        first, last: the first and the last place.
-    """
+    """Checksums of some blocks of one plane. Never changes."""
 
     rank: int
     plane: str
-    units: Interval
-    places: Places
-    sums: npt.NDArray[np.uint32]
-    first: int = field(init=False)
-    last: int = field(init=False)
+    units: Interval  # the units summed
+    indexes: Indexes  # the block indexes, rising, ``int64[n]``
+    sums: npt.NDArray[np.uint32]  # the checksums, ``uint32[n, units]``
+    first: int = field(init=False)  # the first block index
+    last: int = field(init=False)  # the last block index
 
     def __post_init__(self) -> None:
         # As Python ints: a new page is compared with hundreds, and comparing numpy scalars takes ten times as long.
-        object.__setattr__(self, "first", int(self.places[0]))
-        object.__setattr__(self, "last", int(self.places[-1]))
+        object.__setattr__(self, "first", int(self.indexes[0]))
+        object.__setattr__(self, "last", int(self.indexes[-1]))
 
     @property
     def size(self) -> int:
         """Estimated bytes that it takes in memory."""
-        return PAGE_OVERHEAD + self.places.nbytes + self.sums.nbytes
+        return PAGE_OVERHEAD + self.indexes.nbytes + self.sums.nbytes
 
     def near(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:
         """Return those of the pages that may have a checksum for a block and unit that this one has, too."""
@@ -67,84 +59,71 @@ class ChecksumPage:
 
     def overlaps(self, near: Sequence[ChecksumPage]) -> bool:
         """Whether one of the pages that are `near` has a checksum for a block of this one."""
-        if sum(len(other.places) for other in near) <= CHECKSUM_BATCH:
+        if sum(len(other.indexes) for other in near) <= CHECKSUM_BATCH:
             # Many small pages are compared in one step.
-            found = np.concatenate([_NO_PLACES, *(other.places for other in near)])
-            return bool(np.isin(self.places, found).any())
-        return any(bool(np.isin(self.places, other.places, assume_unique=True).any()) for other in near)
+            found = np.concatenate([_NONE, *(other.indexes for other in near)])
+            return bool(np.isin(self.indexes, found).any())
+        return any(bool(np.isin(self.indexes, other.indexes, assume_unique=True).any()) for other in near)
 
     def equals(self, other: ChecksumPage) -> bool:
         """Whether both have the same checksums for the same blocks and units."""
         return (
             self.units == other.units
             and (self.first, self.last) == (other.first, other.last)
-            and np.array_equal(self.places, other.places)
+            and np.array_equal(self.indexes, other.indexes)
             and np.array_equal(self.sums, other.sums)
         )
 
-    def part(self, units: Interval, places: Places) -> ChecksumPage | None:
-        """Return what the page has of these units and places; None if nothing."""
+    def part(self, units: Interval, indexes: Indexes) -> ChecksumPage | None:
+        """Return what the page has of these units and blocks; None if nothing."""
         both = self.units.intersect(units)
-        if both is None or self.first > places[-1] or places[0] > self.last:
+        if both is None or self.first > indexes[-1] or indexes[0] > self.last:
             return None
-        chosen = np.isin(self.places, places, assume_unique=True)
+        chosen = np.isin(self.indexes, indexes, assume_unique=True)
         if not bool(chosen.any()):
             return None
         sums = self.sums[chosen, both.begin - self.units.begin : both.end - self.units.begin]
-        return ChecksumPage(self.rank, self.plane, both, self.places[chosen], sums)
+        return ChecksumPage(self.rank, self.plane, both, self.indexes[chosen], sums)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChecksumQuery:
-    """A reader's question for the checksums of some blocks and units of planes of one rank; `places` rise."""
+    """A reader's question for the checksums of some blocks and units of planes of one rank; `indexes` rise."""
 
     rank: int
     planes: tuple[str, ...]
     units: Interval
-    places: Places
+    indexes: Indexes
 
 
 @dataclass(slots=True, eq=False)
 class Checksums:
-    """The checksums of one publication. Not thread-safe; its pages may be read in any thread.
+    """The checksums of one publication. Not thread-safe; its pages may be read in any thread."""
 
-    Attributes:
-        done: ranks that have sent all their checksums.
-        size: estimated bytes that the pages take in memory.
-    """
-
-    done: set[int] = field(default_factory=set)
-    size: int = 0
+    done: set[int] = field(default_factory=set)  # ranks that have sent all their checksums
+    size: int = 0  # estimated bytes that the pages take in memory
     _pages: dict[tuple[int, str], list[ChecksumPage]] = field(default_factory=dict)
 
-    def new(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:
-        """Return those of the pages that are not here yet.
+    def has(self, page: ChecksumPage) -> bool:
+        """Whether a page is here already. Raises `InvalidField` if it overlaps another page without being equal, or if
+        there are too many of its plane."""
+        others = self._pages.get((page.rank, page.plane), [])
+        near = page.near(others)
+        if any(page.equals(other) for other in near):
+            return True
+        expected = ""
+        if page.overlaps(near):
+            expected = "each block in one page, with the same checksums when repeated"
+        elif len(others) == MAX_CHECKSUM_PAGES:
+            expected = f"at most {MAX_CHECKSUM_PAGES} pages per plane"
+        if expected:
+            raise InvalidField("checksums", f"{page.plane}, rank {page.rank}", expected)
+        return False
 
-        Raises:
-            InvalidField: a page overlaps another one without being equal, or there are too many of one plane.
-        """
-        found: dict[tuple[int, str], list[ChecksumPage]] = {}
-        for page in pages:
-            key = page.rank, page.plane
-            new = found.setdefault(key, [])
-            others = [*self._pages.get(key, ()), *new]
-            near = page.near(others)
-            if any(page.equals(other) for other in near):
-                continue
-            if page.overlaps(near):
-                where = f"{page.plane}, rank {page.rank}"
-                raise InvalidField("checksums", where, "each block in one page, with the same checksums when repeated")
-            if len(others) == MAX_CHECKSUM_PAGES:
-                where = f"{page.plane}, rank {page.rank}"
-                raise InvalidField("checksums", where, f"at most {MAX_CHECKSUM_PAGES} pages per plane")
-            new.append(page)
-        return [page for new in found.values() for page in new]
-
-    def add(self, pages: Iterable[ChecksumPage]) -> None:
-        """Add pages that `new` returned."""
-        for page in pages:
-            self._pages.setdefault((page.rank, page.plane), []).append(page)
-            self.size += page.size
+    def add(self, page: ChecksumPage) -> None:
+        """Add a page that is not here."""
+        self._pages.setdefault((page.rank, page.plane), []).append(page)
+        self.size += page.size
 
     def pages(self, query: ChecksumQuery) -> Sequence[ChecksumPage]:
         """Return the pages that hold the answer to a query."""
@@ -161,18 +140,15 @@ class Checksums:
 def answers(query: ChecksumQuery, pages: Iterable[ChecksumPage]) -> Iterator[ChecksumPage]:
     """Yield the answer to a query from its pages."""
     for page in pages:
-        part = page.part(query.units, query.places)
+        part = page.part(query.units, query.indexes)
         if part is not None:
             yield part
 
 
-def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:
+def check_indexes(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:
     """Check that the blocks of a page of checksums were published.
 
     Args:
-        group: the group of the page's plane.
-        extents: what was published, by group.
-        page: the page.
         complete: no further steps of the publication will arrive.
 
     Raises:
@@ -188,5 +164,5 @@ def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: Che
     if page.first < first or page.last >= end:
         where = f"checksums of {page.plane}"
         if not complete:
-            raise HomeRecovering(f"{where}: the step with places {page.first} to {page.last} has not arrived yet")
-        raise InvalidField(where, f"places {page.first} to {page.last}", f"published places, [{first}, {end})")
+            raise HomeRecovering(f"{where}: the step with blocks {page.first} to {page.last} has not arrived yet")
+        raise InvalidField(where, f"blocks {page.first} to {page.last}", f"published blocks, [{first}, {end})")

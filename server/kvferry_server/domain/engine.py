@@ -8,49 +8,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import EngineIncomplete
-from kvferry_server.domain.agenda import NEVER
+from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
 from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.watch_feed import RankLost
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One incarnation at its home. All times are seconds on the home's clock.
+    """One incarnation at its home. All times are seconds on the home's clock."""
 
-    Attributes:
-        ref: the incarnation.
-        ttl: seconds from the loss of a Watch until the engine, or the rank, counts as dead.
-        retire: seconds for which a dead engine is remembered.
-        lost_at: when its scheduler's Watch ended; None while that is open.
-        dead: its scheduler's Watch has been lost for `ttl`.
-        ranks: registrations by rank; kept when a rank is lost, since no other content may take its place.
-        lost_ranks: registered ranks whose process is gone.
-        watched_ranks: ranks with an open Watch of their own.
-        rank_lost_at: when the Watch of a rank ended, until `ttl` has passed.
-        nodes: by rank, the node servers that relay for ranks.
-        left_ranks: relayed ranks whose node server has said that their process ended.
-        host: the host that its scheduler's Watch comes from; empty if unknown.
-        cache_bytes: bytes of the caches of all ranks.
-        block_bytes: bytes of one block of each group, over all ranks.
-    """
-
-    ref: EngineRef
-    ttl: float
-    retire: float
-    lost_at: float | None = None
-    dead: bool = False
+    ref: EngineRef  # the incarnation
+    ttl: float  # seconds from the loss of a Watch until the engine, or the rank, counts as dead
+    retire: float  # seconds for which a dead engine is remembered
+    lost_at: float | None = None  # when its scheduler's Watch ended; None while that is open
+    dead: bool = False  # its scheduler's Watch has been lost for `ttl`
+    # registrations by rank; kept when a rank is lost, since no other content may take its place
     ranks: dict[int, Registration] = field(default_factory=dict)
-    lost_ranks: set[int] = field(default_factory=set)
-    watched_ranks: set[int] = field(default_factory=set)
+    lost_ranks: set[int] = field(default_factory=set)  # registered ranks whose process is gone
+    watched_ranks: set[int] = field(default_factory=set)  # ranks with an open Watch of their own
+    # when the Watch of a rank ended, until `ttl` has passed
     rank_lost_at: dict[int, float] = field(default_factory=dict)
-    nodes: dict[int, str] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)  # by rank, the node servers that relay for ranks
+    # relayed ranks whose node server has said that their process ended
     left_ranks: set[int] = field(default_factory=set)
-    host: str = ""
+    host: str = ""  # the host that its scheduler's Watch comes from; empty if unknown
     scheduled: float = NEVER
-    cache_bytes: int = 0
-    block_bytes: Counter[str] = field(default_factory=Counter)
+    cache_bytes: int = 0  # bytes of the caches of all ranks
+    block_bytes: Counter[str] = field(default_factory=Counter)  # bytes of one block of each group, over all ranks
     _description: EngineDescription | None = None
 
     @property
@@ -92,12 +79,13 @@ class Engine:
         """Whether a lost rank was lost with its node: a node server that is alive reports a rank that ends."""
         return rank in self.nodes and rank not in self.left_ranks
 
-    def check_readable(self) -> EngineDescription:
-        """Return the engine's description if its Watch is open and all its ranks are there.
+    def rank_lost(self, rank: int) -> RankLost:
+        """Return the event that a registered rank is lost."""
+        return RankLost(rank, self.nodes.get(rank, ""), self.lost_with_node(rank))
 
-        Raises:
-            EngineIncomplete: otherwise, with the missing ranks and their nodes.
-        """
+    def check_readable(self) -> EngineDescription:
+        """Return the engine's description if its Watch is open and all its ranks are there. Raises `EngineIncomplete`:
+        otherwise, with the missing ranks and their nodes."""
         ref, missing = self.ref, self.missing_ranks() if self.num_missing else []
         if self.lost_at is not None:
             problem = "its Watch is lost"

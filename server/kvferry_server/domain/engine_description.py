@@ -30,7 +30,6 @@ class EngineDescription:
     first needed.
 
     Args:
-        ref: the engine.
         registrations: of its ranks, in order of rank; at least one.
     """
 

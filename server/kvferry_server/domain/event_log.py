@@ -15,16 +15,14 @@ from collections.abc import Mapping
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
 
-FIELDS = "kvferry_fields"
-"""The attribute of a log record that has an event's name and fields."""
+FIELDS = "kvferry_fields"  # The attribute of a log record that has an event's name and fields
 
 WINDOW = 10.0
 """Seconds in which an event is written at most `MOST_IN_WINDOW` times; the next one written says how many were not."""
 
 MOST_IN_WINDOW = 20
 
-MAX_KEYS = 1024
-"""Kinds of events that are told apart. Kinds are names of this code, so there are far fewer."""
+MAX_KEYS = 1024  # Kinds of events that are told apart. Kinds are names of this code, so there are far fewer.
 
 NAMING = frozenset(
     {
@@ -76,11 +74,7 @@ class Fields:
 
 
 class EventLog:
-    """Writes events, each kind at a bounded rate. Not thread-safe.
-
-    Args:
-        clock: where the time comes from.
-    """
+    """Writes events, each kind at a bounded rate. Not thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -96,7 +90,6 @@ class EventLog:
 
         Args:
             level: of `logging`. Only events from INFO on are limited.
-            name: what has happened.
             fields: its fields; None is left out.
             kind: events of one kind share a limit; empty: the name.
         """
@@ -114,10 +107,7 @@ class EventLog:
         """Write that a call was refused, at a level that depends on the reason.
 
         Args:
-            method: what was called.
-            reason: name of the error's reason.
             values: of the error. Only `NAMING` ones are written: others may hold what the caller sent.
-            more: further fields.
         """
         level = logging.WARNING if reason in ALARMING else logging.DEBUG if reason in ROUTINE else logging.INFO
         named = {name: value for name, value in values.items() if name in NAMING}

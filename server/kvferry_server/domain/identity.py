@@ -5,24 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-Names: TypeAlias = frozenset[bytes]
-"""The names in a verified certificate."""
+Names: TypeAlias = frozenset[bytes]  # The names in a verified certificate
 
-NOBODY: Names = frozenset()
-"""The names of a caller without a certificate."""
+NOBODY: Names = frozenset()  # The names of a caller without a certificate
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineRef:
-    """One start of an engine.
+    """One start of an engine."""
 
-    Attributes:
-        engine_id: the stable name.
-        incarnation: 16 bytes, derived from the session secret that one process of the engine draws per start.
-    """
-
-    engine_id: str
-    incarnation: bytes
+    engine_id: str  # the stable name
+    incarnation: bytes  # 16 bytes, derived from the session secret that one process of the engine draws per start
 
     def __str__(self) -> str:
         return f"engine {self.engine_id!r}, incarnation {self.incarnation.hex()}"
@@ -30,12 +23,16 @@ class EngineRef:
 
 @dataclass(frozen=True, slots=True)
 class RouterKey:
-    """What a router chose, in a reference that it made itself, to name a request.
+    """What a router chose, in a reference that it made itself, to name a request."""
 
-    Attributes:
-        name: the router_key, unique at its engine. Public, like a request_id.
-        key: the reference's key, 16 bytes. Secret.
-    """
+    name: str  # The router_key, unique at its engine. Public, like a request_id.
+    key: bytes = field(repr=False)  # The reference's key, 16 bytes. Secret.
 
-    name: str
-    key: bytes = field(repr=False)
+
+@dataclass(frozen=True, slots=True)
+class RouterReference:
+    """A reference that a router made: the source, as the router named it, and the key that it chose."""
+
+    engine_id: str
+    data_parallel_rank: int
+    router_key: RouterKey

@@ -22,66 +22,41 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 
-LAST_READS = 100
-"""Ended reads that are kept, whatever becomes of their records."""
+LAST_READS = 100  # Ended reads that are kept, whatever becomes of their records
 
 LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Bounds, in seconds, of how long leases and pins last."""
 
-LOCAL = "unix"
-"""The peer of callers on the UNIX socket, in events: they cannot be told apart."""
+LOCAL = "unix"  # The peer of callers on the UNIX socket, in events: they cannot be told apart
 
 EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})
 """How publications end when all is well."""
 
-EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})
-"""How leases end when all is well."""
+EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # How leases end when all is well
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRead:
-    """A read that has ended, for the timeline. Times are seconds on the home's clock.
+    """A read that has ended, for the timeline. Times are seconds on the home's clock."""
 
-    Attributes:
-        lease_number: the public name of its lease.
-        source, reader: the engines.
-        publication: number of the publication.
-        request_id: of the publication; empty if it never arrived.
-        state: how it ended.
-        granted_at, ended_at: when its lease began and ended.
-        bytes: as its ranks reported.
-        reason: why it failed, if a rank said so.
-    """
-
-    lease_number: int
+    lease_number: int  # the public name of its lease
     source: EngineRef
     reader: EngineRef
-    publication: int
-    request_id: str
-    state: LeaseState
+    publication: int  # number of the publication
+    request_id: str  # of the publication; empty if it never arrived
+    state: LeaseState  # how it ended
     granted_at: float
     ended_at: float
-    bytes: int
-    reason: str
+    bytes: int  # as its ranks reported
+    reason: str  # why it failed, if a rank said so
 
 
-LIVE = (LeaseState.WAITING, LeaseState.READING)
-"""The states of live leases."""
+LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
 
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """What has happened at one home. Not thread-safe: it belongs to its home's event loop.
-
-    Args:
-        clock: where the time comes from.
-
-    Attributes:
-        events: the event log.
-        pinned: publications that have arrived and are not released, oldest first.
-        live_leases: live leases by state.
-        last_reads: the last reads that ended, oldest first.
-    """
+    """What has happened at one home. Not thread-safe: it belongs to its home's event loop."""
 
     clock: Clock
     engine_events: Counter[str] = counter(
@@ -123,10 +98,12 @@ class Journal:
     refused: Counter[tuple[str, str]] = counter(
         "kvferry_notifications_refused", "Notifications that were refused.", kind=(), reason=()
     )
-    live_leases: Counter[LeaseState] = field(default_factory=Counter)
+    live_leases: Counter[LeaseState] = field(default_factory=Counter)  # live leases by state
+    # publications that have arrived and are not released, oldest first
     pinned: dict[PublicationRecord, None] = field(default_factory=dict)
+    # the last reads that ended, oldest first
     last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))
-    events: EventLog = field(init=False)
+    events: EventLog = field(init=False)  # the event log
 
     def __post_init__(self) -> None:
         self.events = EventLog(self.clock)
@@ -141,13 +118,7 @@ class Journal:
     # Publications.
 
     def moved(self, publication: PublicationRecord, before: PublicationStage | None, now: float) -> None:
-        """Note that a publication is at another stage than `before`; None: it is new.
-
-        Args:
-            publication: at its new stage.
-            before: its stage before.
-            now: the present.
-        """
+        """Note that a publication is at another stage than `before`; None: it is new."""
         if before is not None:
             self.stages[before] -= 1
         stage = publication.stage
@@ -163,14 +134,9 @@ class Journal:
             self.live_leases[LeaseState.READING] += waiting
             self._publication(logging.DEBUG, "publication_published", publication, blocks=publication.blocks)
         elif stage is PublicationStage.ENDING:
-            self._publication(
-                logging.DEBUG if publication.outcome in EXPECTED_OUTCOMES else logging.INFO,
-                "publication_ended",
-                publication,
-                outcome=_name(publication.outcome),
-                age_s=now - publication.first_at,
-                live_leases=len(publication.leases),
-            )
+            level = logging.DEBUG if publication.outcome in EXPECTED_OUTCOMES else logging.INFO
+            fields = {"age_s": now - publication.first_at, "live_leases": len(publication.leases)}
+            self._publication(level, "publication_ended", publication, outcome=_name(publication.outcome), **fields)
         elif stage is PublicationStage.FORGOTTEN:
             self.pinned.pop(publication, None)
         elif stage is PublicationStage.RELEASED:
@@ -179,14 +145,9 @@ class Journal:
             self.hold.add(held)
             if publication.outcome is not None:
                 self.outcomes[publication.outcome] += 1
-            self._publication(
-                logging.DEBUG,
-                "publication_released",
-                publication,
-                outcome=_name(publication.outcome),
-                held_s=held,
-                reads_valid=publication.valid_reads,
-            )
+            fields = {"held_s": held, "reads_valid": publication.valid_reads}
+            level, outcome = logging.DEBUG, _name(publication.outcome)
+            self._publication(level, "publication_released", publication, outcome=outcome, **fields)
 
     def _publication(self, level: int, event: str, publication: PublicationRecord, **fields: object) -> None:
         if self.events.writes(level):
@@ -210,19 +171,10 @@ class Journal:
         if state is LeaseState.VALID:
             self.read_bytes += size
         publication, reader = lease.publication, lease.request.read.reader
+        of, name = publication.source, publication.request_id
+        times = lease.granted_at, now
         self.last_reads.append(
-            EndedRead(
-                lease.number,
-                publication.source,
-                reader,
-                publication.number,
-                publication.request_id,
-                state,
-                lease.granted_at,
-                now,
-                size,
-                lease.reason,
-            )
+            EndedRead(lease.number, of, reader, publication.number, name, state, *times, size, lease.reason)
         )
         self._lease(
             logging.DEBUG if state in EXPECTED_ENDS else logging.WARNING,
@@ -240,24 +192,17 @@ class Journal:
     def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         """Note that the live leases of a publication are not renewed any more."""
         self._publication(
-            logging.INFO,
-            "leases_revoked",
-            publication,
-            reason=reason.name,
-            live_leases=len(publication.leases),
+            logging.INFO, "leases_revoked", publication, reason=reason.name, live_leases=len(publication.leases)
         )
 
-    def renewed(self, lease: Lease, *, extended: bool) -> None:
-        """Note a renewal of a known lease, and whether it is extended."""
+    def renewed(self, lease: Lease | None, reader: EngineRef, *, extended: bool = False) -> None:
+        """Note a renewal of a lease (None: this home has no record of it), and whether it is extended."""
         self.renewals["extended" if extended else "refused"] += 1
-        if not extended:
+        if lease is None:
+            fields = {"state": "unknown", **_reader_fields(reader)}
+            self.events.write(logging.WARNING, "renewal_refused", fields, kind="renewal_refused unknown")
+        elif not extended:
             self._lease(logging.INFO, "renewal_refused", lease, state=lease.state.name, revoked=_name(lease.revoked))
-
-    def renewal_unknown(self, reader: EngineRef) -> None:
-        """Note a renewal of a lease that this home has no record of."""
-        self.renewals["refused"] += 1
-        fields = {"state": "unknown", **_reader_fields(reader)}
-        self.events.write(logging.WARNING, "renewal_refused", fields, kind="renewal_refused unknown")
 
     def reported(self, verdict: Verdict, reader: EngineRef, lease: Lease | None) -> None:
         """Note a verdict on a reader's report."""
@@ -271,14 +216,7 @@ class Journal:
             self.events.write(logging.WARNING, "report_too_late", fields)
 
     def notification_refused(self, kind: str, reason: str, values: Mapping[str, str], sender: EngineRef | None) -> None:
-        """Note that a notification was refused.
-
-        Args:
-            kind: of the notification.
-            reason: name of the error's reason.
-            values: of the error.
-            sender: the engine that sent it; None: unknown.
-        """
+        """Note that a notification was refused, which an engine sent; None: unknown."""
         self.refused[kind, reason] += 1
         self.events.refusal(f"Notify.{kind}", reason, values, {"sender_id": sender.engine_id if sender else None})
 
@@ -296,11 +234,8 @@ class Journal:
 
 
 def _publication_fields(publication: PublicationRecord) -> dict[str, object]:
-    return {
-        **engine_fields(publication.source),
-        "publication": publication.number,
-        "request_id": publication.request_id or None,
-    }
+    named = {"publication": publication.number, "request_id": publication.request_id or None}
+    return {**engine_fields(publication.source), **named}
 
 
 def _reader_fields(reader: EngineRef) -> dict[str, object]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvferry.errors import LeaseEnded, PublicationStale, ServerDraining
-from kvferry_server.domain.book import Book, Standing
 from kvferry_server.domain.budgets import check_budget
+from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
 from kvferry_server.domain.publications import (
@@ -29,7 +29,6 @@ from kvferry_server.domain.reads import (
     RankOutcome,
     RankReport,
     ReadKey,
-    Renewal,
     ReportAnswer,
     RevokeReason,
     Verdict,
@@ -49,28 +48,23 @@ class Lessor:
         self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Check that a reference entitles its bearer to the agents of its engine.
-
-        Args:
-            source: the engine.
-            number: number of the publication; 0: it is the engine's own reference.
-            key: the key in the reference.
+        """Check that a reference with this key entitles its bearer to the agents of its engine. The number is that of
+        the publication; 0: it is the engine's own reference.
 
         Raises:
             WrongKey: the key is not that of the publication, or of the engine.
             PublicationStale, PublicationReleased: there is nothing to read any more.
             HomeRecovering: the home waits for the engine's snapshot, which may have the publication.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        engine, now = self._records.begin(source)
         if number == 0:
-            book.check_engine_key(key)
+            engine.check_engine_key(key)
             return
-        book.check_key(number, key)
-        publication = self._records.publication(book, number, now)
+        engine.check_key(number, key)
+        publication = self._records.publication(engine, number, now)
         if publication is None:
-            book.check_recovered()
-            book.check_may_arrive(number, now - self._times.max_ttl)
+            engine.check_recovered()
+            engine.check_may_arrive(number, now - self._times.max_ttl)
         elif publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
 
@@ -84,10 +78,9 @@ class Lessor:
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: not now; repeat the call.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(request.read.source)
-        book.check_key(request.read.publication, request.key)
-        publication = self._records.publication(book, request.read.publication, now)
+        engine, now = self._records.begin(request.read.source)
+        engine.check_key(request.read.publication, request.key)
+        publication = self._records.publication(engine, request.read.publication, now)
         lease = self._records.lease_of_read(request.read, now)
         if lease is not None:
             lease.check_replay(request)
@@ -95,14 +88,14 @@ class Lessor:
             return lease
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
-        book.check_recovered()
+        engine.check_recovered()
         if publication is None:
-            book.check_may_arrive(request.read.publication, now - self._times.max_ttl)
+            engine.check_may_arrive(request.read.publication, now - self._times.max_ttl)
         elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
-        self._check_room(book, publication, request)
+        self._check_room(engine, publication, request)
         if publication is None:
-            publication = self._records.add_awaited(book, request.read.publication)
+            publication = self._records.add_awaited(engine, request.read.publication)
         expires = min(now + self._times.ttl, publication.final_at)
         lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, now, expires)
         self._expect(publication, request)
@@ -114,8 +107,8 @@ class Lessor:
         lease = self._records.lease_of_read(read, self._records.advance(MAX_ENDED_AT_ONCE))
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
-    def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Renewal:
-        """Extend a lease to a ttl from now, within its limits. Never shortens or revives one.
+    def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
+        """Extend a lease to a ttl from now, within its limits. Never shortens or revives one. Returns the lease.
 
         Raises:
             LeaseEnded: this home has no record of the lease.
@@ -124,19 +117,19 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            self._records.journal.renewal_unknown(reader)
-            raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
+            self._records.journal.renewed(None, reader)
+            raise _unknown()
         extended = False
         if lease.live and lease.revoked is None:
             publication = lease.publication
-            book = self._records.book(publication.source)
-            if book.lost_ranks and publication.stage is not PublicationStage.AWAITED:
+            engine = self._records.of_engine(publication.source)
+            if engine.lost_ranks and publication.stage is not PublicationStage.AWAITED:
                 # A network card does not tell the reader. A rank that is back before this is asked has lost nothing.
                 self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
             elif not self._records.draining:
-                extended = self._extend(lease, book, now)
-        self._records.journal.renewed(lease, extended=extended)
-        return Renewal(lease.remaining(now), lease.revoked)
+                extended = self._extend(lease, engine, now)
+        self._records.journal.renewed(lease, reader, extended=extended)
+        return lease
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
         """Return the publication of a live lease.
@@ -148,7 +141,7 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
+            raise _unknown()
         if not lease.live:
             raise LeaseEnded(f"{lease} has ended", lease_number=lease.number)
         return lease.publication
@@ -173,7 +166,7 @@ class Lessor:
             return ReportAnswer(verdict)
         if lease.live:
             # Whatever a reader says, one rank reads no more than all ranks of the source hold.
-            most = self._records.book(lease.publication.source).bytes_of(lease.publication)
+            most = self._records.of_engine(lease.publication.source).bytes_of(lease.publication)
             reports = [report if report.bytes <= most else replace(report, bytes=most) for report in reports]
         before = lease.size
         verdict = lease.add(reports)
@@ -185,11 +178,8 @@ class Lessor:
         return ReportAnswer(verdict, len(lease.reports), lease.complete)
 
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
-        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent.
-
-        Raises:
-            WrongIdentity: the lease was acquired by another caller.
-        """
+        """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
+        the lease was acquired by another caller."""
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is not None and lease.live:
@@ -198,10 +188,7 @@ class Lessor:
     def revoke(self, source: EngineRef, lease_number: int) -> Lease:
         """Renew a lease no more, for an operator, and advise its reader to stop. It ends by its time, or by its
         reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
-
-        Raises:
-            LeaseEnded: this home has no record of such a lease.
-        """
+        Raises `LeaseEnded` if this home has no record of such a lease."""
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._records.lease_of_number(source, lease_number, now)
         if lease is None:
@@ -219,33 +206,31 @@ class Lessor:
             WrongKey: the key is not that of the publication.
             LimitReached: too many publications of the engine were declined before they arrived.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        book.check_key(number, key)
-        publication = self._records.publication(book, number, now)
+        engine, now = self._records.begin(source)
+        engine.check_key(number, key)
+        publication = self._records.publication(engine, number, now)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
             self._records.end(publication, PublicationOutcome.DECLINED, now)
             return
         if publication is None:
             try:
-                book.check_may_arrive(number, now - self._times.max_ttl)
+                engine.check_may_arrive(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
         if publication is None or not publication.declined:
-            most = self._limits.waiting_declines
-            check_limit("waiting_declines", len(book.declined), most, self._times.ttl)
+            check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
-            publication = publication or self._records.add_awaited(book, number)
-            book.declined.add(publication)
+            publication = publication or self._records.add_awaited(engine, number)
+            engine.declined.add(publication)
             publication.declined = True
         publication.awaited_until = now + self._times.max_wait
         self._records.reschedule(publication)
 
     # Helpers.
 
-    def _extend(self, lease: Lease, book: Book, now: float) -> bool:
+    def _extend(self, lease: Lease, engine: EnginePublications, now: float) -> bool:
         """Extend a live lease to a ttl from now, within its limits. Returns whether it is renewed."""
-        publication, live = lease.publication, book.standing is Standing.LIVE
+        publication, live = lease.publication, engine.standing is Standing.LIVE
         awaited = publication.stage is PublicationStage.AWAITED
         latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
         if live:
@@ -262,21 +247,27 @@ class Lessor:
         lease.check_names(names)
         return lease
 
-    def _check_room(self, book: Book, publication: PublicationRecord | None, request: LeaseRequest) -> None:
+    def _check_room(
+        self, engine: EnginePublications, publication: PublicationRecord | None, request: LeaseRequest
+    ) -> None:
         """Raise `LimitReached` unless there is room for one more lease, and for a record of what it waits for."""
         retry_after = self._times.ttl
-        check_budget("leases", self._records.lease_budget, book.source, retry_after)
+        check_budget("leases", self._records.lease_budget, engine.source, retry_after)
         size = LEASE_BYTES
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:
             size += PUBLICATION_BYTES
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            check_budget("waiting_reads", book.waiting_reads, request.holder, retry_after)
-        self._memory.check(book.source, size)
+            check_budget("waiting_reads", engine.waiting_reads, request.holder, retry_after)
+        self._memory.check(engine.source, size)
 
     def _expect(self, publication: PublicationRecord, request: LeaseRequest) -> None:
         """Raise a publication's expected reads to what a reader states, within a limit: a publication waits for
         reads that it expects even if they never come."""
         expected = min(request.expected_reads, self._limits.raised_reads)
         publication.expected_reads = max(publication.expected_reads, expected)
+
+
+def _unknown() -> LeaseEnded:
+    return LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")

@@ -13,24 +13,18 @@ class Limits:
     """Counts, unless a field says bytes. Far above what working engines need; they bound what a faulty one can
     take."""
 
-    engines: int = 1024
-    """Engines at a home, including dead ones that may still come back."""
-    ranks: int = 4096
-    """Ranks of one engine; also the parties of one read."""
+    engines: int = 1024  # Engines at a home, including dead ones that may still come back
+    ranks: int = 4096  # Ranks of one engine; also the parties of one read
     memory: int = 1 << 30
     """Bytes that the home keeps for all engines together: registrations, publications, leases, reports, checksums and
     events. An engine, and all engines of one host together, get at most as much as stays free."""
-    engine_memory: int = 1 << 20
-    """Bytes that an engine always gets, whatever the others hold."""
+    engine_memory: int = 1 << 20  # Bytes that an engine always gets, whatever the others hold
     retired: int = 16_384
     """Incarnations that their engines have retired, while they are refused. Those of a host get at most as many as stay
     free."""
-    publications: int = 65_536
-    """Publications of one engine whose release is not acknowledged."""
-    checksum_bytes: int = 1 << 28
-    """Bytes of checksums for the unreleased publications of one engine."""
-    reads: int = 1024
-    """Reads of one publication, including ended ones."""
+    publications: int = 65_536  # Publications of one engine whose release is not acknowledged
+    checksum_bytes: int = 1 << 28  # Bytes of checksums for the unreleased publications of one engine
+    reads: int = 1024  # Reads of one publication, including ended ones
     raised_reads: int = 64
     """The most reads that a reader can make a publication expect. Its source may state up to `reads`."""
     leases: int = 262_144
@@ -42,8 +36,7 @@ class Limits:
     waiting_declines: int = 4096
     """Publications of one engine that were declined before they arrived; and as many more under routers' keys, of which
     a caller gets at most as many as stay free."""
-    watch_queue: int = 1024
-    """Events that a Watch may fall behind before it is told that it lagged."""
+    watch_queue: int = 1024  # Events that a Watch may fall behind before it is told that it lagged
 
 
 MAX_ENDED_AT_ONCE = 256
@@ -53,26 +46,16 @@ else on the event loop waits for a pass."""
 MAX_PAST_ROUTER_KEYS = 4096
 """Router keys of one engine that are remembered after their publications; beyond, the oldest are forgotten."""
 
-MAX_SKIPPED = 1024
-"""Publication numbers below an engine's high-water mark that may still arrive."""
-
-MAX_PAYLOAD = 64 * 1024
-"""Bytes of a publication's payload."""
+MAX_SKIPPED = 1024  # Publication numbers below an engine's high-water mark that may still arrive
+MAX_PAYLOAD = 64 * 1024  # Bytes of a publication's payload
 
 MAX_REGION_CHECKS = 1 << 22
 """Planes times regions of one rank. It bounds how long a node server works on one registration."""
 
-MAX_CHECKSUM_PAGES = 256
-"""Checksum pages of one plane of a publication: each new page is compared with all of them."""
-
-CHECKSUM_BATCH = 1 << 14
-"""Block positions that a new checksum page is compared with in one step."""
-
-MAX_NAMED_RANKS = 64
-"""Missing ranks that an answer or error lists; of the others it gives the number."""
-
-MAX_NAMED_NODES = 16
-"""Node servers of missing ranks that an error lists."""
+MAX_CHECKSUM_PAGES = 256  # Checksum pages of one plane of a publication: each new page is compared with all of them
+CHECKSUM_BATCH = 1 << 14  # Block positions that a new checksum page is compared with in one step
+MAX_NAMED_RANKS = 64  # Missing ranks that an answer or error lists; of the others it gives the number
+MAX_NAMED_NODES = 16  # Node servers of missing ranks that an error lists
 
 MAX_NOTED_READERS = 1024
 """Digests of geometries that were found compatible with an engine's; beyond, all are forgotten and compared again."""
@@ -83,11 +66,8 @@ RANK_PAGE_BYTES = 1 << 20
 MAX_RANK_BYTES = 7 << 19
 """Encoded bytes of one rank and its agent, 3.5 MiB: with `MAX_HEADER_BYTES` they fit one message."""
 
-MAX_HEADER_BYTES = 1 << 18
-"""Encoded bytes of an engine without its ranks."""
-
-CALLER_FLOOR_BYTES = 64 << 10
-"""Bytes of unsent answers that every caller gets. Most answers are far smaller."""
+MAX_HEADER_BYTES = 1 << 18  # Encoded bytes of an engine without its ranks
+CALLER_FLOOR_BYTES = 64 << 10  # Bytes of unsent answers that every caller gets. Most answers are far smaller.
 
 
 def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
@@ -95,14 +75,9 @@ def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
 
     Args:
         limit: a field of `Limits`, for the error.
-        count: how many there are.
-        most: how many there may be.
         retry_after: seconds after which there may be room.
     """
     if count >= most:
         raise LimitReached(
-            f"{limit}: the server holds {count} of at most {most}",
-            retry_after=retry_after,
-            limit=limit,
-            value=most,
+            f"{limit}: the server holds {count} of at most {most}", retry_after=retry_after, limit=limit, value=most
         )

@@ -6,8 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
 
-Numbers: TypeAlias = "tuple[int, ...]"
-"""A key: numbers that name an entry within its incarnation."""
+Numbers: TypeAlias = "tuple[int, ...]"  # A key: numbers that name an entry within its incarnation
 
 Entry = TypeVar("Entry")
 

@@ -11,52 +11,35 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
-EVERY = "*"
-"""The pattern of every engine_id."""
-
-ANYBODY = "**"
-"""The pattern of every identity, and the part of one that stands for any number of parts."""
+EVERY = "*"  # The pattern of every engine_id
+ANYBODY = "**"  # The pattern of every identity, and the part of one that stands for any number of parts
 
 
 class PolicyRole(Enum):
     """What a policy lets a caller do."""
 
-    ENGINE = "engine"
-    """Open and register these engines, publish in their names, and decline their references."""
-    READER = "reader"
-    """Read from these engines, and decline their references."""
-    RELAY = "relay"
-    """Relay for ranks of these engines."""
-    OBSERVER = "observer"
-    """List, describe and plan (Introspection)."""
-    ADMIN = "admin"
-    """Act as an operator (Admin)."""
+    ENGINE = "engine"  # Open and register these engines, publish in their names, and decline their references
+    READER = "reader"  # Read from these engines, and decline their references
+    RELAY = "relay"  # Relay for ranks of these engines
+    OBSERVER = "observer"  # List, describe and plan (Introspection)
+    ADMIN = "admin"  # Act as an operator (Admin)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a call takes: one of `roles`, for an engine.
+    """What a call takes: one of `roles`, for an engine."""
 
-    Attributes:
-        roles: one of them is enough.
-        engine_id: the engine that the call is about; None: the role for any engine is enough.
-        or_engine_id: another engine that the call may be about; the role for it is enough as well. None: no other.
-    """
-
-    roles: tuple[PolicyRole, ...]
-    engine_id: str | None = None
+    roles: tuple[PolicyRole, ...]  # one of them is enough
+    engine_id: str | None = None  # the engine that the call is about; None: the role for any engine is enough
+    # Another engine that the call may be about; the role for it is enough as well. None: no other.
     or_engine_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What somebody may do.
+    """What somebody may do."""
 
-    Attributes:
-        engine, reader, relay: shell patterns of the engine_ids that each role is for.
-        observer, admin: whether it has the role.
-    """
-
+    # Shell patterns of the engine_ids that each role is for.
     engine: tuple[str, ...] = ()
     reader: tuple[str, ...] = ()
     relay: tuple[str, ...] = ()
@@ -95,11 +78,8 @@ class Grant:
         )
 
 
-MEMBER = Grant(engine=(EVERY,), reader=(EVERY,), relay=(EVERY,), observer=True)
-"""Every role but admin, for all engines."""
-
-OPERATOR = MEMBER | Grant(admin=True)
-"""Every role."""
+MEMBER = Grant(engine=(EVERY,), reader=(EVERY,), relay=(EVERY,), observer=True)  # Every role but admin, for all engines
+OPERATOR = MEMBER | Grant(admin=True)  # Every role
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +92,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who may do what.
+    """Who may do what."""
 
-    Attributes:
-        everyone: what every caller may do, whoever it is.
-        rules: what callers with certain identities may do as well. All rules that fit count together.
-    """
-
+    # what every caller may do, whoever it is
     everyone: Grant = MEMBER
+    # What callers with certain identities may do as well. All rules that fit count together.
     rules: tuple[Rule, ...] = ()
 
     def granted(self, identities: Collection[str]) -> Grant:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MAX_MARKS
@@ -18,37 +18,26 @@ from kvferry.errors import (
     WrongIdentity,
 )
 from kvferry.geometry.blocks import MAX_LAYERS, MAX_UNFINISHED
-from kvferry_server.domain.agenda import NEVER
 from kvferry_server.domain.checksum_pages import Checksums
+from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 
-PUBLICATION_BYTES = 2048
-"""Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated."""
-
-LEASE_BYTES = 1024
-"""Bytes that a lease takes in memory, with its entries in the home's indexes; estimated."""
-
-REPORT_BYTES = 160
-"""Bytes that a rank's report takes in memory, estimated."""
+PUBLICATION_BYTES = 2048  # Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated
+LEASE_BYTES = 1024  # Bytes that a lease takes in memory, with its entries in the home's indexes; estimated
+REPORT_BYTES = 160  # Bytes that a rank's report takes in memory, estimated
 
 
 class PublicationStage(enum.Enum):
     """The stages of a publication. It only moves down this list."""
 
-    AWAITED = "awaited"
-    """Its source has not published it, but a reader asked for it or a router declined it."""
-    PUBLISHING = "publishing"
-    """Further steps will arrive."""
-    PUBLISHED = "published"
-    """All blocks are published."""
-    ENDING = "ending"
-    """No new leases; it is released when its last live lease ends."""
-    RELEASED = "released"
-    """The source may reuse the blocks, and has not acknowledged that yet."""
-    FORGOTTEN = "forgotten"
-    """It is in no book any more."""
+    AWAITED = "awaited"  # Its source has not published it, but a reader asked for it or a router declined it
+    PUBLISHING = "publishing"  # Further steps will arrive
+    PUBLISHED = "published"  # All blocks are published
+    ENDING = "ending"  # No new leases; it is released when its last live lease ends
+    RELEASED = "released"  # The source may reuse the blocks, and has not acknowledged that yet
+    FORGOTTEN = "forgotten"  # Its home has forgotten it
 
 
 class PublicationOutcome(enum.IntEnum):
@@ -63,65 +52,38 @@ class PublicationOutcome(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class PublicationRecord:
-    """A publication at its home. All times are seconds on the home's clock.
+    """A publication at its home. All times are seconds on the home's clock."""
 
-    Attributes:
-        source: the engine that publishes it.
-        number: rising per incarnation.
-        stage: how far it has come.
-        request_id: from its first step.
-        router_key: the key that a router chose for it, from its first step; None: no router did.
-        steps: the steps so far; dropped when it is released.
-        extents: what the steps so far hold of each group, so that a new step is checked without going through them.
-        unfinished: where the blocks end of which only some layers are complete, by group.
-        layers: names of these layers.
-        mark_ends: ends of the prompt's marks so far.
-        step_count: how many steps arrived.
-        blocks: blocks published so far, over all groups.
-        expected_reads: the highest number that anyone stated.
-        valid_reads: distinct reads that ended VALID.
-        last_failure: the reason of the read that FAILED last; empty if there is none.
-        outcome: why it ends, set with ENDING; the first reason counts.
-        first_at: when the first step arrived.
-        final_at: the final deadline; no lease extends past it.
-        hold_until: when it ends as unread; applies while it has no live lease.
-        release_not_before: earliest release. At a restarted home, readers that it does not know may still be reading.
-        leases: the live leases.
-        reads: all leases ever granted on it, in order.
-        declined: it was declined before it arrived.
-        not_published: its source's client has given it up.
-        awaited_until: until when that is remembered.
-        tell_again_at: when its source is told of the release again, unless it acknowledges.
-        checksums: checksums of its blocks; dropped when it is released.
-    """
-
-    source: EngineRef
-    number: int
-    stage: PublicationStage = PublicationStage.AWAITED
-    request_id: str = ""
-    router_key: RouterKey | None = None
-    steps: list[PublicationStep] = field(default_factory=list)
+    source: EngineRef  # the engine that publishes it
+    number: int  # rising per incarnation
+    stage: PublicationStage = PublicationStage.AWAITED  # how far it has come
+    request_id: str = ""  # from its first step
+    router_key: RouterKey | None = None  # the key that a router chose for it, from its first step; None: no router did
+    steps: list[PublicationStep] = field(default_factory=list)  # the steps so far; dropped when it is released
+    # what the steps so far hold of each group, so that a new step is checked without going through them
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
+    # where the blocks end of which only some layers are complete, by group
     unfinished: dict[str, int] = field(default_factory=dict)
-    layers: set[str] = field(default_factory=set)
-    mark_ends: list[int] = field(default_factory=list)
-    step_count: int = 0
-    blocks: int = 0
-    expected_reads: int = 1
-    valid_reads: int = 0
-    last_failure: str = ""
-    outcome: PublicationOutcome | None = None
-    first_at: float = NEVER
-    final_at: float = NEVER
-    hold_until: float = NEVER
+    layers: set[str] = field(default_factory=set)  # names of the layers that are complete
+    mark_ends: list[int] = field(default_factory=list)  # ends of the prompt's marks so far
+    step_count: int = 0  # how many steps arrived
+    blocks: int = 0  # blocks published so far, over all groups
+    expected_reads: int = 1  # the highest number that anyone stated
+    valid_reads: int = 0  # distinct reads that ended VALID
+    last_failure: str = ""  # the reason of the read that FAILED last; empty if there is none
+    outcome: PublicationOutcome | None = None  # why it ends, set with ENDING; the first reason counts
+    first_at: float = NEVER  # when the first step arrived
+    final_at: float = NEVER  # the final deadline; no lease extends past it
+    hold_until: float = NEVER  # when it ends as unread; applies while it has no live lease
+    # Earliest release. At a restarted home, readers that it does not know may still be reading.
     release_not_before: float = 0.0
-    leases: set[Lease] = field(default_factory=set)
-    reads: list[Lease] = field(default_factory=list)
-    declined: bool = False
-    not_published: bool = False
-    awaited_until: float = NEVER
-    tell_again_at: float = NEVER
-    checksums: Checksums = field(default_factory=Checksums)
+    leases: set[Lease] = field(default_factory=set)  # the live leases
+    reads: list[Lease] = field(default_factory=list)  # all leases ever granted on it, in order
+    declined: bool = False  # declined before it arrived
+    not_published: bool = False  # its source's client has given it up
+    awaited_until: float = NEVER  # until when a decline is remembered
+    tell_again_at: float = NEVER  # when its source is told of the release again, unless it acknowledges
+    checksums: Checksums = field(default_factory=Checksums)  # checksums of its blocks; dropped when it is released
     scheduled: float = NEVER
 
     @property
@@ -153,9 +115,7 @@ class PublicationRecord:
             self.blocks += new.num_blocks
             before = self.extents.get(new.group) or PublishedExtent(new.first_token, new.end, 0)
             self.extents[new.group] = PublishedExtent(
-                min(before.first_token, new.first_token),
-                max(before.end_token, new.end),
-                before.blocks + new.num_blocks,
+                min(before.first_token, new.first_token), max(before.end_token, new.end), before.blocks + new.num_blocks
             )
         if step.groups:
             self.unfinished, self.layers = {}, set()
@@ -186,13 +146,11 @@ class PublicationRecord:
 
     def refusal(self) -> KvferryError:
         """Return the error for new leases on it, given that it is ending or released."""
-        engine_id, outcome = self.source.engine_id, self.outcome.name if self.outcome else ""
         if self.not_published:
-            return given_up(f"{self}", engine_id, self.number)
+            return given_up(f"{self}", self.source.engine_id, self.number)
         if self.stage is PublicationStage.ENDING and self.outcome is PublicationOutcome.ABORTED:
-            return PublicationAborted(f"{self} was aborted", engine_id=engine_id, publication=self.number)
-        message = f"{self} was released; its outcome is {outcome}"
-        return PublicationReleased(message, engine_id=engine_id, publication=self.number, outcome=outcome)
+            return PublicationAborted(f"{self} was aborted", engine_id=self.source.engine_id, publication=self.number)
+        return released(self.source.engine_id, self.number, self.outcome)
 
     def __str__(self) -> str:
         return f"publication {self.number} of engine {self.source.engine_id!r}"
@@ -200,31 +158,19 @@ class PublicationRecord:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A lease at its home. All times are seconds on the home's clock.
+    """A lease at its home. All times are seconds on the home's clock."""
 
-    Attributes:
-        lease_id: 16 random bytes; a secret of the reader.
-        number: its public name; rising per start of the home.
-        request: the reader's call that was accepted.
-        publication: the publication that is read.
-        granted_at: when it was granted.
-        expires: when it ends unless it is renewed; only moves later.
-        revoked: why it is not renewed any more; advice to the reader.
-        reports: by rank, those that arrived while it was live. Repeating one changes nothing.
-        ended_as: how it ended; None while it is live.
-        forget_at: until when its outcome is kept.
-    """
-
-    lease_id: bytes = field(repr=False)
-    number: int
-    request: LeaseRequest
-    publication: PublicationRecord
-    granted_at: float
-    expires: float
-    revoked: RevokeReason | None = None
+    lease_id: bytes = field(repr=False)  # 16 random bytes; a secret of the reader
+    number: int  # its public name; rising per start of the home
+    request: LeaseRequest  # the reader's call that was accepted
+    publication: PublicationRecord  # the publication that is read
+    granted_at: float  # when it was granted
+    expires: float  # when it ends unless it is renewed; only moves later
+    revoked: RevokeReason | None = None  # why it is not renewed any more; advice to the reader
+    # By rank, those that arrived while it was live. Repeating one changes nothing.
     reports: dict[int, RankReport] = field(default_factory=dict)
-    ended_as: LeaseState | None = None
-    forget_at: float = NEVER
+    ended_as: LeaseState | None = None  # how it ended; None while it is live
+    forget_at: float = NEVER  # until when its outcome is kept
     scheduled: float = NEVER
 
     @property
@@ -278,36 +224,26 @@ class Lease:
         """
         self.check_names(request.names)
         if request.parties != self.request.parties:
-            raise PartiesMismatch(
-                f"the read of {self} has {self.request.parties} parties, not {request.parties}",
-                lease_number=self.number,
-                field="parties",
-                value=request.parties,
-                expected=self.request.parties,
-            )
+            raise self._mismatch(f"not {request.parties}", request.parties)
         if not self.live:
             raise LeaseEnded(f"the read of {self} has ended as {self.state.name}", lease_number=self.number)
 
     def add(self, reports: Iterable[RankReport]) -> Verdict:
-        """Add reports of ranks. The first of each rank counts, and only while the lease is live.
-
-        Raises:
-            PartiesMismatch: more distinct ranks have reported than the read has parties.
-        """
+        """Add reports of ranks. The first of each rank counts, and only while the lease is live. Raises
+        `PartiesMismatch`: more distinct ranks have reported than the read has parties."""
         new = {report.rank: report for report in reversed(tuple(reports)) if report.rank not in self.reports}
         if len(self.reports) + len(new) > self.request.parties:
             ranks = sorted({*self.reports, *new})
-            raise PartiesMismatch(
-                f"the read of {self} has {self.request.parties} parties, but ranks {ranks} have reported",
-                lease_number=self.number,
-                field="parties",
-                value=len(ranks),
-                expected=self.request.parties,
-            )
+            raise self._mismatch(f"but ranks {ranks} have reported", len(ranks))
         if not self.live:
             return Verdict.EXPIRED if new else Verdict.VALID
         self.reports.update(new)
         return Verdict.VALID
+
+    def _mismatch(self, problem: str, value: int) -> PartiesMismatch:
+        expected = self.request.parties
+        message = f"the read of {self} has {expected} parties, {problem}"
+        return PartiesMismatch(message, lease_number=self.number, field="parties", value=value, expected=expected)
 
     def __str__(self) -> str:
         return f"lease {self.number}"
@@ -325,18 +261,23 @@ def given_up(what: str, engine_id: str, number: int) -> NotPublished:
     return NotPublished(problem, engine_id=engine_id, publication=number)
 
 
-def check_follows(publication: PublicationRecord | None, step: PublicationStep) -> None:
-    """Raise `InvalidField` unless a step continues where the steps before it ended."""
-    steps = publication.steps if publication is not None else []
-    if step.index != len(steps):
-        raise InvalidField("publish.step", step.index, f"{len(steps)}, the next step")
-    extents = publication.extents if publication is not None else {}
-    if publication is not None and steps:
+def released(engine_id: str, number: int, outcome: PublicationOutcome | None, problem: str = "") -> PublicationReleased:
+    """Make the error for a publication that was released, with its outcome; number 0: it is known by a router's key
+    only, and `problem` says so."""
+    ended = outcome.name if outcome else ""
+    problem = problem or f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
+    return PublicationReleased(problem, engine_id=engine_id, publication=number, outcome=ended)
+
+
+def check_follows(publication: PublicationRecord, step: PublicationStep) -> None:
+    """Raise `InvalidField` unless a step continues where the steps of a publication so far ended."""
+    if step.index != len(publication.steps):
+        raise InvalidField("publish.step", step.index, f"{len(publication.steps)}, the next step")
+    if publication.steps:
         _check_continues(publication, step)
-    unfinished, layers = ({}, set[str]()) if publication is None else (publication.unfinished, publication.layers)
-    _check_unfinished(extents, unfinished, layers, step)
+    _check_unfinished(publication, step)
     if step.marks:
-        _check_marks(() if publication is None else publication.mark_ends, step)
+        _check_marks(publication.mark_ends, step)
 
 
 def _check_continues(publication: PublicationRecord, step: PublicationStep) -> None:
@@ -352,10 +293,9 @@ def _check_continues(publication: PublicationRecord, step: PublicationStep) -> N
             raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, expected)
 
 
-def _check_unfinished(
-    extents: Mapping[str, PublishedExtent], unfinished: Mapping[str, int], layers: set[str], step: PublicationStep
-) -> None:
-    """Check the blocks of which only some layers are complete; `unfinished` and `layers`: those before the step."""
+def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> None:
+    """Check the blocks of which only some layers are complete."""
+    unfinished, layers = publication.unfinished, publication.layers
     gained = {blocks.group: blocks.end for blocks in step.groups}
     if gained or step.last:
         for group, end in unfinished.items():
@@ -377,7 +317,7 @@ def _check_unfinished(
     if count > MAX_UNFINISHED:
         raise InvalidField("publish.unfinished.groups", f"{count} blocks", f"at most {MAX_UNFINISHED}")
     for blocks in begun:
-        before = extents.get(blocks.group)
+        before = publication.extents.get(blocks.group)
         start = gained.get(blocks.group, blocks.first_token if before is None else before.end_token)
         if blocks.first_token != start or blocks.end == start:
             where = f"publish.unfinished.groups[{blocks.group}]"

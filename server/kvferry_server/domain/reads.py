@@ -6,7 +6,7 @@ import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterKey
+from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterReference
 
 
 class LeaseState(enum.IntEnum):
@@ -49,19 +49,12 @@ class RevokeReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The end of one rank's transfer.
+    """The end of one rank's transfer."""
 
-    Attributes:
-        rank: of the reader.
-        outcome: how it ended.
-        bytes: bytes that it moved.
-        reason: name of the ErrorReason of what ended it; empty: `outcome` says all.
-    """
-
-    rank: int
-    outcome: RankOutcome
-    bytes: int = 0
-    reason: str = ""
+    rank: int  # of the reader
+    outcome: RankOutcome  # how it ended
+    bytes: int = 0  # bytes that it moved
+    reason: str = ""  # name of the ErrorReason of what ended it; empty: `outcome` says all
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +69,14 @@ class ReadKey:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """A reader's call for a lease on a publication.
+    """A reader's call for a lease on a publication."""
 
-    Attributes:
-        read: the read that the call belongs to.
-        key: the key in the reference.
-        parties: ranks that will report.
-        expected_reads: reads that will be made of the publication; 0: as its source stated.
-        names: the names in the caller's certificate.
-        host: the host the call came from; empty if unknown.
-    """
-
-    read: ReadKey
-    key: bytes = field(repr=False)
-    parties: int = 1
-    expected_reads: int = 0
-    names: Names = NOBODY
-    host: str = ""
+    read: ReadKey  # the read that the call belongs to
+    key: bytes = field(repr=False)  # the key in the reference
+    parties: int = 1  # ranks that will report
+    expected_reads: int = 0  # reads that will be made of the publication; 0: as its source stated
+    names: Names = NOBODY  # the names in the caller's certificate
+    host: str = ""  # the host the call came from; empty if unknown
 
     @property
     def holder(self) -> Hashable:
@@ -103,41 +87,10 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A reader's call with a reference that a router made: it waits for a publication under the router's key.
+    """A reader's call with a reference that a router made: it waits for a publication under the router's key."""
 
-    Attributes:
-        engine_id, data_parallel_rank: the source, as the router named it.
-        router_key: what the router chose.
-        reader, read_id, parties, expected_reads, names, host: as in `LeaseRequest` and `ReadKey`.
-    """
-
-    engine_id: str
-    data_parallel_rank: int
-    router_key: RouterKey
-    reader: EngineRef
-    read_id: bytes = field(repr=False)
-    parties: int = 1
-    expected_reads: int = 0
-    names: Names = NOBODY
-    host: str = ""
-
-    @property
-    def holder(self) -> Hashable:
-        """See `LeaseRequest.holder`."""
-        return self.host or self.reader
-
-    def of(self, source: EngineRef, publication: int, key: bytes) -> LeaseRequest:
-        """Return the request for the publication that was found, which has this key of its own."""
-        read = ReadKey(source, publication, self.reader, self.read_id)
-        return LeaseRequest(read, key, self.parties, self.expected_reads, self.names, self.host)
-
-
-@dataclass(frozen=True, slots=True)
-class Renewal:
-    """The answer to a renewal: the seconds that remain, and the reason if the lease is not renewed any more."""
-
-    remaining: float
-    revoked: RevokeReason | None
+    reference: RouterReference  # what the router has made
+    request: LeaseRequest  # what the reader asks for, once the incarnation, the publication and its own key are known
 
 
 @dataclass(frozen=True, slots=True)

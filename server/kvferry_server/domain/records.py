@@ -1,4 +1,4 @@
-"""The records of a home: its books, publications and leases, their deadlines, and the one place where each ends.
+"""The records of a home: its engines' publications and leases, their deadlines, and the one place where each ends.
 Everything that ends a lease goes through `end_lease`, and everything that ends a publication through `end`, so that R2
 and R3 hold in one place:
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvferry.errors import EngineUnknown
-from kvferry_server.domain.agenda import NEVER, Agenda
-from kvferry_server.domain.book import NUMBER_BYTES, Book, Standing
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
+from kvferry_server.domain.deadline_queue import NEVER, DeadlineQueue
+from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications, Standing
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
@@ -31,13 +32,9 @@ from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
 from kvferry_server.domain.times import Times
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Changed:
-    """The calls of readers that wait for this must look again: for news of a publication or of a lease on it, or for a
-    publication under a router's key."""
-
-    topic: PublicationRecord | WaitingRead
+Changed: TypeAlias = PublicationRecord | WaitingRead
+"""The calls of readers that wait for this must look again: for news of a publication or of a lease on it, or for a
+publication under a router's key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,29 +45,13 @@ class Released:
 
 
 class Records:
-    """The books, publications and leases of a home. Not thread-safe: it belongs to its home's event loop.
+    """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
     however late the home's timer is.
 
     Args:
-        clock: where the time comes from.
-        times: the durations in force.
-        limits: how much the home holds at most.
-        memory: budget of the home's memory; None: one of its own.
-        journal: what is noted of publications and leases; None: one of its own.
-
-    Attributes:
-        books: by incarnation.
-        leases_by_id: by lease_id, the live leases, and the ended ones whose outcome is kept. Looking one up reveals
-            nothing about the others by its duration: a dictionary compares a keyed hash of the whole id first.
-        leases_by_read: the same leases by what makes two calls one read.
-        leases_by_number: the same leases by their public numbers.
-        reads_by_source: the same leases by incarnation, in the order of the numbers of publication and lease; before
-            them the reads that wait under a router's key, for which the number of the publication is 0.
-        lease_budget: budget of the number of leases, by source.
-        draining: nothing more is granted or renewed, and no new publication accepted.
-        effects: what others must be told; see `take_effects`.
+        memory, journal: those of the home; None: its own.
     """
 
     def __init__(
@@ -81,36 +62,40 @@ class Records:
         memory: MemoryBudget | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.times = times
-        self.limits = limits
+        self.times, self.limits = times, limits
         self.memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = journal or Journal(clock)
-        self.books: dict[EngineRef, Book] = {}
+        self.engines: dict[EngineRef, EnginePublications] = {}
+        # The live leases, and the ended ones whose outcome is kept. Looking a lease up by its id reveals nothing about
+        # the others by its duration: a dictionary compares a keyed hash of the whole id first.
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
         self.leases_by_number: dict[int, Lease] = {}
+        # In the order of the numbers of publication and lease; before the leases the reads that wait under a router's
+        # key, for which the number of the publication is 0.
         self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
-        self.lease_budget = Budget(limits.leases)
-        self.draining = False
+        self.lease_budget = Budget(limits.leases)  # By source
+        self.draining = False  # Nothing more is granted or renewed, and no new publication accepted
         self.effects: list[Changed | Released] = []
         self._clock = clock
         self._forgot_nothing_from = clock.now() + times.max_ttl
-        self._publication_agenda: Agenda[PublicationRecord] = Agenda()
-        self._lease_agenda: Agenda[Lease] = Agenda()
+        self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
+        self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
+
+    @property
+    def books(self) -> Mapping[EngineRef, EnginePublications]:
+        """The former name of `engines`, for `kvferry.testing`."""
+        return self.engines
 
     # Time.
 
     def advance(self, most: int | None = None) -> float:
-        """End and release what is due. Returns the present, in seconds on the home's clock.
-
-        Args:
-            most: leases, and publications, to act on in this call; None: all. The others stay due; looking one of them
-                up still gives its state as of the present.
-        """
+        """End and release what is due. Returns the present, in seconds on the home's clock. Acts on at most so many
+        leases, and publications; None: on all. The others stay due; looking one up still gives its present state."""
         now = self._clock.now()
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
-        self._lease_agenda.advance(now, self._on_lease_due, most)
-        self._publication_agenda.advance(now, self._on_publication_due, most)
+        self._lease_deadlines.advance(now, self._on_lease_due, most)
+        self._publication_deadlines.advance(now, self._on_publication_due, most)
         return now
 
     def settled(self, now: float) -> bool:
@@ -119,7 +104,7 @@ class Records:
 
     def next_deadline(self) -> float:
         """Return when to call `advance` next."""
-        return min(self._lease_agenda.next_deadline(), self._publication_agenda.next_deadline())
+        return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
 
     def take_effects(self) -> list[Changed | Released]:
         """Return what others must be told about since the last call."""
@@ -137,23 +122,26 @@ class Records:
 
     # Looking up.
 
-    def book(self, source: EngineRef) -> Book:
-        """Return the book of an incarnation; raises `EngineUnknown`."""
-        book = self.books.get(source)
-        if book is None:
+    def begin(self, source: EngineRef) -> tuple[EnginePublications, float]:
+        """Return an engine's publications, and the present, after acting on what is due; raises `EngineUnknown`."""
+        now = self.advance(MAX_ENDED_AT_ONCE)
+        return self.of_engine(source), now
+
+    def of_engine(self, source: EngineRef) -> EnginePublications:
+        """Return the publications of an engine; raises `EngineUnknown`."""
+        engine = self.engines.get(source)
+        if engine is None:
             raise EngineUnknown(f"this home has no {source}", engine_id=source.engine_id)
-        return book
+        return engine
 
-    def publication(self, book: Book, number: int, now: float) -> PublicationRecord | None:
-        """Return a publication of a book as of the present, even if `advance` has not acted on its deadline yet.
-
+    def publication(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord | None:
+        """Return a publication of an engine as of the present, even if `advance` has not acted on its deadline yet.
         Leases on it whose deadline `advance` has not acted on still count as live: then it stays held or pinned for a
-        moment longer.
-        """
-        publication = book.publications.get(number)
+        moment longer."""
+        publication = engine.publications.get(number)
         if publication is not None and publication.due() <= now:
             self._on_publication_due(publication, now)
-        return book.publications.get(number)
+        return engine.publications.get(number)
 
     def lease(self, lease_id: bytes, now: float) -> Lease | None:
         """Return a lease as of the present, even if `advance` has not acted on its deadline yet."""
@@ -170,22 +158,18 @@ class Records:
 
     def key(self, publication: PublicationRecord) -> bytes:
         """Return the key in a publication's reference."""
-        return self.book(publication.source).key(publication.number)
+        return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return how many leases are live, and when the last of them ends, in seconds on the home's clock; 0 if there
-        is none.
-
-        Args:
-            source: only leases on this incarnation's publications; None: all.
-        """
-        books = self.books.values() if source is None else [book for book in [self.books.get(source)] if book]
-        return sum(book.live_leases for book in books), max((book.live_until() for book in books), default=0.0)
+        """Return how many leases on the publications of an incarnation (None: of all) are live, and when the last of
+        them ends, in seconds on the home's clock; 0 if there is none."""
+        engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
+        return sum(engine.live_leases for engine in engines), max((each.live_until() for each in engines), default=0.0)
 
     def publications(self) -> Iterator[PublicationRecord]:
         """Yield all publications that have arrived and whose release is not acknowledged."""
-        for book in self.books.values():
-            yield from book.arrived()
+        for engine in self.engines.values():
+            yield from engine.arrived()
 
     def leases(self) -> Iterator[Lease]:
         """Yield all leases, including ended ones whose outcome is kept."""
@@ -197,7 +181,7 @@ class Records:
 
     def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
         """Return `publications` by incarnation and number, for listings that need only a few of them."""
-        return {source: book.listed for source, book in self.books.items()}
+        return {source: engine.listed for source, engine in self.engines.items()}
 
     def listed_reads(self) -> Mapping[EngineRef, Ordered[Lease | WaitingRead]]:
         """Return `leases` by incarnation of the source, and by the numbers of publication and lease; and the reads that
@@ -206,37 +190,36 @@ class Records:
 
     def counts(self, source: EngineRef) -> tuple[int, int]:
         """Return how many publications of an incarnation are not released, and how many live leases they have."""
-        book = self.books.get(source)
-        return (book.num_arrived - book.num_released, book.live_leases) if book else (0, 0)
+        engine = self.engines.get(source)
+        return (engine.num_arrived - engine.num_released, engine.live_leases) if engine else (0, 0)
 
     def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Return the released publications that their source has not acknowledged."""
-        found = self.book(source).publications.values()
+        found = self.of_engine(source).publications.values()
         return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
 
     def others_until(self, engine: EngineRef) -> float:
         """Return when the last lease on other incarnations of the same engine_id ends; 0 if there is none."""
-        books = self.books.items()
-        others = (book for ref, book in books if ref.engine_id == engine.engine_id and ref != engine)
-        return max((book.live_until() for book in others), default=0.0)
+        others = (ref for ref in self.engines if ref.engine_id == engine.engine_id and ref != engine)
+        return max((self.engines[ref].live_until() for ref in others), default=0.0)
 
     # Adding.
 
     def add_lease(self, lease: Lease) -> None:
         """Add a new lease and start its time."""
         publication = lease.publication
-        book = self.books[publication.source]
+        engine = self.engines[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
         self.leases_by_number[lease.number] = lease
         self._list_read(publication.source, (publication.number, lease.number), lease)
-        book.live_leases += 1
+        engine.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
         self.lease_budget.take(publication.source)
         self.memory.take(publication.source, lease.size)
         if publication.stage is PublicationStage.AWAITED:
-            book.waiting_reads.take(lease.request.holder)
-        self._lease_agenda.put(lease)
+            engine.waiting_reads.take(lease.request.holder)
+        self._lease_deadlines.put(lease)
         self.journal.lease_granted(lease)
 
     def add_waiting(self, waiting: WaitingRead) -> None:
@@ -246,7 +229,7 @@ class Records:
         self.memory.take(waiting.sources[0], ROUTER_KEY_BYTES)
         self._list_read(waiting.sources[0], (0, waiting.number), waiting)
         for source in waiting.sources:
-            self.books[source].router_keys.begin(waiting)
+            self.engines[source].router_keys.begin(waiting)
 
     def remove_waiting(self, waiting: WaitingRead) -> None:
         """Remove a read that waits no more. The engine may be gone."""
@@ -255,26 +238,26 @@ class Records:
         self.memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
         self._unlist_read(waiting.sources[0], (0, waiting.number))
         for source in waiting.sources:
-            book = self.books.get(source)
-            if book is not None:
-                book.router_keys.end(waiting)
+            engine = self.engines.get(source)
+            if engine is not None:
+                engine.router_keys.end(waiting)
 
-    def add_awaited(self, book: Book, number: int) -> PublicationRecord:
+    def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
         """Add a record of a publication that has not arrived."""
-        publication = book.publications[number] = PublicationRecord(book.source, number)
-        self.memory.take(book.source, PUBLICATION_BYTES)
+        publication = engine.publications[number] = PublicationRecord(engine.source, number)
+        self.memory.take(engine.source, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self._clock.now())
         return publication
 
-    def arrive(self, book: Book, publication: PublicationRecord, now: float) -> None:
+    def arrive(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
         """Note that an awaited publication has arrived: from now on its number is in use, and then stale for ever."""
-        numbers = book.numbers_size
-        book.see(publication.number, now)
-        book.listed.add((publication.number,), publication)
-        self.memory.take(book.source, book.numbers_size - numbers)
-        book.declined.discard(publication)
+        numbers = engine.numbers_size
+        engine.see(publication.number, now)
+        engine.listed.add((publication.number,), publication)
+        self.memory.take(engine.source, engine.numbers_size - numbers)
+        engine.declined.discard(publication)
         for lease in publication.leases:
-            book.waiting_reads.give(lease.request.holder)
+            engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
         self.move(publication, PublicationStage.PUBLISHING, now)
 
@@ -286,29 +269,29 @@ class Records:
 
     def reschedule(self, publication: PublicationRecord) -> None:
         """Note that one of a publication's deadlines may have moved earlier."""
-        self._publication_agenda.put(publication)
+        self._publication_deadlines.put(publication)
 
     def changed(self, publication: PublicationRecord) -> None:
         """Note that the calls of a publication's readers must look again."""
-        self.effects.append(Changed(publication))
+        self.effects.append(publication)
 
-    def wake_waiting(self, book: Book, name: str | None = None) -> None:
-        """Note that the reads which wait for this router key must look again; None: for any of the book."""
-        self.effects.extend(Changed(waiting) for waiting in book.router_keys.who_waits(name))
+    def wake_waiting(self, engine: EnginePublications, name: str | None = None) -> None:
+        """Note that the reads which wait for this router key must look again; None: for any of the engine's."""
+        self.effects.extend(engine.router_keys.who_waits(name))
 
     # Ending.
 
     def end_lease(self, lease: Lease, state: LeaseState, now: float) -> None:
         """End a live lease. The only place where a lease ends."""
         publication = lease.publication
-        book = self.books[publication.source]
-        book.live_leases -= 1
+        engine = self.engines[publication.source]
+        engine.live_leases -= 1
         if publication.stage is PublicationStage.AWAITED:
-            book.waiting_reads.give(lease.request.holder)
+            engine.waiting_reads.give(lease.request.holder)
         self.journal.lease_ended(lease, state, now)
         lease.ended_as = state
         lease.forget_at = now + self.times.keep_outcome
-        self._lease_agenda.put(lease)
+        self._lease_deadlines.put(lease)
         publication.leases.discard(lease)
         publication.valid_reads += state is LeaseState.VALID
         if state is LeaseState.FAILED:
@@ -351,58 +334,53 @@ class Records:
             self.changed(lease.publication)
 
     def forget(self, publication: PublicationRecord) -> None:
-        """Remove a publication from its book."""
+        """Remove a publication."""
         if publication.stage is PublicationStage.FORGOTTEN:
             return
-        book = self.books[publication.source]
-        del book.publications[publication.number]
+        engine = self.engines[publication.source]
+        del engine.publications[publication.number]
         now = self._clock.now()
-        book.router_keys.forgotten(publication, now, now + self.times.max_wait)
-        book.declined.discard(publication)
-        if book.snapshot is not None:
-            book.snapshot.discard(publication.number)
+        engine.router_keys.forgotten(publication, now, now + self.times.max_wait)
+        engine.declined.discard(publication)
+        if engine.snapshot is not None:
+            engine.snapshot.discard(publication.number)
         forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
         size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
         if publication.stage is not PublicationStage.AWAITED:
-            book.listed.remove((publication.number,))
-            book.num_released -= publication.stage is PublicationStage.RELEASED
-            if book.recovering:
-                book.gone.add(publication.number)
+            engine.listed.remove((publication.number,))
+            engine.num_released -= publication.stage is PublicationStage.RELEASED
+            if engine.recovering:
+                engine.gone.add(publication.number)
                 size -= NUMBER_BYTES
         self.move(publication, PublicationStage.FORGOTTEN, self._clock.now())
-        self.memory.give(book.source, size)
-        self.close_if_empty(book)
+        self.memory.give(engine.source, size)
+        self.close_if_empty(engine)
 
-    def close_below(self, book: Book, high_water: int) -> None:
+    def close_below(self, engine: EnginePublications, high_water: int) -> None:
         """Accept no further publication with a number up to `high_water`: the source has named all it holds."""
-        numbers = book.numbers_size
-        book.close_below(high_water)
-        self.memory.take(book.source, book.numbers_size - numbers)
+        numbers = engine.numbers_size
+        engine.close_below(high_water)
+        self.memory.take(engine.source, engine.numbers_size - numbers)
 
-    def close_if_empty(self, book: Book) -> None:
-        """Drop the book of a replaced incarnation once it has no publications."""
-        if book.standing is Standing.REPLACED and not book.publications and book.source in self.books:
-            del self.books[book.source]
-            book.router_keys.close()
-            self.memory.give(book.source, book.numbers_size)
+    def close_if_empty(self, engine: EnginePublications) -> None:
+        """Forget a replaced incarnation once it has no publications."""
+        if engine.standing is Standing.REPLACED and not engine.publications and engine.source in self.engines:
+            del self.engines[engine.source]
+            engine.router_keys.close()
+            self.memory.give(engine.source, engine.numbers_size)
 
     # Helpers.
 
     def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:
             return None
-        if lease.due() <= now:
-            self._on_lease_due(lease, now)
-        if lease.due() <= now:
-            # It ended so long ago that its outcome is due to be forgotten as well.
+        while lease.due() <= now:
+            # Twice, if it ended so long ago that its outcome is due to be forgotten as well.
             self._on_lease_due(lease, now)
         return self.leases_by_id.get(lease.lease_id)
 
     def _list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
-        listed = self.reads_by_source.get(source)
-        if listed is None:
-            listed = self.reads_by_source[source] = Ordered()
-        listed.add(key, read)
+        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
 
     def _unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
         listed = self.reads_by_source[source]
@@ -421,14 +399,14 @@ class Records:
         self.reschedule(publication)
 
     def _release(self, publication: PublicationRecord, now: float) -> None:
-        book = self.books[publication.source]
+        engine = self.engines[publication.source]
         self.move(publication, PublicationStage.RELEASED, now)
-        book.num_released += 1
+        engine.num_released += 1
         checksum_bytes = publication.checksums.clear()
-        self.memory.give(book.source, publication.size + checksum_bytes)
+        self.memory.give(engine.source, publication.size + checksum_bytes)
         publication.drop_steps()
-        book.checksum_bytes -= checksum_bytes
-        if book.standing is Standing.REPLACED:
+        engine.checksum_bytes -= checksum_bytes
+        if engine.standing is Standing.REPLACED:
             # Nobody acknowledges it. Its blocks belong to the new incarnation, which waited for `reuse_after`.
             self.forget(publication)
         else:
@@ -455,7 +433,7 @@ class Records:
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:
-            if self.books[publication.source].standing is Standing.LIVE:
+            if self.engines[publication.source].standing is Standing.LIVE:
                 self._tell(publication, now)
             publication.tell_again_at = now + self.times.max_ttl
         elif publication.grantable:
@@ -463,5 +441,5 @@ class Records:
             self.end(publication, PublicationOutcome.FINAL if final else PublicationOutcome.UNREAD, now)
         else:
             publication.declined = False
-            self.books[publication.source].declined.discard(publication)
+            self.engines[publication.source].declined.discard(publication)
             self._settle(publication, now)

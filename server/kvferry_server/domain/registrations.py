@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvferry._wire.version import OURS, Version
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
@@ -17,11 +18,13 @@ from kvferry.geometry.plane import Plane
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_REGION_CHECKS
 
-PLANE_BYTES = 512
-"""Bytes that a plane or group takes in memory beside its names, estimated."""
+PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 
 REGISTRATION_BYTES = 4096
 """Bytes that a registration takes in memory beside its planes, groups, identity and agent; estimated."""
+
+
+Compared = TypeVar("Compared", Group, Plane, "Agent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,7 @@ class Registration:
     """One rank's cache. The constructor refuses a registration that contradicts itself.
 
     Attributes:
-        engine: the engine that the rank belongs to.
         num_ranks, identity, groups, partial: of the engine, the same in every rank's registration.
-        geometry: the rank's planes.
-        agent: the agent that serves the cache; None for a rank that only reads.
-        version: of the rank. No part of what a later registration of the rank has to repeat.
 
     Raises:
         InvalidField: the rank's index is not below `num_ranks`, or the agent has too many regions.
@@ -51,13 +50,13 @@ class Registration:
         BadAgentMetadata: the agent's metadata does not match its digest.
     """
 
-    engine: EngineRef
+    engine: EngineRef  # the engine that the rank belongs to
     num_ranks: int
     identity: Mapping[str, str]
     groups: tuple[Group, ...]
-    geometry: RankGeometry
-    agent: Agent | None
-    version: Version = OURS
+    geometry: RankGeometry  # the rank's planes
+    agent: Agent | None  # the agent that serves the cache; None for a rank that only reads
+    version: Version = OURS  # Of the rank. No part of what a later registration of the rank has to repeat.
     partial: bool = False
 
     def __post_init__(self) -> None:
@@ -71,12 +70,9 @@ class Registration:
 
     def _check_agent(self, agent: Agent) -> None:
         if not hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), agent.metadata_sha256):
-            raise BadAgentMetadata(
-                f"{self.engine}, rank {self.rank}: metadata_sha256 is not the SHA-256 of metadata",
-                engine_id=self.engine.engine_id,
-                rank=self.rank,
-                problem="metadata_sha256 is not the SHA-256 of metadata",
-            )
+            problem, engine_id = "metadata_sha256 is not the SHA-256 of metadata", self.engine.engine_id
+            message = f"{self.engine}, rank {self.rank}: {problem}"
+            raise BadAgentMetadata(message, engine_id=engine_id, rank=self.rank, problem=problem)
         planes = len(self.geometry.planes)
         if planes * len(agent.regions) > MAX_REGION_CHECKS:
             most = MAX_REGION_CHECKS // planes
@@ -131,23 +127,16 @@ def engine_difference(one: Registration, other: Registration) -> str:
             return f"identity[{key}]"
     if len(one.groups) != len(other.groups):
         return "groups"
-    for mine, theirs in zip(one.groups, other.groups, strict=True):
-        for name in (found.name for found in dataclasses.fields(Group)):
-            if getattr(mine, name) != getattr(theirs, name):
-                return f"groups[{mine.name}].{name}"
-    return ""
+    pairs = zip(one.groups, other.groups, strict=True)
+    return next((f"groups[{mine.name}].{name}" for mine, theirs in pairs for name in _differing(mine, theirs)), "")
 
 
 def check_same(registration: Registration, difference: str) -> None:
     """Raise `CacheDiffers` if a registration differs from an earlier one, in the field named `difference`."""
     if difference:
         ref, rank = registration.engine, registration.rank
-        raise CacheDiffers(
-            f"rank {rank} of {ref} was registered before with another {difference}",
-            engine_id=ref.engine_id,
-            rank=rank,
-            field=difference,
-        )
+        problem = f"rank {rank} of {ref} was registered before with another {difference}"
+        raise CacheDiffers(problem, engine_id=ref.engine_id, rank=rank, field=difference)
 
 
 def _rank_difference(one: RankGeometry, other: RankGeometry) -> str:
@@ -155,17 +144,17 @@ def _rank_difference(one: RankGeometry, other: RankGeometry) -> str:
         return "rank.labels"
     if [plane.name for plane in one.planes] != [plane.name for plane in other.planes]:
         return "rank.planes"
-    for mine, theirs in zip(one.planes, other.planes, strict=True):
-        for name in (found.name for found in dataclasses.fields(Plane)):
-            if getattr(mine, name) != getattr(theirs, name):
-                return f"rank.planes[{mine.name}].{name}"
-    return ""
+    pairs = zip(one.planes, other.planes, strict=True)
+    return next((f"rank.planes[{mine.name}].{name}" for mine, theirs in pairs for name in _differing(mine, theirs)), "")
 
 
 def _agent_difference(one: Registration, other: Registration) -> str:
     if one.agent is None or other.agent is None:
         return "" if one.agent is other.agent else "agent"
-    for name in (found.name for found in dataclasses.fields(Agent)):
-        if getattr(one.agent, name) != getattr(other.agent, name):
-            return f"agent.{name}"
-    return ""
+    return next((f"agent.{name}" for name in _differing(one.agent, other.agent)), "")
+
+
+def _differing(mine: Compared, theirs: Compared) -> Iterator[str]:
+    """Yield the names of the fields in which two values differ."""
+    names = (field.name for field in dataclasses.fields(mine))
+    return (name for name in names if getattr(mine, name) != getattr(theirs, name))

@@ -28,33 +28,31 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.agenda import Agenda
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.clock import Clock
+from kvferry_server.domain.deadline_queue import DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import LOCAL, Journal
 from kvferry_server.domain.limits import Limits, check_limit
+from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
-from kvferry_server.domain.retired import Retired
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, Times
+from kvferry_server.domain.watch_feed import RankLost
 
 
 @dataclass(frozen=True, slots=True)
-class EngineDied:
-    """The Watch of the engine's scheduler has been lost for an engine_ttl."""
+class EngineEnded:
+    """An incarnation is `DEAD`: the Watch of its scheduler has been lost for an engine_ttl; or `REPLACED`, so that it
+    cannot come back: it was replaced, has stopped in order, or has been dead for `retire`. Readers are told the reason:
+    an engine that has stopped in order keeps its memory as it is until its leases have ended."""
 
     engine: EngineRef
-
-
-@dataclass(frozen=True, slots=True)
-class EngineGone:
-    """The incarnation cannot come back: it was replaced, has stopped in order, or has been dead for `retire`."""
-
-    engine: EngineRef
-    stopped: bool = False
+    standing: Standing
+    reason: RevokeReason = RevokeReason.SOURCE_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +60,50 @@ class RankDied:
     """The Watch of a rank's process has been lost for an engine_ttl."""
 
     engine: EngineRef
-    rank: int
-    node: str
-    node_lost: bool
+    lost: RankLost
+
+
+class _Retired:
+    """Incarnations that ended for good, and are refused for a time, so that a delayed message cannot evict the living
+    (PROTOCOL, Identities).
+
+    Args:
+        lasts: seconds for which each is refused.
+        most: of those that their engines have retired themselves; a host gets at most as many as stay free. Otherwise
+            whoever opens and retires incarnations without an end would fill the memory.
+    """
+
+    def __init__(self, lasts: float, most: int) -> None:
+        self._lasts = lasts
+        self._by_host = Budget(most)
+        # Until when each is refused, rising, and the host that it counts for.
+        self._until: dict[EngineRef, tuple[float, str | None]] = {}
+
+    def add(self, ref: EngineRef, now: float, host: str | None = None) -> None:
+        """Refuse an incarnation from now on. It counts for a host, unless that is None; raises `LimitReached` if the
+        host has retired too many."""
+        if host is not None:
+            check_budget("retired", self._by_host, host, self._lasts)
+            self._by_host.take(host)
+        self._until[ref] = now + self._lasts, host
+
+    def has(self, ref: EngineRef, now: float) -> bool:
+        """Whether an incarnation is refused."""
+        while self._until:
+            first, (until, host) = next(iter(self._until.items()))
+            if until > now:
+                break
+            del self._until[first]
+            if host is not None:
+                self._by_host.give(host)
+        return ref in self._until
 
 
 class Registry:
     """The engines whose home this is. Not thread-safe: it belongs to its home's event loop.
 
     Args:
-        clock: where the time comes from.
-        times: the durations in force.
-        limits: how much the home holds at most.
-        memory: budget of the home's memory; None: one of its own.
-        journal: what is noted of engines and ranks; None: one of its own.
+        memory, journal: those of the home; None: its own.
     """
 
     def __init__(
@@ -94,25 +122,25 @@ class Registry:
         self._engines_by_host = Budget(limits.engines)
         self._started = clock.now()
         self._engines: dict[EngineRef, Engine] = {}
-        self._retired = Retired(times.retire, limits.retired)
-        self._agenda: Agenda[Engine] = Agenda()
-        self._effects: list[EngineDied | EngineGone | RankDied] = []
+        self._retired = _Retired(times.retire, limits.retired)
+        self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
+        self._effects: list[EngineEnded | RankDied] = []
 
     def advance(self) -> float:
         """Act on every deadline that has passed. Returns the present, in seconds on the home's clock."""
         now = self._clock.now()
-        self._agenda.advance(now, self._on_due)
+        self._deadlines.advance(now, self._on_due)
         return now
 
     def settled(self, now: float) -> bool:
         """Whether nothing is due and nothing has happened since `take_effects`."""
-        return not self._effects and self._agenda.next_deadline() > now
+        return not self._effects and self._deadlines.next_deadline() > now
 
     def next_deadline(self) -> float:
         """Return when to call `advance` next."""
-        return self._agenda.next_deadline()
+        return self._deadlines.next_deadline()
 
-    def take_effects(self) -> list[EngineDied | EngineGone | RankDied]:
+    def take_effects(self) -> list[EngineEnded | RankDied]:
         """Return what has happened since the last call."""
         effects, self._effects = self._effects, []
         return effects
@@ -143,25 +171,17 @@ class Registry:
         raise self._unknown(ref.engine_id)
 
     def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
-        """Return an engine by its name, for readers. Raises as `find`; a dead engine is unknown.
-
-        Args:
-            engine_id: the engine.
-            incarnation: the incarnation expected; empty: any.
-        """
-        found = [self.find(EngineRef(engine_id, incarnation))] if incarnation else self._named(engine_id)
-        for engine in found:
-            if not engine.dead:
-                return engine
-        raise self._unknown(engine_id)
+        """Return an engine by its name and its incarnation (empty: any), for readers. Raises as `find`; a dead engine
+        is unknown."""
+        engine = self.find(EngineRef(engine_id, incarnation)) if incarnation else self.find_named([engine_id])[0]
+        if engine.dead:
+            raise self._unknown(engine_id)
+        return engine
 
     def find_named(self, engine_ids: Sequence[str]) -> list[Engine]:
         """Return the living engines of these names, for readers that know no incarnation: mostly one. Which one is
-        meant, only a key can tell: whoever names an engine after another one must not take its readers.
-
-        Raises:
-            EngineUnknown, HomeRecovering: none has any of these names.
-        """
+        meant, only a key can tell: whoever names an engine after another one must not take its readers. Raises
+        `EngineUnknown` or `HomeRecovering` if none has any of these names."""
         named = (engine for engine_id in engine_ids for engine in self._named(engine_id))
         found = [engine for engine in named if not engine.dead]
         if not found:
@@ -190,12 +210,8 @@ class Registry:
     # Watches and registrations of an engine's processes.
 
     def open_engine(self, ref: EngineRef, secret: bytes, host: str = "") -> Engine:
-        """Open the scheduler's Watch of an incarnation, new or known. Returns its engine.
-
-        Args:
-            ref: the incarnation.
-            secret: the secret of its session.
-            host: the host that the Watch comes from; empty if unknown.
+        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown). Returns
+        its engine.
 
         Raises:
             WrongSession: the secret is not that of the incarnation.
@@ -219,16 +235,15 @@ class Registry:
             if host and all(other.host != host for other in replaced):
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
-                by = {"by": short(ref.incarnation), "peer": host or LOCAL}
-                self._journal.engine("engine_replaced", other.ref, by)
+                by = short(ref.incarnation)
+                self._journal.engine("engine_replaced", other.ref, {"by": by, "peer": host or LOCAL})
                 self._forget(other)
                 self._retired.add(other.ref, now)
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref] = engine
             self._journal.engine("engine_opened", ref, {"peer": host or LOCAL})
         elif engine.lost_at is not None:
-            back = {"peer": host or LOCAL, "lost_s": now - engine.lost_at}
-            self._journal.engine("engine_back", ref, back)
+            self._journal.engine("engine_back", ref, {"peer": host or LOCAL, "lost_s": now - engine.lost_at})
         engine.lost_at, engine.dead = None, False
         self._comes_from(engine, host)
         return engine
@@ -239,18 +254,13 @@ class Registry:
         engine = self._engines.get(ref)
         if engine is not None and engine.lost_at is None:
             engine.lost_at = now
-            self._agenda.put(engine)
-            lost = {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl}
+            self._deadlines.put(engine)
             # Also how an engine ends that stops in order. If it stays away, engine_dead warns.
-            self._journal.engine("engine_lost", ref, lost)
+            self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
 
     def evict(self, ref: EngineRef) -> None:
-        """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent.
-
-        Raises:
-            EngineUnknown: this home has never had it, or has forgotten it.
-            HomeRecovering: this home has just started, and it is not back yet.
-        """
+        """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent. Raises
+        `EngineUnknown` or `HomeRecovering` if this home does not have it."""
         now = self.advance()
         if self._is_retired(ref):
             return
@@ -262,12 +272,8 @@ class Registry:
         self._retired.add(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for its own scheduler, which stops in order. Call `check_session` before.
-
-        Raises:
-            LimitReached: the host of its scheduler has retired too many.
-            KvferryError: all that `find` raises.
-        """
+        """End an incarnation for good, for its own scheduler, which stops in order. Call `check_session` before. Raises
+        as `find`, and `LimitReached` if the host of its scheduler has retired too many."""
         now = self.advance()
         engine = self.find(ref)
         self._retired.add(ref, now, engine.host)
@@ -275,13 +281,8 @@ class Registry:
         self._forget(engine, stopped=True)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
-        """Open the Watch of a rank's process. Returns its engine.
-
-        Args:
-            ref: the incarnation.
-            secret: the secret of its session.
-            rank: the rank.
-            node: address of the node server that relays for it; empty: it is a process of the home's own node.
+        """Open the Watch of a rank's process, relayed by a node server at the address `node`; empty: it is a process of
+        the home's own node. Returns its engine.
 
         Raises:
             InvalidField: the engine has no such rank.
@@ -307,14 +308,11 @@ class Registry:
         if engine is not None and rank in engine.watched_ranks:
             engine.watched_ranks.discard(rank)
             engine.rank_lost_at[rank] = now
-            self._agenda.put(engine)
+            self._deadlines.put(engine)
 
     def rank_left(self, ref: EngineRef, rank: int) -> None:
-        """Note that a relayed rank's process has ended, as its node server says. Its Watch ends next.
-
-        Raises:
-            InvalidField: no node server relays for this rank.
-        """
+        """Note that a relayed rank's process has ended, as its node server says. Its Watch ends next. Raises
+        `InvalidField` if no node server relays for this rank."""
         engine = self.find(ref)
         if rank not in engine.nodes:
             raise InvalidField("rank_left.rank", rank, "a rank for which another node server relays")
@@ -322,11 +320,7 @@ class Registry:
 
     def completed_by(self, registration: Registration, secret: bytes) -> EngineDescription | None:
         """Return the description of an engine with a rank that is the last to register, for what is checked before it
-        does; None: others are missing, or it has registered before.
-
-        Raises:
-            KvferryError: all that `register` raises.
-        """
+        does; None: others are missing, or it has registered before. Raises as `register`."""
         self.advance()
         return self._check_registration(registration, secret).completed_by(registration)
 
@@ -349,14 +343,13 @@ class Registry:
             engine.rank_lost_at[registration.rank] = now
         back = registration.rank in engine.lost_ranks
         engine.add(registration)
-        self._agenda.put(engine)
+        self._deadlines.put(engine)
         if before is None or back:
-            fields = {"rank": registration.rank, "ranks": engine.num_ranks, "missing": engine.num_missing}
-            node = {"node": engine.nodes.get(registration.rank)}
-            self._journal.engine("rank_registered" if before is None else "rank_back", engine.ref, {**fields, **node})
+            node, ranks = engine.nodes.get(registration.rank), engine.num_ranks
+            fields = {"rank": registration.rank, "ranks": ranks, "missing": engine.num_missing, "node": node}
+            self._journal.engine("rank_registered" if before is None else "rank_back", engine.ref, fields)
             if not engine.num_missing:
-                whole = {"ranks": engine.num_ranks, "cache_bytes": engine.cache_bytes}
-                self._journal.engine("engine_complete", engine.ref, whole)
+                self._journal.engine("engine_complete", engine.ref, {"ranks": ranks, "cache_bytes": engine.cache_bytes})
         return engine
 
     # Helpers.
@@ -370,15 +363,11 @@ class Registry:
             check_same(registration, engine_difference(engine.first, registration))
         if registration.num_ranks > self._limits.ranks:
             raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
-        self._check_agent_name(engine, registration)
+        agent = registration.agent
+        if agent and any(other.agent and other.agent.name == agent.name for other in engine.ranks.values()):
+            raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine uses")
         self._memory.check(engine.ref, registration.size)
         return engine
-
-    def _check_agent_name(self, engine: Engine, registration: Registration) -> None:
-        agent = registration.agent
-        others = (other.agent for other in engine.ranks.values() if other.agent is not None)
-        if agent is not None and any(other.name == agent.name for other in others):
-            raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine uses")
 
     def _check_not_in_use(self, engine: Engine, now: float) -> None:
         """Raise `EngineIdInUse` if another incarnation may not take the engine_id from this one: unless this one is
@@ -408,7 +397,8 @@ class Registry:
         self._memory.give(engine.ref, sum(registration.size for registration in engine.ranks.values()))
         engine.lost_at = None
         engine.rank_lost_at.clear()
-        self._effects.append(EngineGone(engine.ref, stopped))
+        reason = RevokeReason.ABORTED if stopped else RevokeReason.SOURCE_LOST
+        self._effects.append(EngineEnded(engine.ref, Standing.REPLACED, reason))
 
     def _is_retired(self, ref: EngineRef) -> bool:
         return self._retired.has(ref, self._clock.now())
@@ -423,15 +413,11 @@ class Registry:
         return [engine for ref, engine in self._engines.items() if ref.engine_id == engine_id]
 
     def _restarted(self, ref: EngineRef) -> PeerRestarted:
-        others = self._named(ref.engine_id)
+        others, incarnation = self._named(ref.engine_id), ref.incarnation.hex()
         current = others[0].ref.incarnation.hex() if others else ""
         how = "was replaced by another incarnation" if others else "was stopped, replaced, or evicted by an operator"
-        return PeerRestarted(
-            f"{ref} {how}: it has to be started again",
-            engine_id=ref.engine_id,
-            incarnation=ref.incarnation.hex(),
-            current=current,
-        )
+        problem = f"{ref} {how}: it has to be started again"
+        return PeerRestarted(problem, engine_id=ref.engine_id, incarnation=incarnation, current=current)
 
     def _unknown(self, engine_id: str) -> EngineUnknown | HomeRecovering:
         if self._recovering:
@@ -445,15 +431,15 @@ class Registry:
             del engine.rank_lost_at[rank]
             if rank in engine.ranks:
                 engine.lost_ranks.add(rank)
-                node, node_lost = engine.nodes.get(rank, ""), engine.lost_with_node(rank)
-                self._effects.append(RankDied(engine.ref, rank, node, node_lost))
-                lost = {"rank": rank, "node": node or None, "node_lost": node_lost or None}
-                self._journal.engine("rank_lost", engine.ref, lost, bad=True)
+                lost = engine.rank_lost(rank)
+                self._effects.append(RankDied(engine.ref, lost))
+                fields = {"rank": rank, "node": lost.node or None, "node_lost": lost.node_lost or None}
+                self._journal.engine("rank_lost", engine.ref, fields, bad=True)
         if engine.lost_at is None or engine.lost_at + engine.ttl > now:
             return
         if not engine.dead:
             engine.dead = True
-            self._effects.append(EngineDied(engine.ref))
+            self._effects.append(EngineEnded(engine.ref, Standing.DEAD))
             self._journal.engine("engine_dead", engine.ref, {"lost_s": now - engine.lost_at}, bad=True)
         elif engine.lost_at + engine.ttl + engine.retire <= now:
             self._journal.engine("engine_forgotten", engine.ref, {})
@@ -461,10 +447,8 @@ class Registry:
 
 
 def check_secret(ref: EngineRef, secret: bytes) -> None:
-    """Raise `WrongSession` unless the secret is that of the incarnation.
-
-    This needs no record of the engine, so a restarted home recognises its engines and accepts no impostor.
-    """
+    """Raise `WrongSession` unless the secret is that of the incarnation. This needs no record of the engine, so a
+    restarted home recognises its engines and accepts no impostor."""
     if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
         wrong = f"is not that of {ref}" if secret else f"of {ref} is missing"
         problem = f"the session secret {wrong}: its ranks need the token that its scheduler made at this start"

@@ -12,6 +12,7 @@ nobody can check the key: what is said then, is kept with the key that was said,
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
@@ -19,30 +20,22 @@ from kvferry.errors import NotPublished, PublicationReleased, RouterKeyUsed, Wro
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up
-from kvferry_server.domain.reads import RoutedRequest
+from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up, released
+from kvferry_server.domain.reads import LeaseRequest
 
-ROUTER_KEY_BYTES = 1024
-"""Bytes that a remembered key, or a read that waits under one, takes in memory; estimated."""
+ROUTER_KEY_BYTES = 1024  # Bytes that a remembered key, or a read that waits under one, takes in memory; estimated
 
 
 @dataclass(slots=True, eq=False)
 class WaitingRead:
-    """A call that waits for a publication under a router's key. It has no lease yet.
+    """A call that waits for a publication under a router's key. It has no lease yet."""
 
-    Attributes:
-        number: names it in listings; rising per start of the home.
-        sources: the engines at which it waits: one, but for the first moments of a home.
-        request: what its reader asks for.
-        since: when it began, on the home's clock.
-        budget: the budget that it takes a place of.
-    """
-
-    number: int
-    sources: tuple[EngineRef, ...]
-    request: RoutedRequest = field(repr=False)
-    since: float
-    budget: Budget = field(repr=False)
+    number: int  # names it in listings; rising per start of the home
+    sources: tuple[EngineRef, ...]  # the engines at which it waits: one, but for the first moments of a home
+    router_key: RouterKey
+    request: LeaseRequest = field(repr=False)  # what its reader asks for once the publication is known
+    since: float  # when it began, on the home's clock
+    budget: Budget = field(repr=False)  # the budget of which it takes 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +62,14 @@ class RouterKeys:
     """The router keys of one incarnation.
 
     Args:
-        source: the incarnation.
-        memory: budget of the home's memory.
-        waits: budget of reads that wait, by the reader's host.
+        waits: budget of reads that wait, by the reader's host. Anybody may wait, with any key: who has a publication's
+            own reference must not lose its turn to them, so the budget is another one.
         declines: budget of declines that came before their publications, by who declined.
-
-    Attributes:
-        waiting: the reads that wait, by the name that they wait for.
-        waits: see above. Anybody may wait, with any key: who has a publication's own reference must not lose its place
-            to them, so the budget is another one.
     """
 
     def __init__(self, source: EngineRef, memory: MemoryBudget, waits: Budget, declines: Budget) -> None:
         self.waits = waits
-        self.waiting: dict[str, set[WaitingRead]] = {}
+        self.waiting: dict[str, set[WaitingRead]] = {}  # By the name that they wait for
         self._source = source
         self._memory = memory
         self._declines = declines
@@ -94,7 +81,7 @@ class RouterKeys:
     def concerned(self, wanted: RouterKey) -> bool:
         """Whether a publication has this key, or had it a short time ago, or a read waits with it."""
         held, past = self._held.get(wanted.name), self._past.get(wanted.name)
-        keys = [waiting.request.router_key.key for waiting in self.waiting.get(wanted.name, ())]
+        keys = [waiting.router_key.key for waiting in self.who_waits(wanted.name)]
         keys += [held.router_key.key] if held is not None and held.router_key is not None else []
         keys += [past.key] if past is not None else []
         return any(hmac.compare_digest(key, wanted.key) for key in keys)
@@ -127,12 +114,11 @@ class RouterKeys:
         other = self._held.get(name) or self._past.get(name)
         if other is not None:
             engine_id = self._source.engine_id
-            raise RouterKeyUsed(
-                f"publication {other.number} of engine {engine_id!r} has the router key {name!r}, or had it a short "
-                "time ago: draw a new reference for every request and every attempt",
-                engine_id=engine_id,
-                publication=other.number,
+            problem = (
+                f"publication {other.number} of engine {engine_id!r} has the router key {name!r}, or had it a short"
             )
+            then = "time ago: draw a new reference for every request and every attempt"
+            raise RouterKeyUsed(f"{problem} {then}", engine_id=engine_id, publication=other.number)
 
     def arrived(self, publication: PublicationRecord, now: float) -> bool:
         """Note that a publication under a key arrived. Returns whether it was declined before."""
@@ -161,18 +147,9 @@ class RouterKeys:
     def decline(
         self, key: RouterKey, holder: Hashable, now: float, until: float, *, not_published: bool = False
     ) -> None:
-        """Remember that a key was declined before its publication arrived.
-
-        Args:
-            key: the key, as it was declined.
-            holder: who declined.
-            now: the present.
-            until: until when it is remembered.
-            not_published: the source has given it up.
-
-        Raises:
-            LimitReached: this caller has declined too many, or there is no memory for it.
-        """
+        """Remember until a time that a key was declined by `holder` before its publication arrived; or, with
+        `not_published`, given up by its source. Raises `LimitReached` if this caller has declined too many, or there is
+        no memory for it."""
         self._drop_old(now)
         check_budget("waiting_declines", self._declines, holder, until - now)
         self._memory.check(self._source, ROUTER_KEY_BYTES)
@@ -182,11 +159,11 @@ class RouterKeys:
 
     def begin(self, waiting: WaitingRead) -> None:
         """Add a read that waits."""
-        self.waiting.setdefault(waiting.request.router_key.name, set()).add(waiting)
+        self.waiting.setdefault(waiting.router_key.name, set()).add(waiting)
 
     def end(self, waiting: WaitingRead) -> None:
         """Remove a read that waits no more. Idempotent."""
-        name = waiting.request.router_key.name
+        name = waiting.router_key.name
         others = self.waiting.get(name, set())
         others.discard(waiting)
         if not others:
@@ -194,16 +171,12 @@ class RouterKeys:
 
     def who_waits(self, name: str | None = None) -> Collection[WaitingRead]:
         """Return the reads that wait for this name; None: for any."""
-        if name is not None:
-            return tuple(self.waiting.get(name, ()))
-        return tuple(waiting for found in self.waiting.values() for waiting in found)
+        found = self.waiting.values() if name is None else [self.waiting.get(name, set())]
+        return tuple(waiting for each in found for waiting in each)
 
     def close(self) -> None:
         """Forget everything but who waits: the engine is gone."""
-        while self._past:
-            self._drop_past()
-        while self._declined:
-            self._give(self._declined.pop(next(iter(self._declined))))
+        self._drop_old(math.inf)
 
     # Helpers.
 
@@ -216,14 +189,12 @@ class RouterKeys:
     def _ended(
         self, name: str, number: int, outcome: PublicationOutcome | None, *, not_published: bool
     ) -> NotPublished | PublicationReleased:
+        engine_id = self._source.engine_id
+        named = f"a publication of engine {engine_id!r} under the router key {name!r}"
         if not_published:
-            engine_id = self._source.engine_id
-            return given_up(f"a publication of engine {engine_id!r} under the router key {name!r}", engine_id, number)
-        engine_id, ended = self._source.engine_id, outcome.name if outcome else ""
-        problem = f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
-        if not number:
-            problem = f"a publication of engine {engine_id!r} under the router key {name!r} was declined before it came"
-        return PublicationReleased(problem, engine_id=engine_id, publication=number, outcome=ended)
+            return given_up(named, engine_id, number)
+        problem = f"{named} was declined before it came" if not number else ""
+        return released(engine_id, number, outcome, problem)
 
     def _drop_old(self, now: float) -> None:
         while self._past and next(iter(self._past.values())).until <= now:

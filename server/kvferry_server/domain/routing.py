@@ -4,24 +4,21 @@ from then on everything goes by the publication's number, as with its own refere
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from kvferry.errors import (
-    EngineUnknown,
-    HomeRecovering,
-    LimitReached,
-    NotPublished,
-    PublicationReleased,
-    ServerDraining,
-    WrongKey,
-)
-from kvferry_server.domain.budgets import check_budget
+from kvferry.errors import KvferryError, LimitReached, NotPublished, PublicationReleased, ServerDraining, WrongKey
+from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 
 class Routing:
@@ -53,43 +50,30 @@ class Routing:
             return found
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
-        recovering: HomeRecovering | None = None
-        for source in sources:
-            try:
-                self._records.book(source).check_recovered()
-            except HomeRecovering as error:
-                recovering = error
-            else:
-                return None
-        if recovering is not None:
-            raise recovering
+        unless_all_refuse(sources, lambda source: self._records.of_engine(source).check_recovered())
         return None
 
     def request(self, publication: PublicationRecord, asked: RoutedRequest) -> LeaseRequest:
         """Return the request for a lease on the publication that was found."""
-        return asked.of(publication.source, publication.number, self._records.key(publication))
+        read = replace(asked.request.read, source=publication.source, publication=publication.number)
+        return replace(asked.request, read=read, key=self._records.key(publication))
 
-    def wait(self, sources: Sequence[EngineRef], asked: RoutedRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Changed` tells when it must look again.
+    def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
+        """Note that a read waits, until `end_wait`: `Changed` tells when it must look again. Raises `LimitReached` if
+        too many reads of this caller wait for publications of the engine, at each of the sources."""
+        now, asked = self._records.advance(MAX_ENDED_AT_ONCE), routed.request
 
-        Raises:
-            LimitReached: too many reads of this caller wait for publications of the engine, at each of the sources.
-        """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        full: LimitReached | None = None
-        for source in sources:
-            budget = self._records.book(source).router_keys.waits
-            try:
-                check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
-                self._memory.check(source, ROUTER_KEY_BYTES)
-            except LimitReached as error:
-                full = full or error
-                continue
-            others = (other for other in sources if other != source)
-            waiting = WaitingRead(next(self._numbers), (source, *others), asked, now, budget)
-            self._records.add_waiting(waiting)
-            return waiting
-        raise full or EngineUnknown("this home has none of the engines", engine_id=asked.engine_id)
+        def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
+            budget = self._records.of_engine(source).router_keys.waits
+            check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
+            self._memory.check(source, ROUTER_KEY_BYTES)
+            return source, budget
+
+        first, budget = unless_all_refuse(sources, budget_with_room)[0]
+        at = (first, *(other for other in sources if other != first))
+        waiting = WaitingRead(next(self._numbers), at, routed.reference.router_key, asked, now, budget)
+        self._records.add_waiting(waiting)
+        return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
         """Note that a read waits no more. To be called once."""
@@ -101,11 +85,7 @@ class Routing:
         """End a publication that nobody will read, as `Lessor.decline` does. If it has not arrived, reads that wait for
         it end, and the decline is remembered for `max_wait` seconds. Idempotent.
 
-        Args:
-            sources: the engine.
-            wanted: the key in the reference.
-            holder: who declines.
-            not_published: it is the source's client that has given the publication up; readers are told so.
+        With `not_published`, readers are told that the source's client has given the publication up.
 
         Raises:
             WrongKey: the publication of this name has another key.
@@ -128,31 +108,40 @@ class Routing:
                 outcome = PublicationOutcome.ABORTED if not_published else PublicationOutcome.DECLINED
                 self._records.end(publication, outcome, now)
                 return
-            book = self._records.book(source)
+            engine = self._records.of_engine(source)
             try:
                 until = now + self._times.max_wait
-                book.router_keys.decline(wanted, holder, now, until, not_published=not_published)
+                engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
             except LimitReached as error:
                 full = full or error
             else:
-                self._records.wake_waiting(book, wanted.name)
+                self._records.wake_waiting(engine, wanted.name)
         if full is not None:
             raise full
 
     def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
         """Whether one of the sources has, or had, a publication under a router's key, or a read waits for one there."""
-        return any(self._records.book(source).router_keys.concerned(wanted) for source in sources)
+        return any(self._records.of_engine(source).router_keys.concerned(wanted) for source in sources)
 
     def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
-        wrong: WrongKey | None = None
         for source in sources:
             try:
-                found = self._records.book(source).router_keys.find(wanted, now)
-            except WrongKey as error:
-                wrong = error
-            else:
-                if found is not None:
+                if found := self._records.of_engine(source).router_keys.find(wanted, now):
                     return found
-        if wrong is not None and len(sources) == 1:
-            raise wrong
+            except WrongKey:
+                if len(sources) == 1:
+                    raise
         return None
+
+
+def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:
+    """Return the answers of those that do not refuse a call; raise the first refusal if all do."""
+    answers, refusals = list[Answer](), list[KvferryError]()
+    for each in asked:
+        try:
+            answers.append(call(each))
+        except KvferryError as error:
+            refusals.append(error)
+    if refusals and not answers:
+        raise refusals[0]
+    return answers

@@ -18,9 +18,9 @@ from kvferry.errors import (
     ServerDraining,
 )
 from kvferry.geometry.model import Group
-from kvferry_server.domain.book import Book, Standing
 from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.checksum_pages import ChecksumPage
+from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
 from kvferry_server.domain.publications import (
@@ -48,35 +48,27 @@ class Sources:
     # Engines come and go.
 
     def open(self, source: EngineRef, secret: bytes) -> None:
-        """Note that an incarnation's Watch is open. An incarnation without records here must send its snapshot.
-
-        Args:
-            source: the incarnation.
-            secret: the secret of its session.
-        """
+        """Note that an incarnation's Watch is open. An incarnation without records here must send its snapshot."""
         self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.books.get(source)
-        if book is None:
-            waits, declines = Budget(self._limits.waiting_reads), Budget(self._limits.waiting_declines)
-            router_keys = RouterKeys(source, self._memory, waits, declines)
-            self._records.books[source] = Book(source, secret, Budget(self._limits.waiting_reads), router_keys)
-        else:
-            book.standing = Standing.LIVE
+        if source not in self._records.engines:
+            leases, waits = Budget(self._limits.waiting_reads), Budget(self._limits.waiting_reads)
+            router_keys = RouterKeys(source, self._memory, waits, Budget(self._limits.waiting_declines))
+            self._records.engines[source] = EnginePublications(source, secret, leases, router_keys)
+        self._records.engines[source].standing = Standing.LIVE
 
     def lose(self, source: EngineRef) -> None:
         """Note that an engine's Watch is lost: its leases are not renewed until it is back."""
-        self._records.book(source).standing = Standing.LOST
+        self._records.of_engine(source).standing = Standing.LOST
 
     def end_engine(
         self, source: EngineRef, standing: Standing, reason: RevokeReason = RevokeReason.SOURCE_LOST
     ) -> None:
         """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end when they would have
         ended anyway; their readers are told the reason."""
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        book.standing = standing
-        self._records.wake_waiting(book)
-        for publication in list(book.publications.values()):
+        engine, now = self._records.begin(source)
+        engine.standing = standing
+        self._records.wake_waiting(engine)
+        for publication in list(engine.publications.values()):
             self._records.revoke(publication, reason)
             if publication.stage is not PublicationStage.AWAITED:
                 self._records.end(publication, PublicationOutcome.ABORTED, now)
@@ -84,22 +76,19 @@ class Sources:
                 self._records.forget(publication)
             if publication.stage is PublicationStage.RELEASED and standing is Standing.REPLACED:
                 self._records.forget(publication)
-        self._records.close_if_empty(book)
+        self._records.close_if_empty(engine)
 
     def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
-        """Set the engine's groups, which its first rank has registered.
-
-        Publications from a snapshot that arrived before are checked now; those that fail are aborted (R7).
-        """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        if book.groups is not None:
+        """Set the engine's groups, which its first rank has registered. Publications from a snapshot that arrived
+        before are checked now; those that fail are aborted (R7)."""
+        engine, now = self._records.begin(source)
+        if engine.groups is not None:
             return
-        book.groups = {group.name: group for group in groups}
-        for publication in list(book.publications.values()):
+        engine.groups = {group.name: group for group in groups}
+        for publication in list(engine.publications.values()):
             try:
                 for step in publication.steps:
-                    check_step(book.groups, step)
+                    check_step(engine.groups, step)
             except KvferryError:
                 self._abort(publication, now)
 
@@ -117,66 +106,54 @@ class Sources:
             RouterKeyUsed: another publication has its router key.
             ServerDraining: this would be a new publication, and the home is draining.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        publication = self._records.publication(book, step.number, now)
+        engine, now = self._records.begin(source)
+        publication = self._records.publication(engine, step.number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            book.check_may_arrive(step.number, now - self._times.max_ttl)
+            engine.check_may_arrive(step.number, now - self._times.max_ttl)
         elif step.index < publication.step_count:
             if publication.steps and publication.steps[step.index] != step:
                 raise InvalidField("publish.step", step.index, "the same content as when it was first sent")
-            self._touch(book, publication, now)
+            self._touch(engine, publication, now)
             return publication
         elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
-        self._check_step(book, publication, step)
+        self._check_step(engine, publication or PublicationRecord(source, step.number), step)
         if step.router_key is not None:
-            book.router_keys.check_free(step.router_key.name, now)
+            engine.router_keys.check_free(step.router_key.name, now)
         if publication is None:
-            publication = self._records.add_awaited(book, step.number)
+            publication = self._records.add_awaited(engine, step.number)
         if publication.stage is PublicationStage.AWAITED:
-            self._arrive(book, publication, step, now)
-        self._append(book, publication, step, now)
+            self._arrive(engine, publication, step, now)
+        self._append(engine, publication, step, now)
         return publication
 
     def abort(self, source: EngineRef, number: int, *, not_published: bool = False) -> None:
         """Abort a publication: no new leases and no renewals; it is released when its last live lease ends. Idempotent.
 
         A publication that has not arrived is released as well, and cannot arrive any more: its source keeps the blocks
-        until it is told of the release.
-
-        Args:
-            source, number: the publication.
-            not_published: its source's client has given it up; readers are told so.
-
-        Raises:
-            LimitReached: the engine has too many publications.
+        until it is told of the release. With `not_published`, readers are told that the source's client has given it
+        up. Raises `LimitReached` if the engine has too many publications.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        publication = self._records.publication(book, number, now)
+        engine, now = self._records.begin(source)
+        publication = self._records.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             try:
-                book.check_may_arrive(number, now - self._times.max_ttl)
+                engine.check_may_arrive(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
             # It is kept until its source acknowledges the release, so it counts as a publication.
-            self._check_room(book, number, 0)
-            publication = publication or self._records.add_awaited(book, number)
-            self._records.arrive(book, publication, now)
-            self._touch(book, publication, now)
+            self._check_room(engine, number, 0)
+            publication = publication or self._records.add_awaited(engine, number)
+            self._records.arrive(engine, publication, now)
+            self._touch(engine, publication, now)
         publication.not_published = publication.not_published or (not_published and publication.grantable)
         self._abort(publication, now)
 
     def withdraw(self, source: EngineRef, number: int) -> PublicationRecord:
-        """Abort a publication for an operator, as `abort` does for its source. Returns its record. Idempotent.
-
-        Raises:
-            PublicationStale: it has not arrived, or was forgotten.
-        """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        publication = self._records.publication(book, number, now)
+        """Abort a publication for an operator, as `abort` does for its source. Returns its record. Idempotent. Raises
+        `PublicationStale` if it has not arrived, or was forgotten."""
+        engine, now = self._records.begin(source)
+        publication = self._records.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             problem = f"this home has no publication {number} of {source}: it has not come, or its release is settled"
             raise PublicationStale(problem, engine_id=source.engine_id, publication=number)
@@ -186,10 +163,9 @@ class Sources:
 
     def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
         """Forget released publications whose release the source acknowledges. Idempotent; other numbers are ignored."""
-        self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
+        engine, _ = self._records.begin(source)
         for number in numbers:
-            publication = book.publications.get(number)
+            publication = engine.publications.get(number)
             if publication is not None and publication.stage is PublicationStage.RELEASED:
                 self._records.forget(publication)
 
@@ -202,123 +178,109 @@ class Sources:
             PublicationStale, PublicationReleased: there is none with this number any more.
             HomeRecovering: it has not arrived yet, or the source's snapshot may have it.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        publication = self._records.publication(book, number, now)
+        engine, now = self._records.begin(source)
+        publication = self._records.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            book.check_recovered()
-            book.check_may_arrive(number, now - self._times.max_ttl)
+            engine.check_recovered()
+            engine.check_may_arrive(number, now - self._times.max_ttl)
             # A scheduler and its ranks talk to the home side by side.
             raise HomeRecovering(f"publication {number} of {source} has not arrived yet", engine_id=source.engine_id)
         if publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
         return publication
 
-    def add_checksums(
-        self, source: EngineRef, number: int, rank: int, pages: Iterable[ChecksumPage], *, last: bool
-    ) -> None:
-        """Keep checksums of a publication's blocks until it is released. Idempotent.
-
-        Args:
-            source, number: the publication.
-            rank: whose blocks were summed.
-            pages: checksums of planes and blocks that exist.
-            last: the rank sends no more.
+    def add_checksums(self, source: EngineRef, number: int, page: ChecksumPage) -> None:
+        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent.
 
         Raises:
-            InvalidField: a page contradicts another one.
+            InvalidField: the page contradicts another one.
             LimitReached: the engine has too many checksums.
             KvferryError: all that `unreleased` raises.
         """
-        publication = self.unreleased(source, number)
-        book = self._records.book(source)
-        new = publication.checksums.new(pages)
-        size = sum(page.size for page in new)
+        checksums, engine = self.unreleased(source, number).checksums, self._records.of_engine(source)
+        if checksums.has(page):
+            return
         most = self._limits.checksum_bytes
-        check_limit("checksum_bytes", book.checksum_bytes + size, most, self._times.ttl)
-        self._memory.check(source, size)
-        self._memory.take(source, size)
-        publication.checksums.add(new)
-        book.checksum_bytes += size
-        if last:
-            publication.checksums.done.add(rank)
+        check_limit("checksum_bytes", engine.checksum_bytes + page.size, most, self._times.ttl)
+        self._memory.check(source, page.size)
+        self._memory.take(source, page.size)
+        checksums.add(page)
+        engine.checksum_bytes += page.size
 
     # Snapshots.
 
     def recovering(self, source: EngineRef) -> bool:
         """Whether the source must send its snapshot."""
-        return self._records.book(source).recovering
+        return self._records.of_engine(source).recovering
 
     def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
         """Begin a snapshot: from now on the source names everything it holds published. `end_snapshot` must repeat
         the `name`."""
-        self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        book.snapshot, book.snapshot_name = set(), name
+        engine, _ = self._records.begin(source)
+        engine.snapshot, engine.snapshot_name = set(), name
 
     def end_snapshot(self, source: EngineRef, high_water: int, name: bytes = b"") -> None:
-        """End a snapshot: abort the publications with numbers up to `high_water` that the source did not name.
-
-        Later numbers are left alone: a snapshot that is delivered twice must not end what was published after it.
-
-        Raises:
-            InvalidField: this home saw no begin of this snapshot, because it restarted since or another has begun.
-        """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        book = self._records.book(source)
-        if book.snapshot is None:
+        """End a snapshot: abort the publications with numbers up to `high_water` that the source did not name. Later
+        numbers are left alone: a snapshot that is delivered twice must not end what was published after it. Raises
+        `InvalidField`: this home saw no begin of this snapshot, because it restarted since or another has begun."""
+        engine, now = self._records.begin(source)
+        if engine.snapshot is None:
             raise InvalidField("resync.phase", "END", "BEGIN first")
-        if book.snapshot_name != name:
-            raise InvalidField("resync.snapshot", name.hex(), f"{book.snapshot_name.hex()!r}, which has begun since")
-        for number, publication in list(book.publications.items()):
-            if number <= high_water and number not in book.snapshot and publication.grantable:
+        if engine.snapshot_name != name:
+            raise InvalidField("resync.snapshot", name.hex(), f"{engine.snapshot_name.hex()!r}, which has begun since")
+        for number, publication in list(engine.publications.items()):
+            if number <= high_water and number not in engine.snapshot and publication.grantable:
                 self._abort(publication, now)
-        self._records.close_below(book, high_water)
-        book.snapshot, book.recovering = None, False
+        self._records.close_below(engine, high_water)
+        engine.snapshot, engine.recovering = None, False
 
     # Helpers.
 
-    def _check_step(self, book: Book, publication: PublicationRecord | None, step: PublicationStep) -> None:
+    def _check_step(self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep) -> None:
         if step.index == 0:
             if self._records.draining:
                 raise ServerDraining("this node server is draining: publish again")
-            self._check_room(book, step.number, step.size)
+            self._check_room(engine, step.number, step.size)
         else:
-            self._memory.check(book.source, step.size)
-            if publication is None or step.index > len(publication.steps):
+            self._memory.check(engine.source, step.size)
+            if step.index > len(publication.steps):
                 # The steps before it are in the snapshot, of which this home may have heard a part.
-                book.check_recovered()
+                engine.check_recovered()
         check_follows(publication, step)
-        if book.groups is not None:
-            check_step(book.groups, step)
-        elif not book.recovering:
-            problem = f"no rank of {book.source} has registered groups: register its caches before publishing"
-            raise EngineIncomplete(problem, engine_id=book.source.engine_id, missing_ranks="")
+        if engine.groups is not None:
+            check_step(engine.groups, step)
+        elif not engine.recovering:
+            problem = f"no rank of {engine.source} has registered groups: register its caches before publishing"
+            raise EngineIncomplete(problem, engine_id=engine.source.engine_id, missing_ranks="")
 
-    def _check_room(self, book: Book, number: int, size: int) -> None:
+    def _check_room(self, engine: EnginePublications, number: int, size: int) -> None:
         """Raise `LimitReached` unless the engine may have one more publication, whose step takes `size` bytes."""
-        check_limit("publications", book.num_arrived, self._limits.publications, self._times.ttl)
-        self._memory.check(book.source, PUBLICATION_BYTES + book.skipped_size(number) + size)
+        check_limit("publications", engine.num_arrived, self._limits.publications, self._times.ttl)
+        self._memory.check(engine.source, PUBLICATION_BYTES + engine.skipped_size(number) + size)
 
-    def _arrive(self, book: Book, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
+    def _arrive(
+        self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
+    ) -> None:
         """Start a publication with its first step."""
         # The lease of a waiting reader is never cut short, not even by a `final` that is shorter than the ttl.
         waiting = max((lease.expires for lease in publication.leases), default=0.0)
         publication.final_at = max(now + self._times.final, waiting)
         publication.request_id, publication.router_key = step.request_id, step.router_key
-        self._records.arrive(book, publication, now)
-        if book.router_keys.arrived(publication, now):
+        self._records.arrive(engine, publication, now)
+        if engine.router_keys.arrived(publication, now):
             publication.declined = True
         if step.router_key is not None:
-            self._records.wake_waiting(book, step.router_key.name)
+            self._records.wake_waiting(engine, step.router_key.name)
 
-    def _append(self, book: Book, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
+    def _append(
+        self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
+    ) -> None:
         publication.add(step)
         publication.expected_reads = max(publication.expected_reads, step.expected_reads)
         publication.hold_until = now + self._times.hold
         self._records.move(publication, PublicationStage.PUBLISHED if step.last else PublicationStage.PUBLISHING, now)
-        self._memory.take(book.source, step.size)
-        self._touch(book, publication, now)
+        self._memory.take(engine.source, step.size)
+        self._touch(engine, publication, now)
         self._records.reschedule(publication)
         self._records.changed(publication)
         if publication.declined:
@@ -326,15 +288,14 @@ class Sources:
         self._records.end_if_read(publication, now)
 
     def _abort(self, publication: PublicationRecord, now: float) -> None:
-        self._records.revoke(
-            publication, RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
-        )
+        reason = RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
+        self._records.revoke(publication, reason)
         self._records.end(publication, PublicationOutcome.ABORTED, now)
 
-    def _touch(self, book: Book, publication: PublicationRecord, now: float) -> None:
+    def _touch(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
         """Note that the source named a publication: it is part of the current snapshot; and at a restarted home, it is
         not released while readers from before the restart may still be reading."""
-        if book.snapshot is not None:
-            book.snapshot.add(publication.number)
-        if book.recovering:
+        if engine.snapshot is not None:
+            engine.snapshot.add(publication.number)
+        if engine.recovering:
             publication.release_not_before = max(publication.release_not_before, now + self._times.max_ttl)

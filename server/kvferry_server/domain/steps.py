@@ -7,64 +7,40 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry._wire.blocks_codec import runs_to_proto
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.geometry.model import Group, GroupKind
-from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import RouterKey
 
 
 @dataclass(frozen=True, slots=True)
 class PromptMark:
-    """A mark of the prompt that the blocks are computed from, for the readers: a home compares it with nothing.
+    """A mark of the prompt that the blocks are computed from, for the readers: a home compares it with nothing."""
 
-    Attributes:
-        end: number of tokens that it covers.
-        digest: 16 bytes, keyed with the publication's key.
-    """
-
-    end: int
-    digest: bytes = field(repr=False)
+    end: int  # number of tokens that it covers
+    digest: bytes = field(repr=False)  # 16 bytes, keyed with the publication's key
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationStep:
-    """One step of a publication, as its source sent it. Idempotent by publication and index.
+    """One step of a publication, as its source sent it. Idempotent by publication and index."""
 
-    Attributes:
-        number: the number of the publication.
-        request_id: the request's id at the source.
-        index: from 0, without gaps.
-        groups: the blocks that groups gain with this step.
-        last: no step follows.
-        expected_reads: reads that will be made.
-        payload: opaque bytes for the readers; with the last step only.
-        checksums: every rank will send the checksums of its blocks.
-        router_key: the key under which readers wait for the publication; in the first step only.
-        unfinished: blocks that readers may read layer by layer; not in the last step.
-        marks: marks of the prompt, beside those of the steps before.
-        encoded: the `Blocks` message of the step, as every reader gets it; empty: made from the rest.
-        size: estimated bytes that it takes in memory.
-    """
-
-    number: int
-    request_id: str
-    index: int = 0
-    groups: tuple[BlockRuns, ...] = ()
-    last: bool = True
-    expected_reads: int = 1
-    payload: bytes = field(default=b"", repr=False)
-    checksums: bool = False
-    router_key: RouterKey | None = None
-    unfinished: Unfinished | None = None
-    marks: tuple[PromptMark, ...] = ()
+    number: int  # the number of the publication
+    request_id: str  # the request's id at the source
+    index: int = 0  # from 0, without gaps
+    groups: tuple[BlockRuns, ...] = ()  # the blocks that groups gain with this step
+    last: bool = True  # no step follows
+    expected_reads: int = 1  # reads that will be made
+    payload: bytes = field(default=b"", repr=False)  # opaque bytes for the readers; with the last step only
+    checksums: bool = False  # every rank will send the checksums of its blocks
+    router_key: RouterKey | None = None  # the key under which readers wait for the publication; in the first step only
+    unfinished: Unfinished | None = None  # blocks that readers may read layer by layer; not in the last step
+    marks: tuple[PromptMark, ...] = ()  # marks of the prompt, beside those of the steps before
+    # the `Blocks` message of the step, as every reader gets it
     encoded: bytes = field(default=b"", repr=False, compare=False)
-    size: int = field(init=False, repr=False, compare=False)
+    size: int = field(init=False, repr=False, compare=False)  # estimated bytes that it takes in memory
 
     def __post_init__(self) -> None:
-        if not self.encoded:
-            object.__setattr__(self, "encoded", _encoded(self))
         # Counted once: a publication may have a hundred thousand steps, which are released together.
         object.__setattr__(self, "size", _size(self))
 
@@ -87,15 +63,6 @@ class PublishedExtent:
     first_token: int
     end_token: int
     blocks: int
-
-
-def _encoded(step: PublicationStep) -> bytes:
-    marks = (pb.PromptMark(end=mark.end, digest=mark.digest) for mark in step.marks)
-    told = pb.Blocks(step=step.index, groups=map(runs_to_proto, step.groups), marks=marks)
-    if step.unfinished is not None:
-        groups = map(runs_to_proto, step.unfinished.groups)
-        told.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=step.unfinished.layers))
-    return told.SerializeToString()
 
 
 def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:

@@ -12,11 +12,8 @@ RECOVERING_RETRY_AFTER = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Settings of a home, each in seconds. Engines and readers get them in answers; tests shrink them.
-
-    Raises:
-        InvalidField: a duration is not positive, or `ttl` is longer than `max_ttl`.
-    """
+    """Settings of a home, each in seconds. Engines and readers get them in answers; tests shrink them. Raises
+    `InvalidField`: a duration is not positive, or `ttl` is longer than `max_ttl`."""
 
     ttl: float = 30.0
     """How long a lease lasts from its acceptance, or from its last renewal."""

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
@@ -24,30 +24,16 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of an engine.
-
-    Attributes:
-        engine: the engine.
-        role: scheduler or rank.
-        rank: the rank; 0 for the scheduler.
-        node: address of the node server that relays for it; empty: it is a process of the home's own node.
-    """
+    """One process of an engine."""
 
     engine: EngineRef
-    role: Role
-    rank: int = 0
+    role: Role  # scheduler or rank
+    rank: int = 0  # the rank; 0 for the scheduler
+    # address of the node server that relays for it; empty: it is a process of the home's own node
     node: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReleaseEvent:
-    """The source may reuse a publication's blocks. This is state: part of every full state until acknowledged."""
-
-    publication: PublicationRecord
-
-
-@dataclass(frozen=True, slots=True)
-class RankLost:
+class RankLost(NamedTuple):
     """The process of a rank is gone; with `node_lost`, together with the `node` server that relayed for it."""
 
     rank: int
@@ -55,12 +41,12 @@ class RankLost:
     node_lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
+class Draining(NamedTuple):
     """The node server takes no new work."""
 
 
-Event: TypeAlias = ReleaseEvent | RankLost | Draining
+Event: TypeAlias = PublicationRecord | RankLost | Draining
+"""A publication: its source may reuse the blocks. This is state: part of every full state until acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +61,15 @@ class Feed:
     """The events of one process. Not thread-safe.
 
     Args:
-        process: the process that watches.
         kept: how many events are kept.
-
-    Attributes:
-        process: the process that watches.
-        sequence: number of the last event, from 1; 0 before the first.
-        current_watch: number of the Watch that the feed serves; older ones were taken over.
-        full_states: how many Watches, older ones included, are being sent the full state.
-        evicted: an operator has evicted the engine; its Watches end.
     """
 
     def __init__(self, process: Process, kept: int) -> None:
         self.process = process
-        self.sequence = 0
-        self.current_watch = 0
-        self.full_states = 0
-        self.evicted = False
+        self.sequence = 0  # Number of the last event, from 1; 0 before the first
+        self.current_watch = 0  # Number of the Watch that the feed serves; older ones were taken over
+        self.full_states = 0  # How many Watches, older ones included, are being sent the full state
+        self.evicted = False  # An operator has evicted the engine; its Watches end
         self._kept = kept
         self._dropped = 0
         # By number, in order.
@@ -106,8 +84,8 @@ class Feed:
             self._dropped = next(iter(self._events))
             self._remove(self._dropped)
         self._events[self.sequence] = Numbered(self.sequence, event)
-        if isinstance(event, ReleaseEvent):
-            self._releases.setdefault(event.publication.number, []).append(self.sequence)
+        if isinstance(event, PublicationRecord):
+            self._releases.setdefault(event.number, []).append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the releases of these publications: the process knows of them."""
@@ -135,8 +113,7 @@ class Feed:
 
     def _remove(self, sequence: int) -> None:
         event = self._events.pop(sequence).event
-        if isinstance(event, ReleaseEvent):
-            number = event.publication.number
-            self._releases[number].remove(sequence)
-            if not self._releases[number]:
-                del self._releases[number]
+        if isinstance(event, PublicationRecord):
+            self._releases[event.number].remove(sequence)
+            if not self._releases[event.number]:
+                del self._releases[event.number]

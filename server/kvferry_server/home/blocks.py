@@ -7,30 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry._wire.reference import engine_ids
-from kvferry.errors import InvalidField, KvferryError, PublicationTimeout, ServerDraining
+from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
+from kvferry_server.domain.publications import Lease, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
+from kvferry_server.domain.routing import unless_all_refuse
 from kvferry_server.home.home import Home
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadAnswer:
     """What a reader is told: what there is of the publication from `next_step` on. Encode it at once, since the
-    publication may change later.
-
-    Attributes:
-        lease: the lease.
-        next_step: index of the first step that the reader has not got.
-        accepted: the reader does not have the lease yet.
-        reference: the publication's own reference, if the reader does not have the lease and asked with a reference
-            that a router made; else empty.
-    """
+    publication may change later."""
 
     lease: Lease
-    next_step: int = 0
-    accepted: bool = False
+    next_step: int = 0  # index of the first step that the reader has not got
+    accepted: bool = False  # the reader does not have the lease yet
+    # the publication's own reference, if the reader does not have the lease and asked with a reference that a router
+    # made; else empty
     reference: str = field(default="", repr=False)
 
 
@@ -41,8 +36,6 @@ async def read_blocks(
     that the reader has not got; or with nothing new when the wait is over. Cancelling it does not end the lease.
 
     Args:
-        home: the source's home.
-        request: the reader's call.
         wait: seconds to wait for something new.
         lease_id: the lease that the reader has. If it is empty, or another lease's, the answer has the lease and all
             steps, and is not waited for.
@@ -65,17 +58,18 @@ async def read_blocks(
     there = len(publication.steps)
     if next_step > there:
         raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
+    never_came = _timeout(f"{publication} was not published", publication.source, publication.number, wait)
     with home.wakeups.watching(publication) as waker:
         while len(publication.steps) <= next_step and not publication.complete and lease.revoked is None:
             if not lease.live and not publication.step_count:
-                raise _timeout(publication, wait)
+                raise never_came
             lease.check_replay(asked)
             if home.draining:
                 raise ServerDraining("this node server is draining; the lease goes on")
             left = waits_until - home.clock.now()
             if left <= 0:
                 if publication.stage is PublicationStage.AWAITED:
-                    raise _timeout(publication, wait)
+                    raise never_came
                 break
             await waker.wait(left)
             waker.clear()
@@ -87,21 +81,22 @@ async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until:
     without a lease, because nothing is pinned for it yet."""
     if isinstance(request, LeaseRequest):
         return request
-    wanted = request.router_key
+    wanted = request.reference.router_key
     with home.turn():
-        engines = home.engines.find_named(engine_ids(request.engine_id, request.data_parallel_rank))
+        engines = home.engines.find_named(engine_ids(request.reference.engine_id, request.reference.data_parallel_rank))
         sources = [engine.ref for engine in engines]
         found = home.routing.find(sources, wanted)
         if found is not None:
             return home.routing.request(found, request)
-        _check_some_readable(engines)
+        unless_all_refuse(engines, Engine.check_readable)
         waiting = home.routing.wait(sources, request)
     try:
         with home.wakeups.watching(waiting) as waker:
             while found is None:
                 left = waits_until - home.clock.now()
                 if left <= 0:
-                    raise _never_came(sources[0], request, wait)
+                    problem = f"nothing was published by engine {sources[0].engine_id!r} under the router key"
+                    raise _timeout(f"{problem} {wanted.name!r}", sources[0], 0, wait)
                 await waker.wait(left)
                 waker.clear()
                 with home.turn():
@@ -112,30 +107,9 @@ async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until:
         return home.routing.request(found, request)
 
 
-def _check_some_readable(engines: Sequence[Engine]) -> None:
-    """Raise as `Engine.check_readable` if none can be read from."""
-    errors = list[KvferryError]()
-    for engine in engines:
-        try:
-            engine.check_readable()
-        except KvferryError as error:
-            errors.append(error)
-        else:
-            return
-    raise errors[0]
-
-
 def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
     """Return those incarnations that live. Raises `PeerRestarted` or `EngineUnknown` if none does."""
-    living, gone = list[EngineRef](), list[KvferryError]()
-    for source in sources:
-        try:
-            living.append(home.engines.find_live(source.engine_id, source.incarnation).ref)
-        except KvferryError as error:
-            gone.append(error)
-    if not living:
-        raise gone[0]
-    return living
+    return unless_all_refuse(sources, lambda ref: home.engines.find_live(ref.engine_id, ref.incarnation).ref)
 
 
 def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
@@ -148,20 +122,7 @@ def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
         return home.lessor.grant(request)
 
 
-def _never_came(source: EngineRef, request: RoutedRequest, wait: float) -> PublicationTimeout:
-    name, engine_id = request.router_key.name, source.engine_id
+def _timeout(problem: str, source: EngineRef, number: int, wait: float) -> PublicationTimeout:
     return PublicationTimeout(
-        f"nothing was published by engine {engine_id!r} under the router key {name!r} within {wait:.3f} s",
-        engine_id=engine_id,
-        publication=0,
-        waited_ms=round(wait * 1000),
-    )
-
-
-def _timeout(publication: PublicationRecord, wait: float) -> PublicationTimeout:
-    return PublicationTimeout(
-        f"{publication} was not published within {wait:.3f} s",
-        engine_id=publication.source.engine_id,
-        publication=publication.number,
-        waited_ms=round(wait * 1000),
+        f"{problem} within {wait:.3f} s", engine_id=source.engine_id, publication=number, waited_ms=round(wait * 1000)
     )

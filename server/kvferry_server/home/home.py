@@ -16,28 +16,26 @@ from contextlib import AbstractContextManager
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2
-from kvferry_server.domain.book import Standing
 from kvferry_server.domain.budgets import MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records, Released
 from kvferry_server.domain.registrations import Registration
-from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
+from kvferry_server.domain.registry import RankDied, Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, RankLost, ReleaseEvent, Role
+from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, Role
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 
-EVENT_BYTES = 160
-"""Bytes that an event takes in memory while it is kept or waits to be sent; estimated."""
+EVENT_BYTES = 160  # Bytes that an event takes in memory while it is kept or waits to be sent; estimated
 
 FEED_BYTES = 2048
 """Bytes that the feed of a process takes in memory beside its events, estimated. A rank's feed has hardly any."""
@@ -46,55 +44,48 @@ SHORTEST_SLEEP = 0.001
 """Seconds that the loop sleeps at least, so that a timer that fires a little early does not make it spin."""
 
 
-class Home:
+class Home(AbstractContextManager[float]):
     """One home. Not thread-safe: it belongs to the event loop that runs it.
 
     Args:
-        clock: where the time comes from.
-        times: the durations in force.
         advertise: the address to put into references, at which others reach this home.
-        limits: how much it holds at most.
-
-    Attributes:
-        epoch: 16 bytes, random per start.
-        engines: the engines; to be used within a `turn`.
-        sources, lessor, routing, records: what sources and readers do, and the records of it; to be used within a
-            `turn`.
-        memory: budget of the bytes that all of these take.
-        journal: what has happened so far.
-        time_slices: how calls share the event loop.
-        wakeups: wakes calls that wait; its topics are publications, reads that wait under a router's key, and feeds.
-        draining: no new work is accepted.
-        stopping: the node server is about to end, and Watches with it.
     """
 
     def __init__(self, clock: Clock, times: Times, advertise: str, limits: Limits | None = None) -> None:
-        self.clock = clock
-        self.times = times
+        self.clock, self.times, self.limits = clock, times, limits or Limits()
         self.advertise = advertise
-        self.limits = limits or Limits()
-        self.epoch = secrets.token_bytes(16)
+        self.epoch = secrets.token_bytes(16)  # Random per start
         self.memory = MemoryBudget(self.limits.memory, self.limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
+        # These are to be used within a `turn`.
         self.engines = Registry(clock, times, self.limits, self.memory, self.journal)
         self.records = Records(clock, times, self.limits, self.memory, self.journal)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records)
         self.time_slices = TimeSlices()
-        self.wakeups = Wakeups()
-        self.draining = self.stopping = False
+        self.wakeups = Wakeups()  # Topics are publications, reads that wait under a router's key, and feeds
+        self.draining = False  # No new work is accepted
+        self.stopping = False  # The node server is about to end, and Watches with it
         self._started = clock.now()
         self._feeds: dict[Process, Feed] = {}
         self._feed_sizes: dict[EngineRef, int] = {}
         self._driver = Waker()
         self._sleeps_until = -math.inf
-        self._turn = _Turn(self)
 
     def turn(self) -> AbstractContextManager[float]:
         """Act on deadlines, then give the present in seconds on the home's clock. What is done within takes effect
         when the context ends, also by an error."""
-        return self._turn
+        return self  # The same for all turns: they have no state, and each call makes several.
+
+    def __enter__(self) -> float:
+        self.settle()
+        return self.clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self.settle()
+        if self.next_deadline() < self._sleeps_until:
+            self._driver.set()
 
     def next_deadline(self) -> float:
         """Return when the next turn is due, in seconds on the home's clock."""
@@ -150,21 +141,15 @@ class Home:
     def open_watch(self, process: Process, secret: bytes, host: str = "") -> Feed:
         """Open a process's Watch, within a turn. Returns its feed.
 
-        Args:
-            process: the process that watches.
-            secret: the secret of its engine's session.
-            host: the host that the Watch comes from; empty if unknown.
-
         Raises:
             LimitReached: the engine takes too much memory.
             KvferryError: all that `Registry.open_engine` and `Registry.open_rank` raise.
         """
-        size = FEED_BYTES
-        if process.role is Role.SCHEDULER:
-            size += EVENT_BYTES * self.limits.watch_queue
+        is_scheduler = process.role is Role.SCHEDULER
+        size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
         if process not in self._feeds:
             self.memory.check(process.engine, size)
-        if process.role is Role.SCHEDULER:
+        if is_scheduler:
             engine = self.engines.open_engine(process.engine, secret, host)
             # A replaced incarnation ends before its successor opens.
             self.settle()
@@ -200,8 +185,8 @@ class Home:
         """Register a rank's cache, within a turn. Returns its engine. Raises as `Registry.register`."""
         engine = self.engines.register(registration, secret)
         self.sources.set_groups(registration.engine, registration.groups)
-        book = self.records.book(registration.engine)
-        book.block_bytes, book.lost_ranks = engine.block_bytes, engine.lost_ranks
+        publications = self.records.of_engine(registration.engine)
+        publications.block_bytes, publications.lost_ranks = engine.block_bytes, engine.lost_ranks
         return engine
 
     def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
@@ -236,14 +221,7 @@ class Home:
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
-        released = self.records.released(process.engine)
-        return [
-            *(ReleaseEvent(publication) for publication in released),
-            *(
-                RankLost(rank, engine.nodes.get(rank, ""), engine.lost_with_node(rank))
-                for rank in sorted(engine.lost_ranks)
-            ),
-        ]
+        return [*self.records.released(process.engine), *map(engine.rank_lost, sorted(engine.lost_ranks))]
 
     def reference(self, publication: PublicationRecord) -> str:
         """Return the reference of a publication."""
@@ -265,28 +243,19 @@ class Home:
             return
         self.engines.advance()
         for happened in self.engines.take_effects():
-            if isinstance(happened, EngineDied):
-                self.sources.end_engine(happened.engine, Standing.DEAD)
-            elif isinstance(happened, EngineGone):
-                # One that has stopped in order keeps its memory as it is until its leases have ended.
-                reason = RevokeReason.ABORTED if happened.stopped else RevokeReason.SOURCE_LOST
-                self.sources.end_engine(happened.engine, Standing.REPLACED, reason)
+            if isinstance(happened, RankDied):
+                self._push(Process(happened.engine, Role.SCHEDULER), happened.lost)
+                continue
+            self.sources.end_engine(happened.engine, happened.standing, happened.reason)
+            if happened.standing is Standing.REPLACED:
                 self._drop_feeds(happened.engine)
-            elif isinstance(happened, RankDied):
-                lost = RankLost(happened.rank, happened.node, happened.node_lost)
-                self._push(Process(happened.engine, Role.SCHEDULER), lost)
         self.records.advance(MAX_ENDED_AT_ONCE)
         for effect in self.records.take_effects():
             if isinstance(effect, Released):
                 scheduler = Process(effect.publication.source, Role.SCHEDULER)
-                self._push(scheduler, ReleaseEvent(effect.publication))
+                self._push(scheduler, effect.publication)
             else:
-                self.wakeups.wake(effect.topic)
-
-    def wake_driver(self) -> None:
-        """Wake the loop that acts on deadlines if it would sleep past the next one."""
-        if self.next_deadline() < self._sleeps_until:
-            self._driver.ring()
+                self.wakeups.wake(effect)
 
     # Helpers.
 
@@ -300,18 +269,3 @@ class Home:
         for process in [process for process in self._feeds if process.engine == engine]:
             del self._feeds[process]
         self.memory.give(engine, self._feed_sizes.pop(engine, 0))
-
-
-class _Turn(AbstractContextManager[float]):
-    """The context of a turn; the same object for all, because they have no state and each call makes several."""
-
-    def __init__(self, home: Home) -> None:
-        self._home = home
-
-    def __enter__(self) -> float:
-        self._home.settle()
-        return self._home.clock.now()
-
-    def __exit__(self, *_: object) -> None:
-        self._home.settle()
-        self._home.wake_driver()

@@ -11,21 +11,61 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable
-
-from kvferry_server.home.rotation import Rotation
 
 TIME_SLICE = 0.002
 """Seconds that calls work in one pass of the event loop. A short call takes about five passes from its arrival to its
 answer, and waits for a slice of others in each."""
 
 
-class TimeSlices:
-    """The time slices of one event loop, which belong to its home.
+class Rotation:
+    """Who waits for something that one caller has at a time, by host. Hosts come in turns, so that a host that asks for
+    much delays only itself. Belongs to one event loop.
 
     Args:
-        clock: returns seconds.
+        pass_on: called when a caller was woken and has left instead of going on.
     """
+
+    def __init__(self, pass_on: Callable[[], None]) -> None:
+        self._pass_on = pass_on
+        # By host, in the order in which hosts come; only hosts that have callers.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._last = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    async def wait(self, host: str) -> None:
+        """Wait until it is this caller's turn. The callers of one host come in the order in which they began to
+        wait."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(host, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def wake(self) -> bool:
+        """Wake the first caller of the host that has waited longest. Returns whether there was one."""
+        if again := self._waiting.pop(self._last, None):
+            # Only now: behind hosts that began to wait while it was this one's turn.
+            self._waiting[self._last] = again
+        while self._waiting:
+            self._last, turns = next(iter(self._waiting.items()))
+            turn = turns.popleft()
+            if not turns:
+                del self._waiting[self._last]
+            if not turn.done():
+                turn.set_result(None)
+                return True
+        return False
+
+
+class TimeSlices:
+    """The time slices of one event loop, which belong to its home."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,12 +82,7 @@ class TimeSlices:
         return self._clock() > self._until
 
     async def begin(self, host: str, *, short: bool) -> None:
-        """Begin to work: at once if the slice of this pass has time left, otherwise when it is this host's turn.
-
-        Args:
-            host: the host that the call came from; empty: this one.
-            short: the call is short.
-        """
+        """Begin to work: at once if the slice of this pass has time left, otherwise when it is this host's turn."""
         if self._given or self._short or self._long or self.over:
             await self.wait(host, short=short)
         elif math.isinf(self._until):
@@ -77,9 +112,6 @@ class TimeSlice:
     """The time slices of one call.
 
     Args:
-        slices: those of the event loop.
-        host: the host that the call came from; empty: this one.
-        short: the call is short.
         recheck: called after other calls have worked, because what was checked before may no longer hold; an error that
             it raises ends the call.
     """

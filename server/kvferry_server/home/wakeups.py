@@ -5,29 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 
-class Waker:
-    """What one call waits on. Clear it, look, then wait: a change after the look ends the wait."""
+class Waker(asyncio.Event):
+    """What one call waits on. Clear it, look, then wait: a change after the look sets it and ends the wait."""
 
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def clear(self) -> None:
-        """Forget earlier changes: only changes from now on end the next `wait`."""
-        self._event.clear()
-
-    def ring(self) -> None:
-        """Note that something has changed, and end the wait."""
-        self._event.set()
-
-    async def wait(self, seconds: float | None = None) -> None:
+    async def wait(self, seconds: float | None = None) -> Literal[True]:
         """Wait until something has changed, or until `seconds` have passed."""
-        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the ring: whoever
+        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the change: whoever
         # cancels a call or the home's loop would wait for it for ever. When the time is over the waiter only looks.
-        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._event.set)
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.set)
         try:
-            await self._event.wait()
+            return await super().wait()
         finally:
             if timer is not None:
                 timer.cancel()
@@ -41,7 +31,7 @@ class Wakeups:
 
     @contextmanager
     def watching(self, topic: Hashable) -> Iterator[Waker]:
-        """Give a waker that every change of the topic rings while the context lasts."""
+        """Give a waker that every change of the topic sets while the context lasts."""
         waker = Waker()
         self._wakers.setdefault(topic, set()).add(waker)
         try:
@@ -53,11 +43,11 @@ class Wakeups:
                 del self._wakers[topic]
 
     def wake(self, topic: Hashable) -> None:
-        """Ring the wakers of a topic, which has changed."""
+        """Set the wakers of a topic, which has changed."""
         for waker in self._wakers.get(topic, ()):
-            waker.ring()
+            waker.set()
 
     def wake_all(self) -> None:
-        """Ring all wakers."""
+        """Set all wakers."""
         for topic in self._wakers:
             self.wake(topic)

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import PeerRestarted, ServerDraining, WatchTakenOver
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
 
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A Watch is open; with `resumed`, it goes on where the last one ended, without a full state."""
-
-    resumed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """The full state has been sent. With `need_resync`, the process must send its own state again."""
-
-    need_resync: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Lagged:
-    """This many events were dropped; the full state follows."""
-
-    dropped: int
-
-
-WatchMessage: TypeAlias = Opened | Numbered | Synced | Lagged
+WatchMessage: TypeAlias = pb.WatchOpened | Numbered | pb.WatchSynced | pb.WatchLagged
 
 
 async def watch(
@@ -42,12 +20,8 @@ async def watch(
     """Serve a process's Watch: yield its full state, or the events after `resume_sequence`, then events as they happen.
 
     Args:
-        home: the engine's home.
-        process: the process that watches.
-        secret: the secret of its engine's session.
         resume_epoch: epoch of the home that the process last watched; empty: it watches for the first time.
         resume_sequence: number of the last event that it got.
-        host: the host that the Watch comes from; empty if unknown.
 
     Raises:
         WatchTakenOver: a newer Watch of the process has opened.
@@ -60,33 +34,33 @@ async def watch(
         feed = home.open_watch(process, secret, host)
         number = feed.take_over()
         home.wakeups.wake(feed)
-        told = resume_sequence
-        resumed = resume_epoch == home.epoch and feed.dropped_after(told) == 0
+        sent = resume_sequence
+        resumed = resume_epoch == home.epoch and feed.dropped_after(sent) == 0
         # A home that needs a resync must send the full state: only `synced`, at its end, can say so.
         resumed = resumed and not home.need_resync(process)
     try:
-        yield Opened(resumed)
+        yield pb.WatchOpened(resumed=resumed)
         if not resumed:
-            told = feed.sequence
+            sent = feed.sequence
             async with aclosing(_full_state(home, feed, number)) as messages:
                 async for message in messages:
                     yield message
         with home.wakeups.watching(feed) as waker:
             while True:
                 waker.clear()
-                dropped = feed.dropped_after(told)
+                dropped = feed.dropped_after(sent)
                 if dropped:
-                    yield Lagged(dropped)
-                    told = feed.sequence
+                    yield pb.WatchLagged(dropped=dropped)
+                    sent = feed.sequence
                     async with aclosing(_full_state(home, feed, number)) as messages:
                         async for message in messages:
                             yield message
-                for numbered in feed.after(told):
+                for numbered in feed.after(sent):
                     _check_current(feed, number)
-                    told = numbered.sequence
+                    sent = numbered.sequence
                     yield numbered
                 _check_current(feed, number)
-                if feed.after(told):
+                if feed.after(sent):
                     continue
                 if home.stopping:
                     raise ServerDraining("this node server is draining")
@@ -107,14 +81,15 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
         # take what is sent, so further ones count.
         home.memory.check(process.engine, size)
     feed.full_states += 1
+    home.memory.take(process.engine, size)
     try:
-        with home.memory.holding(process.engine, size):
-            for event in events:
-                _check_current(feed, number)
-                yield Numbered(0, event)
+        for event in events:
+            _check_current(feed, number)
+            yield Numbered(0, event)
     finally:
+        home.memory.give(process.engine, size)
         feed.full_states -= 1
-    yield Synced(home.need_resync(process))
+    yield pb.WatchSynced(need_resync=home.need_resync(process))
 
 
 def _check_current(feed: Feed, number: int) -> None:

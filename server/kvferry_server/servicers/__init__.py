@@ -31,8 +31,6 @@ def add_servicers(
     """Add a home's services to a server, which must run on the home's event loop.
 
     Args:
-        server: the server.
-        home, relays, worker: what the services work with.
         names_of: returns the names of the server's callers.
         drain: makes the node server take no new work; None: the home alone.
         call_limits: limits of the node server on calls and connections, by name.

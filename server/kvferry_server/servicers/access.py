@@ -19,8 +19,7 @@ from kvferry_server.servicers.callers import Context, identities_of
 from kvferry_server.servicers.limits import MAX_NOTIFICATIONS, MAX_TEXT
 from kvferry_server.servicers.notify import OF_A_SOURCE
 
-MAX_KEPT = 4096
-"""Callers whose grants are kept, per listener."""
+MAX_KEPT = 4096  # Callers whose grants are kept, per listener
 
 ENGINE, READER, RELAY = PolicyRole.ENGINE, PolicyRole.READER, PolicyRole.RELAY
 OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
@@ -28,17 +27,14 @@ OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a method takes.
+    """What a method takes."""
 
-    Attributes:
-        roles: whoever has all of these for every engine may call it, whatever the request says; none: everybody may.
-        needs: returns what one request takes; all of it must be granted.
-        or_roles: other roles that are enough for some requests. Whoever has neither these nor one of `roles` is refused
-            before the request is read.
-    """
-
+    # whoever has all of these for every engine may call it, whatever the request says; none: everybody may
     roles: tuple[PolicyRole, ...]
+    # returns what one request takes; all of it must be granted
     needs: Callable[[Any], Iterable[Need]]
+    # Other roles that are enough for some requests. Whoever has neither these nor one of `roles` is refused before the
+    # request is read.
     or_roles: tuple[PolicyRole, ...] = ()
 
 
@@ -104,8 +100,7 @@ def _always(role: PolicyRole) -> Entry:
     return Entry((role,), lambda _: (Need((role,)),))
 
 
-EVERYBODY = Entry((), lambda _: ())
-"""The entry of methods that everybody may call who can connect."""
+EVERYBODY = Entry((), lambda _: ())  # The entry of methods that everybody may call who can connect
 
 TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
@@ -114,16 +109,14 @@ TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _read(request.reference)),
     "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
     "/kvferry.v1.KVTransfer/Notify": Entry((ENGINE, READER, RELAY), _notify),
-    "/kvferry.v1.Introspection/GetServerInfo": _always(OBSERVER),
-    "/kvferry.v1.Introspection/ListEngines": _always(OBSERVER),
-    "/kvferry.v1.Introspection/GetEngine": _always(OBSERVER),
-    "/kvferry.v1.Introspection/ListRequests": _always(OBSERVER),
-    "/kvferry.v1.Introspection/ListTransfers": _always(OBSERVER),
-    "/kvferry.v1.Introspection/PlanRead": _always(OBSERVER),
-    "/kvferry.v1.Admin/EndLease": _always(ADMIN),
-    "/kvferry.v1.Admin/AbortPublication": _always(ADMIN),
-    "/kvferry.v1.Admin/EvictEngine": _always(ADMIN),
-    "/kvferry.v1.Admin/Drain": _always(ADMIN),
+    **{
+        f"/kvferry.v1.Introspection/{method}": _always(OBSERVER)
+        for method in ("GetServerInfo", "ListEngines", "GetEngine", "ListRequests", "ListTransfers", "PlanRead")
+    },
+    **{
+        f"/kvferry.v1.Admin/{method}": _always(ADMIN)
+        for method in ("EndLease", "AbortPublication", "EvictEngine", "Drain")
+    },
     # Probes and load balancers ask these, and tools for what the contract is, which is public.
     "/grpc.health.v1.Health/Check": EVERYBODY,
     "/grpc.health.v1.Health/List": EVERYBODY,
@@ -138,7 +131,6 @@ class Access:
     """Decides over the calls of one listener.
 
     Args:
-        policy: returns the policy in force.
         identities: returns the identities of a caller. It is asked only where they count.
     """
 

@@ -24,7 +24,6 @@ class Admin(AdminServicer):
     """The service of one home. Runs on the home's event loop.
 
     Args:
-        home: the home.
         drain: makes the whole node server take no new work, the home included.
         names_of: returns the names in the certificate of a caller, for the audit log.
     """

@@ -15,11 +15,8 @@ from kvferry_server.domain.identity import NOBODY, Names
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-MAX_TRACEPARENT = 512
-"""Characters of a traceparent; longer ones are ignored."""
-
-LOOPBACK_6 = "::/64"
-"""The network of ::1, as `host_of` writes it."""
+MAX_TRACEPARENT = 512  # Characters of a traceparent; longer ones are ignored
+LOOPBACK_6 = "::/64"  # The network of ::1, as `host_of` writes it
 
 
 def on_end(context: Context, act: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from kvferry._arguments import SHOWABLE, showable
 from kvferry._clock import from_duration
-from kvferry._wire.authority import AGENT_KEY_BYTES, SECRET_BYTES
+from kvferry._wire.authority import SECRET_BYTES
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
@@ -28,25 +28,19 @@ def text(field: str, value: str, least: int = 1, most: int = MAX_TEXT) -> str:
 def random_bytes(field: str, value: bytes, *, optional: bool = False) -> bytes:
     """Return 16 bytes, or none if `optional`; raises `InvalidField`, whose message leaves out the bytes, since they may
     be secret."""
-    return _exactly(field, value, 16, optional=optional)
+    return exactly(field, value, 16, optional=optional)
 
 
 def session_secret(value: bytes, *, optional: bool = False) -> bytes:
     """Return a session secret of the right length; raises `InvalidField`. Whether it is the right one, the home
     decides."""
-    return _exactly("session_secret", value, SECRET_BYTES, optional=optional)
-
-
-def agent_key(value: bytes) -> bytes:
-    """Return an agent's key of the right length, or none; raises `InvalidField`."""
-    return _exactly("agent_key", value, AGENT_KEY_BYTES, optional=True)
+    return exactly("session_secret", value, SECRET_BYTES, optional=optional)
 
 
 def engine_ref(field: str, message: pb.EngineRef) -> EngineRef:
     """Return an engine reference; raises `InvalidField` for a malformed one."""
     return EngineRef(
-        text(f"{field}.engine_id", message.engine_id),
-        random_bytes(f"{field}.incarnation", message.incarnation),
+        text(f"{field}.engine_id", message.engine_id), random_bytes(f"{field}.incarnation", message.incarnation)
     )
 
 
@@ -64,7 +58,8 @@ def seconds(field: str, value: Duration) -> float:
     return from_duration(value)
 
 
-def _exactly(field: str, value: bytes, size: int, *, optional: bool) -> bytes:
+def exactly(field: str, value: bytes, size: int, *, optional: bool = False) -> bytes:
+    """Return so many bytes, or none if `optional`; raises `InvalidField`, whose message leaves out the bytes."""
     if len(value) != size and not (optional and not value):
         raise InvalidField(field, f"{len(value)} bytes", f"{size} bytes" + (", or none" if optional else ""))
     return value

@@ -8,7 +8,7 @@ from kvferry.errors import HomeRecovering, InvalidField
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, answers, check_places
+from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, answers, check_indexes
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
@@ -54,24 +54,19 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
             raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
         with home.turn():
             publication = home.sources.unreleased(sender, number)
-            check_places(groups[plane.group], publication.extents, page, complete=publication.complete)
-            home.sources.add_checksums(sender, number, message.rank, [page], last=False)
+            check_indexes(groups[plane.group], publication.extents, page, complete=publication.complete)
+            home.sources.add_checksums(sender, number, page)
         await time_slice.pause_if_over()
     with home.turn():
-        home.sources.add_checksums(sender, number, message.rank, [], last=message.last)
+        publication = home.sources.unreleased(sender, number)
+        if message.last:
+            publication.checksums.done.add(message.rank)
 
 
 async def read_checksums(
     home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names, host: str
 ) -> pb.ReadChecksumsResponse:
     """Answer a reader's ReadChecksums.
-
-    Args:
-        home: the source's home.
-        worker: encodes large answers.
-        request: the call.
-        names: the names in the caller's certificate.
-        host: the host that the call came from; empty if unknown.
 
     Raises:
         InvalidField: a query is malformed, or the answer does not fit one message.
@@ -114,7 +109,7 @@ def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:
         blocks = sum(message.place_counts)
         planes += len(message.planes)
         sums += len(message.planes) * blocks * max(0, message.unit_end - message.unit_begin)
-        # Checked before runs are expanded: a few bytes of them can stand for any number of places.
+        # Checked before runs are expanded: a few bytes of them can stand for any number of block indexes.
         if sums > MAX_ASKED_SUMS or planes > MAX_ASKED_PLANES or blocks > MAX_ASKED_SUMS:
             most = f"at most {MAX_ASKED_SUMS} sums of {MAX_ASKED_PLANES} planes"
             raise InvalidField("queries", f"{sums} sums of {planes} planes", most)
@@ -131,12 +126,12 @@ def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:
 
 def _page(message: pb.Checksums) -> ChecksumPage:
     units = _units(message.unit_begin, message.unit_end)
-    places = places_of(message.place_starts, message.place_counts, MAX_PAGE_SUMS)
-    if len(places) * len(units) != len(message.sums):
-        expected = f"{len(places)} blocks of {len(units)} units"
+    indexes = places_of(message.place_starts, message.place_counts, MAX_PAGE_SUMS)
+    if len(indexes) * len(units) != len(message.sums):
+        expected = f"{len(indexes)} blocks of {len(units)} units"
         raise InvalidField(f"checksums of {message.plane}", f"{len(message.sums)} sums", expected)
-    sums = np.array(message.sums, np.uint32).reshape(len(places), len(units))
-    return ChecksumPage(message.rank, checks.text("checksums.plane", message.plane), units, places, sums)
+    sums = np.array(message.sums, np.uint32).reshape(len(indexes), len(units))
+    return ChecksumPage(message.rank, checks.text("checksums.plane", message.plane), units, indexes, sums)
 
 
 def _units(begin: int, end: int) -> Interval:
@@ -146,7 +141,7 @@ def _units(begin: int, end: int) -> Interval:
 
 
 def _to_proto(page: ChecksumPage) -> pb.Checksums:
-    starts, counts = runs_of(page.places)
+    starts, counts = runs_of(page.indexes)
     return pb.Checksums(
         rank=page.rank,
         plane=page.plane,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
-from kvferry._wire.authority import proves_agent
+from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
 from kvferry._wire.blocks_codec import runs_from_proto
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
@@ -19,13 +19,13 @@ from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import agent_bytes, engine_header, rank_bytes
-from kvferry_server.domain.identity import EngineRef, Names, RouterKey
+from kvferry_server.domain.identity import EngineRef, Names, RouterKey, RouterReference
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.steps import PromptMark, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
-from kvferry_server.servicers.checks import agent_key, engine_ref, positive, random_bytes, session_secret, text
+from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text
 from kvferry_server.servicers.limits import (
     MAX_AGENT_NAME,
     MAX_GROUPS,
@@ -95,10 +95,7 @@ def lease_request(
     """Decode a ReadBlocks call; a `RoutedRequest` if a router made its reference.
 
     Args:
-        request: the call.
         max_parties: how many parties a read may have.
-        names: the names in the caller's certificate.
-        host: the host that the call came from; empty if unknown.
 
     Raises:
         InvalidField, BadReference: a field is malformed.
@@ -107,20 +104,10 @@ def lease_request(
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
     named = reference(request.reference)
     reader, read_id = engine_ref("reader", request.reader), random_bytes("read_id", request.read_id)
-    if isinstance(named, Routed):
-        return RoutedRequest(
-            named.engine_id,
-            named.data_parallel_rank,
-            named.router_key,
-            reader,
-            read_id,
-            request.parties,
-            request.expected_reads,
-            names,
-            host,
-        )
-    read = ReadKey(named.source, named.publication, reader, read_id)
-    return LeaseRequest(read, named.key, request.parties, request.expected_reads, names, host)
+    found = Named(EngineRef(named.engine_id, b""), 0, b"") if isinstance(named, RouterReference) else named
+    read = ReadKey(found.source, found.publication, reader, read_id)
+    asked = LeaseRequest(read, found.key, request.parties, request.expected_reads, names, host)
+    return RoutedRequest(named, asked) if isinstance(named, RouterReference) else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +119,17 @@ class Named:
     key: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """A reference that a router made."""
-
-    engine_id: str
-    data_parallel_rank: int
-    router_key: RouterKey
-
-
-def reference(given: str) -> Named | Routed:
+def reference(given: str) -> Named | RouterReference:
     """Decode a reference; raises `BadReference` and `InvalidField`."""
     parsed = parse_reference(given)
     if parsed.router_key:
         engine_id, name = text("reference.engine_id", parsed.engine_id), text("reference.router_key", parsed.router_key)
-        return Routed(engine_id, parsed.data_parallel_rank, RouterKey(name, parsed.key))
+        return RouterReference(engine_id, parsed.data_parallel_rank, RouterKey(name, parsed.key))
     source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
     return Named(engine_ref("reference", source), parsed.publication, parsed.key)
 
 
-def decline(message: pb.Decline) -> tuple[Named | Routed, str]:
+def decline(message: pb.Decline) -> tuple[Named | RouterReference, str]:
     """Decode a decline into what it names, and the home that the reference names. Raises as `reference`."""
     return reference(message.reference), parse_reference(message.reference).home
 
@@ -169,10 +147,10 @@ def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
     if request.reference.startswith(ENGINE_PREFIX):
         parsed = parse_engine_reference(request.reference)
         named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-        found: Named | Routed = Named(engine_ref("reference", named), 0, parsed.key)
+        found: Named | RouterReference = Named(engine_ref("reference", named), 0, parsed.key)
     else:
         found = reference(request.reference)
-    if isinstance(found, Routed):
+    if isinstance(found, RouterReference):
         raise InvalidField("reference", "one that a router made", "that of the publication, as in `Accepted.reference`")
     if found.source.engine_id != request.engine_id:
         expected = f"a reference to engine {request.engine_id!r}"
@@ -238,9 +216,7 @@ def _marks(messages: Sequence[pb.PromptMark]) -> tuple[PromptMark, ...]:
     for mark in messages:
         if not mark.end:
             raise InvalidField("publish.marks.end", 0, "at least 1")
-        if len(mark.digest) != MARK_BYTES:
-            raise InvalidField("publish.marks.digest", f"{len(mark.digest)} bytes", f"{MARK_BYTES} bytes")
-    return tuple(PromptMark(mark.end, mark.digest) for mark in messages)
+    return tuple(PromptMark(mark.end, exactly("publish.marks.digest", mark.digest, MARK_BYTES)) for mark in messages)
 
 
 def _router_key(message: pb.Publish) -> RouterKey | None:
@@ -289,16 +265,14 @@ def _identity(entries: Mapping[str, str]) -> dict[str, str]:
 def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
     if not 1 <= len(message.metadata) <= MAX_METADATA:
         raise InvalidField("agent.metadata", f"{len(message.metadata)} bytes", f"1 to {MAX_METADATA} bytes")
-    if len(message.metadata_sha256) != 32:
-        raise InvalidField("agent.metadata_sha256", f"{len(message.metadata_sha256)} bytes", "32 bytes")
     name = text("agent.name", message.name, most=MAX_AGENT_NAME)
-    if not proves_agent(agent_key(key), name):
+    if not proves_agent(exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
         # NIXL knows agents by name: with this one, readers would take it for the agent of the rank that has the key.
         raise InvalidField("agent_key", f"{len(key)} bytes", f"the key that agent {name[:80]!r} is named after")
     return Agent(
         name=name,
         metadata=message.metadata,
-        metadata_sha256=message.metadata_sha256,
+        metadata_sha256=exactly("agent.metadata_sha256", message.metadata_sha256, 32),
         regions=tuple(region_from_proto(region) for region in message.regions),
     )
 

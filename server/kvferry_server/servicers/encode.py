@@ -15,10 +15,10 @@ from kvferry_server.domain.publications import Lease, PublicationRecord, Publica
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Event, RankLost, ReleaseEvent
+from kvferry_server.domain.watch_feed import RankLost
 from kvferry_server.home.blocks import ReadAnswer
-from kvferry_server.home.watch import Lagged, Opened, Synced, WatchMessage
-from kvferry_server.servicers.limits import MAX_TOLD_READS, READ_BYTES, READ_STEPS
+from kvferry_server.home.watch import WatchMessage
+from kvferry_server.servicers.limits import MAX_RELEASED_READS, READ_BYTES, READ_STEPS
 
 _STAGES = {
     PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
@@ -68,18 +68,21 @@ def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> by
 def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
     """Encode a message to a process of an engine."""
     response = pb.WatchResponse(home_epoch=epoch)
-    if isinstance(message, Opened):
-        opened = response.opened
-        opened.resumed, opened.advertise = message.resumed, advertise
-        opened.times.CopyFrom(times(values))
+    if isinstance(message, pb.WatchOpened):
+        response.opened.MergeFrom(pb.WatchOpened(resumed=message.resumed, advertise=advertise, times=times(values)))
         response.version.CopyFrom(OURS_ENCODED)
-    elif isinstance(message, Synced):
-        response.synced.CopyFrom(pb.WatchSynced(need_resync=message.need_resync))
-    elif isinstance(message, Lagged):
-        response.lagged.CopyFrom(pb.WatchLagged(dropped=message.dropped))
+    elif isinstance(message, pb.WatchSynced):
+        response.synced.CopyFrom(message)
+    elif isinstance(message, pb.WatchLagged):
+        response.lagged.CopyFrom(message)
     else:
-        response.sequence = message.sequence
-        _event(response, message.event)
+        response.sequence, event = message.sequence, message.event
+        if isinstance(event, PublicationRecord):
+            response.released.CopyFrom(_released(event))
+        elif isinstance(event, RankLost):
+            response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
+        else:
+            response.draining.CopyFrom(pb.Draining())
     return response
 
 
@@ -153,12 +156,11 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
 
 
 def _waiting_summary(waiting: WaitingRead, now: float) -> ipb.TransferSummary:
-    asked = waiting.request
-    state = pb.READ_STATE_WAITING
+    reader, state = engine_ref(waiting.request.read.reader), pb.READ_STATE_WAITING
     return ipb.TransferSummary(
         source=engine_ref(waiting.sources[0]),
-        read=pb.ReadSummary(reader=engine_ref(asked.reader), state=state, parties=asked.parties),
-        router_key=asked.router_key.name,
+        read=pb.ReadSummary(reader=reader, state=state, parties=waiting.request.parties),
+        router_key=waiting.router_key.name,
         waited=to_duration(now - waiting.since),
     )
 
@@ -181,25 +183,16 @@ def _accepted(lease: Lease, reference: str, values: Times, now: float) -> pb.Acc
     )
 
 
-def _event(response: pb.WatchResponse, event: Event) -> None:
-    if isinstance(event, ReleaseEvent):
-        response.released.CopyFrom(_released(event.publication))
-    elif isinstance(event, RankLost):
-        response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
-    else:
-        response.draining.CopyFrom(pb.Draining())
-
-
 def _released(publication: PublicationRecord) -> pb.Released:
     # Valid reads first: failed ones may be any number, since every bearer of the reference may try.
     reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not LeaseState.VALID)
-    told = reads[:MAX_TOLD_READS]
+    listed = reads[:MAX_RELEASED_READS]
     return pb.Released(
         publication=publication.number,
         request_id=publication.request_id,
         outcome=pb.ReleaseOutcome.ValueType(publication.outcome or 0),
-        reads=[_read_summary(lease) for lease in told],
-        reads_left_out=len(reads) - len(told),
+        reads=[_read_summary(lease) for lease in listed],
+        reads_left_out=len(reads) - len(listed),
     )
 
 

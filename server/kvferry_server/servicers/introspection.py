@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import fields
 from typing import TypeVar
 
+from google.protobuf.message import Message
+
+from kvferry._clock import to_duration
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry._wire.geometry_codec import engine_from_proto
 from kvferry._wire.plan_codec import plan_to_proto
+from kvferry._wire.reference import MAX_LENGTH
+from kvferry._wire.version import OURS
 from kvferry.errors import InvalidField, LimitReached
 from kvferry.geometry.model import EngineGeometry
 from kvferry.planner.plan import plan_read
@@ -21,19 +27,52 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES, Limits
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import checks, encode
+from kvferry_server.servicers import checks, encode, limits
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
 from kvferry_server.servicers.paging import check_page_size, make_token, number_key, page, parse_token
-from kvferry_server.servicers.server_info import server_info
 from kvferry_server.servicers.times import PLAN_SECONDS
 from kvferry_server.servicers.worker import Worker
 
-Entries = TypeVar("Entries")
+Entry = TypeVar("Entry")
+Summary = TypeVar("Summary", bound=Message)
+
+CAPABILITIES = (
+    "admin",
+    "checksums",
+    "decline_forwarding",
+    "list_filters",
+    "prompt_marks",
+    "router_references",
+    "unfinished_blocks",
+)
+"""What callers may ask for before they rely on it, because servers in other languages may not have it."""
+
+OF_FIELDS = {
+    "message_bytes": MAX_MESSAGE_BYTES,
+    "notify_bytes": MAX_NOTIFY_BYTES,
+    "engine_id": limits.MAX_TEXT,
+    "request_id": limits.MAX_TEXT,
+    "reference": MAX_LENGTH,
+    "payload": MAX_PAYLOAD,
+    "notifications": limits.MAX_NOTIFICATIONS,
+    "identity": limits.MAX_IDENTITY,
+    "groups": limits.MAX_GROUPS,
+    "runs": limits.MAX_RUNS,
+    "layers": limits.MAX_LAYERS,
+    "unfinished": limits.MAX_UNFINISHED,
+    "marks": limits.MAX_MARKS,
+    "header_bytes": MAX_HEADER_BYTES,
+    "rank_bytes": MAX_RANK_BYTES,
+    "metadata": limits.MAX_METADATA,
+    "page_size": limits.MAX_PAGE_SIZE,
+}
+"""The limits on the fields of requests that are the same for every node server of this version."""
 
 
 class Introspection(IntrospectionServicer):
@@ -49,8 +88,21 @@ class Introspection(IntrospectionServicer):
 
     async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
         """Describe this node server."""
-        with self._home.turn():
-            return server_info(self._home, self._call_limits)
+        home = self._home
+        with home.turn():
+            of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
+            return ipb.GetServerInfoResponse(
+                home_epoch=home.epoch,
+                version=OURS.release,
+                contract_revision=OURS.revision,
+                oldest_revision=OURS.oldest,
+                advertise=home.advertise,
+                uptime=to_duration(home.uptime),
+                draining=home.draining,
+                times=encode.times(home.times),
+                limits={**OF_FIELDS, **of_home, **self._call_limits},
+                capabilities=CAPABILITIES,
+            )
 
     async def ListEngines(self, request: ipb.ListEnginesRequest, context: Context) -> ipb.ListEnginesResponse:
         """List the engines that are not dead, in pages."""
@@ -94,39 +146,47 @@ class Introspection(IntrospectionServicer):
 
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
         """List the publications of one engine or of all, in pages."""
-        home = self._home
-        engine_id, request_id, reader = _filters(request)
 
-        def wanted(publication: PublicationRecord) -> tuple[bool, int]:
-            if request_id not in ("", publication.request_id):
-                return False, 1
-            reads = publication.reads
-            return not reader or any(read.request.read.reader.engine_id == reader for read in reads), 1 + len(reads)
+        def described(publication: PublicationRecord) -> tuple[str, Sequence[Lease]]:
+            return publication.request_id, publication.reads
 
-        with home.turn() as now:
-            publications = _of_engine(engine_id, home.records.listed_publications())
-            encoded = partial(encode.request_summary, now=now)
-            among = wanted if request_id or reader else None
-            summaries, token = page(publications, encoded, request.page_size, request.page_token, among)
-        return ipb.ListRequestsResponse(home_epoch=home.epoch, requests=summaries, next_page_token=token)
+        records = self._home.records
+        summaries, token = self._page(request, records.listed_publications, encode.request_summary, described)
+        return ipb.ListRequestsResponse(home_epoch=self._home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
         """List the reads of one engine's publications or of all, in pages."""
-        home = self._home
-        engine_id, request_id, reader = _filters(request)
 
-        def wanted(read: Lease | WaitingRead) -> tuple[bool, int]:
-            if isinstance(read, WaitingRead):
-                return not request_id and reader in ("", read.request.reader.engine_id), 1
-            of_request = request_id in ("", read.publication.request_id)
-            return of_request and reader in ("", read.request.read.reader.engine_id), 1
+        def described(read: Lease | WaitingRead) -> tuple[str, Sequence[Lease | WaitingRead]]:
+            return "" if isinstance(read, WaitingRead) else read.publication.request_id, (read,)
 
-        with home.turn() as now:
-            reads = _of_engine(engine_id, home.records.listed_reads())
-            encoded = partial(encode.transfer_summary, now=now)
+        records = self._home.records
+        summaries, token = self._page(request, records.listed_reads, encode.transfer_summary, described)
+        return ipb.ListTransfersResponse(home_epoch=self._home.epoch, transfers=summaries, next_page_token=token)
+
+    def _page(
+        self,
+        request: ipb.ListRequestsRequest | ipb.ListTransfersRequest,
+        listed: Callable[[], Mapping[EngineRef, Ordered[Entry]]],
+        summary: Callable[[Entry, float], Summary],
+        described: Callable[[Entry], tuple[str, Sequence[Lease | WaitingRead]]],
+    ) -> tuple[list[Summary], str]:
+        """Return a page of a listing, and the token of the next one. `described` returns the request_id and the reads
+        of an entry, which the request's filters ask for; each filter may be empty. Raises `InvalidField`."""
+        engine_id = checks.text("engine_id", request.engine_id, least=0)
+        request_id = checks.text("request_id", request.request_id, least=0)
+        reader = checks.text("reader_engine_id", request.reader_engine_id, least=0)
+
+        def wanted(entry: Entry) -> tuple[bool, int]:
+            found, reads = described(entry)
+            if request_id not in ("", found):
+                return False, 1
+            return not reader or any(read.request.read.reader.engine_id == reader for read in reads), 1 + len(reads)
+
+        with self._home.turn() as now:
+            entries = {ref: each for ref, each in listed().items() if engine_id in ("", ref.engine_id)}
             among = wanted if request_id or reader else None
-            summaries, token = page(reads, encoded, request.page_size, request.page_token, among)
-        return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
+            return page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
         """Plan a read without making it, for the ranks asked; those that do not fit the answer are named."""
@@ -193,17 +253,3 @@ def _rank_after(page_token: str) -> tuple[bytes, int]:
     if [len(part) for part in key] != [16, 8]:
         raise InvalidField("page_token", page_token[:64], "a token from the page before")
     return key[0], int.from_bytes(key[1], "big")
-
-
-def _filters(request: ipb.ListRequestsRequest | ipb.ListTransfersRequest) -> tuple[str, str, str]:
-    """Return engine_id, request_id and reader_engine_id of a listing, each may be empty. Raises `InvalidField`."""
-    return (
-        checks.text("engine_id", request.engine_id, least=0),
-        checks.text("request_id", request.request_id, least=0),
-        checks.text("reader_engine_id", request.reader_engine_id, least=0),
-    )
-
-
-def _of_engine(engine_id: str, listed: Mapping[EngineRef, Entries]) -> Mapping[EngineRef, Entries]:
-    """Return what is listed of one engine; of all, if `engine_id` is empty."""
-    return {ref: entries for ref, entries in listed.items() if engine_id in ("", ref.engine_id)}

@@ -100,7 +100,7 @@ class KVTransfer(KVTransferServicer):
         if pages is None:
             pages = await self._worker.run(host, size, answer)
         for page in pages:
-            with home.memory.answering(host or reader, host, len(page)):
+            with home.memory.answer(host or reader, host, len(page)):
                 yield page
 
     async def ReadBlocks(  # type: ignore[override]  # It returns an encoded message.
@@ -109,15 +109,16 @@ class KVTransfer(KVTransferServicer):
         """Grant a lease on a publication, and answer those of its blocks that the reader has not got."""
         home = self._home
         check_caller(request.version)
-        lease_request = decode.lease_request(request, home.limits.ranks, self._names_of(context), remote_host(context))
+        host = remote_host(context)
+        lease_request = decode.lease_request(request, home.limits.ranks, self._names_of(context), host)
         lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
         found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
         answer = encode.read_answer(home.epoch, found, home.times, home.clock.now())
-        taken = home.memory.answer(lease_request.holder, lease_request.host, len(answer))
-        on_end(context, taken)
+        # Counted against the host of this call, which need not be that of the lease's first one.
+        on_end(context, home.memory.answer(host or found.lease.request.read.reader, host, len(answer)).close)
         return answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:

@@ -7,78 +7,43 @@ from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.geometry import blocks
 from kvferry_server.domain.limits import MAX_RANK_BYTES
 
-MAX_TEXT = 256
-"""Bytes of a name in a request, such as an engine_id or request_id."""
-
-MAX_AGENT_NAME = 512
-"""Bytes of an agent's name, which holds an engine_id, an incarnation and more."""
-
-MAX_METADATA = 2 << 20
-"""Bytes of a NIXL agent's metadata."""
-
-MAX_IDENTITY = 256
-"""Entries of an identity."""
-
-MAX_GROUPS = 256
-"""Groups of one step of a publication."""
+MAX_TEXT = 256  # Bytes of a name in a request, such as an engine_id or request_id
+MAX_AGENT_NAME = 512  # Bytes of an agent's name, which holds an engine_id, an incarnation and more
+MAX_METADATA = 2 << 20  # Bytes of a NIXL agent's metadata
+MAX_IDENTITY = 256  # Entries of an identity
+MAX_GROUPS = 256  # Groups of one step of a publication
 
 MAX_RUNS, MAX_UNFINISHED, MAX_LAYERS = blocks.MAX_RUNS, blocks.MAX_UNFINISHED, blocks.MAX_LAYERS
 """Of one step of a publication: runs of block ids, unfinished blocks, and layers that it names of them. See there."""
 
-MAX_MARKS = _prompt.MAX_MARKS
-"""Marks of a publication's prompt, in all its steps."""
-
-MAX_SECONDS = 1e9
-"""Seconds of a duration in a request."""
-
-MAX_NOTIFICATIONS = 1024
-"""Notifications in one Notify."""
-
-MAX_SNAPSHOT_NAME = 64
-"""Bytes of a snapshot's name."""
-
-MAX_ACKNOWLEDGED = 1 << 16
-"""Releases that one notification acknowledges."""
-
-MAX_PAGE_SUMS = 1 << 17
-"""Checksums in one notification."""
-
-MAX_PAGE_PARTS = 1024
-"""Parts in one notification of checksums."""
-
-MAX_ASKED_SUMS = 1 << 19
-"""Checksums that one ReadChecksums asks for: 2 MiB."""
-
-MAX_ASKED_PLANES = 4096
-"""Planes named in one ReadChecksums. Each is looked up."""
+MAX_MARKS = _prompt.MAX_MARKS  # Marks of a publication's prompt, in all its steps
+MAX_SECONDS = 1e9  # Seconds of a duration in a request
+MAX_NOTIFICATIONS = 1024  # Notifications in one Notify
+MAX_SNAPSHOT_NAME = 64  # Bytes of a snapshot's name
+MAX_ACKNOWLEDGED = 1 << 16  # Releases that one notification acknowledges
+MAX_PAGE_SUMS = 1 << 17  # Checksums in one notification
+MAX_PAGE_PARTS = 1024  # Parts in one notification of checksums
+MAX_ASKED_SUMS = 1 << 19  # Checksums that one ReadChecksums asks for: 2 MiB
+MAX_ASKED_PLANES = 4096  # Planes named in one ReadChecksums. Each is looked up.
 
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """Bytes of an answer: answers that can grow are paged or refused. The margin is for what gRPC adds."""
 
-MAX_TOLD_READS = 256
-"""Reads that a `released` event lists."""
-
-DEFAULT_PAGE_SIZE = 100
-"""Entries of a listing's page if the request does not say."""
-
-MAX_PAGE_SIZE = 1000
-"""Entries of a listing's page."""
+MAX_RELEASED_READS = 256  # Reads that a `released` event lists
+DEFAULT_PAGE_SIZE = 100  # Entries of a listing's page if the request does not say
+MAX_PAGE_SIZE = 1000  # Entries of a listing's page
 
 MAX_LOOKS = 1 << 14
 """Entries that are looked at for one filtered page, reads of a publication included. That takes a few milliseconds on
 the event loop."""
 
-MAX_PAGE_TOKEN = 4096
-"""Characters of a page token."""
+MAX_PAGE_TOKEN = 4096  # Characters of a page token
 
 LISTING_PAGE_BYTES = 1 << 18
 """Bytes of a listing's page; one entry may be larger. Small, because pages are made on the event loop."""
 
-ENGINE_PAGE_BYTES = MAX_RANK_BYTES
-"""Bytes of the ranks in one GetEngine answer; one rank may be larger."""
-
-MAX_PLAN_BYTES = 3 << 20
-"""Bytes of the plans in one PlanRead answer."""
+ENGINE_PAGE_BYTES = MAX_RANK_BYTES  # Bytes of the ranks in one GetEngine answer; one rank may be larger
+MAX_PLAN_BYTES = 3 << 20  # Bytes of the plans in one PlanRead answer
 
 MAX_INLINE_BYTES = 16 * 1024
 """Bytes of a message that is decoded on the event loop. Larger ones go to the worker thread."""
@@ -87,18 +52,12 @@ MAX_DIGESTED_BYTES = 64 * 1024
 """Bytes of a handshake's request up to which its geometry is looked up by its digest. That takes a tenth of a
 millisecond on the event loop; larger ones are always compared."""
 
-MAX_WAITING_BYTES = 128 << 20
-"""Bytes of the messages that wait for the worker thread or are on it. Hosts share them."""
-
-MAX_HOMES = 256
-"""Homes that the relays are connected to at once."""
+MAX_WAITING_BYTES = 128 << 20  # Bytes of the messages that wait for the worker thread or are on it. Hosts share them.
+MAX_HOMES = 256  # Homes that the relays are connected to at once
 
 MAX_DECLINE_HOMES = MAX_HOMES // 4
 """Homes that the relays are connected to up to which declines may add one: whoever has a reference sends those, and
 ranks that register must not wait for them."""
 
-READ_BYTES = 1 << 20
-"""Bytes of blocks after which an answer to ReadBlocks takes no more steps."""
-
-READ_STEPS = 1024
-"""Steps after which an answer to ReadBlocks takes no more."""
+READ_BYTES = 1 << 20  # Bytes of blocks after which an answer to ReadBlocks takes no more steps
+READ_STEPS = 1024  # Steps after which an answer to ReadBlocks takes no more

@@ -11,7 +11,7 @@ from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.identity import EngineRef, Names, RouterReference
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, decode, encode
@@ -33,11 +33,7 @@ async def notify(
     The answer fits one message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`.
 
     Args:
-        home: the home.
-        relays: connections to other homes.
-        request: the call.
         time_left: seconds until the call's deadline.
-        caller: who sent it.
 
     Raises:
         InvalidField: there are too many notifications, or the sender is malformed.
@@ -126,8 +122,7 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
         with home.turn() as now:
             publication = home.sources.publish(sender, step)
             published = pb.Published(
-                reference=home.reference(publication),
-                final_remaining=to_duration(publication.final_at - now),
+                reference=home.reference(publication), final_remaining=to_duration(publication.final_at - now)
             )
         return pb.NotificationResult(published=published)
     with home.turn():
@@ -168,10 +163,10 @@ def _from_reader(
 ) -> pb.NotificationResult:
     if kind == "renew":
         lease_id = checks.random_bytes("renew.lease_id", notification.renew.lease_id)
-        with home.turn():
-            renewal = home.lessor.renew(lease_id, sender, names)
-        revoked = encode.revoke_reason(renewal.revoked)
-        return pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(renewal.remaining), revoked=revoked))
+        with home.turn() as now:
+            lease = home.lessor.renew(lease_id, sender, names)
+        remaining, revoked = to_duration(lease.remaining(now)), encode.revoke_reason(lease.revoked)
+        return pb.NotificationResult(renewed=pb.Renewed(remaining=remaining, revoked=revoked))
     if kind == "read_done":
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
         reports = decode.reports(notification.read_done, home.limits.ranks)
@@ -191,7 +186,7 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
     found, named = decode.decline(decline)
     with home.turn():
         try:
-            if isinstance(found, decode.Routed):
+            if isinstance(found, RouterReference):
                 names = engine_ids(found.engine_id, found.data_parallel_rank)
                 engines = home.engines.find_named(names)
                 # It names no incarnation, and an engine of another home may have the same name.
@@ -205,7 +200,7 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
             if relays.applies(named, decline.relayed_by):
                 raise _Elsewhere(named) from None
             raise
-        if isinstance(found, decode.Routed):
+        if isinstance(found, RouterReference):
             sources = [engine.ref for engine in engines]
             home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
         else:

@@ -42,8 +42,6 @@ def page(
     `LISTING_PAGE_BYTES`, or if `MAX_LOOKS` were used up to find the wanted entries; then it may be empty.
 
     Args:
-        listed: by incarnation, entries by numbers below 2**64.
-        encode: encodes an entry.
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
         wanted: whether an entry belongs to the listing, and how many looks it took to find out; None: all do.
@@ -55,26 +53,27 @@ def page(
     after = parse_token(page_token)
     room, looks, last = LISTING_PAGE_BYTES, MAX_LOOKS, after
     found: list[Summary] = []
-    for engine_key, ref in sorted((_engine_key(ref), ref) for ref in listed):
+    for engine_key, ref in sorted(((ref.engine_id.encode(), ref.incarnation), ref) for ref in listed):
         if engine_key < after[:2]:
             continue
         # Only the incarnation at which the page before ended has entries that were on it.
         begun = tuple(int.from_bytes(part, "big") for part in after[2:]) if engine_key == after[:2] else None
         for numbers, entry in listed[ref].after(begun):
+            key = (*engine_key, *map(number_key, numbers))
             if wanted is not None:
                 if looks <= 0:
                     return found, make_token(last)
                 it_is, took = wanted(entry)
                 looks -= took
                 if not it_is:
-                    last = _entry_key(engine_key, numbers)
+                    last = key
                     continue
             summary = encode(entry)
             room -= entry_size(summary)
             if found and (room < 0 or len(found) == size):
                 return found, make_token(last)
             found.append(summary)
-            last = _entry_key(engine_key, numbers)
+            last = key
     return found, ""
 
 
@@ -88,15 +87,6 @@ def check_page_size(page_size: int) -> int:
 def number_key(number: int) -> bytes:
     """Return a number (below 2**64) as bytes that sort in the same order."""
     return number.to_bytes(8, "big")
-
-
-def _engine_key(ref: EngineRef) -> Key:
-    """Return an incarnation as a key that sorts by engine_id."""
-    return ref.engine_id.encode(), ref.incarnation
-
-
-def _entry_key(engine_key: Key, numbers: tuple[int, ...]) -> Key:
-    return (*engine_key, *map(number_key, numbers))
 
 
 def make_token(key: Key) -> str:

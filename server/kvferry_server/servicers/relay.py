@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -178,13 +179,8 @@ class Relays:
         home = request.home
         request.relayed_by = self._advertise
         request.version.relay.CopyFrom(OURS_AS_RELAY)
-        stub, connection = self._enter(home, self._of_ranks, caller)
-        try:
+        async with self._calling(home, self._of_ranks, caller) as stub:
             answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT, metadata=call_metadata())
-        except grpc.RpcError as error:
-            raise self._failed(error, home) from None
-        finally:
-            await self._leave(connection)
         _check_home(answer.version, home)
         answer.advertise = self._advertise
         return answer
@@ -196,10 +192,7 @@ class Relays:
         Returns its results, in order.
 
         Args:
-            home: the home.
-            declines: what it is told.
             timeout: seconds that it may take.
-            caller: who sent them.
 
         Raises: as `register_cache`.
         """
@@ -207,13 +200,8 @@ class Relays:
         for sent in notifications:
             sent.decline.relayed_by = self._advertise
         request = pb.NotifyRequest(notifications=notifications, version=OURS_ENCODED)
-        stub, connection = self._enter(home, self._of_declines, caller)
-        try:
+        async with self._calling(home, self._of_declines, caller) as stub:
             answer = await stub.Notify(request, timeout=timeout, metadata=call_metadata())
-        except grpc.RpcError as error:
-            raise self._failed(error, home) from None
-        finally:
-            await self._leave(connection)
         check_server(answer.version, home, "this relay")
         if len(answer.results) != len(declines):
             raise self.unreachable(home, f"it gave {len(answer.results)} answers to {len(declines)} declines")
@@ -304,6 +292,17 @@ class Relays:
         # That of a home of a later release is passed on without its reason, which this one does not know.
         found.reason = found.reason or "UNSPECIFIED"
         return found
+
+    @asynccontextmanager
+    async def _calling(self, home: str, places: _Places, caller: Caller) -> AsyncIterator[KVTransferAsyncStub]:
+        """Give a stub of a home for a call within the context, whose failure becomes a typed error."""
+        stub, connection = self._enter(home, places, caller)
+        try:
+            yield stub
+        except grpc.RpcError as error:
+            raise self._failed(error, home) from None
+        finally:
+            await self._leave(connection)
 
     def _enter(self, home: str, places: _Places, caller: Caller) -> tuple[KVTransferAsyncStub, _HomeChannel]:
         address = self._checked(home)

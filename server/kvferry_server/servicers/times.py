@@ -26,8 +26,5 @@ RANK_LEFT_TIMEOUT = 1.0
 """How long a home may take to answer that a relayed rank has left. A home that does not hear it assumes that this node
 is lost."""
 
-DECLINE_TIMEOUT = 5.0
-"""How long a home may take to answer declines that were sent on to it."""
-
-RELAY_RETRY_AFTER = 1.0
-"""After which a client repeats a call that found the relays connected to too many homes."""
+DECLINE_TIMEOUT = 5.0  # How long a home may take to answer declines that were sent on to it
+RELAY_RETRY_AFTER = 1.0  # After which a client repeats a call that found the relays connected to too many homes

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from kvferry.errors import LimitReached
-from kvferry_server.domain.budgets import Budget
-from kvferry_server.home.rotation import Rotation
+from kvferry_server.domain.budgets import Budget, check_budget
+from kvferry_server.home.time_slices import Rotation
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES, MAX_WAITING_BYTES
 from kvferry_server.servicers.times import WORKER_RETRY_AFTER
 
@@ -42,14 +41,7 @@ class Worker:
         Raises:
             LimitReached: too many bytes of this host wait already.
         """
-        if not self._waiting_bytes.fits(host, size):
-            raise LimitReached(
-                f"worker_bytes: {self._waiting_bytes.used} of {MAX_WAITING_BYTES} bytes wait for the worker thread, "
-                f"{self._waiting_bytes.held(host)} of them from this host; {size} more do not fit",
-                retry_after=WORKER_RETRY_AFTER,
-                limit="worker_bytes",
-                value=MAX_WAITING_BYTES,
-            )
+        check_budget("worker_bytes", self._waiting_bytes, host, WORKER_RETRY_AFTER, size)
         self._waiting_bytes.take(host, size)
         try:
             async with self._thread(host):

@@ -167,7 +167,7 @@ async def test_a_scrape_goes_through_no_list_that_grows(tmp_path: Path, monkeypa
     try:
         for name in ("leases", "publications", "listed_reads", "listed_publications", "released"):
             monkeypatch.setattr(node.home.records, name, None)
-        for name in ("leases_by_id", "leases_by_read", "reads_by_source", "books"):
+        for name in ("leases_by_id", "leases_by_read", "reads_by_source", "engines"):
             monkeypatch.setattr(node.home.records, name, None)
         seen = await asyncio.to_thread(Scraped, node.admin)
         assert seen("kvferry_leases", state="reading") == 0

@@ -6,11 +6,11 @@ import pytest
 
 from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.book import Standing
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
-from kvferry_server.domain.records import Changed
+from kvferry_server.domain.records import Released
 from tests.support.parties import D, E, P, Scene
 
 
@@ -71,7 +71,7 @@ def test_the_stream_of_a_lease_that_ends_by_its_time_is_woken() -> None:
     scene.grant()
     scene.records.take_effects()
     scene.wait(scene.times.ttl)
-    woken = [effect.topic for effect in scene.records.take_effects() if isinstance(effect, Changed)]
+    woken = [effect for effect in scene.records.take_effects() if not isinstance(effect, Released)]
     assert publication in woken
 
 

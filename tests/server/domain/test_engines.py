@@ -23,10 +23,13 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
+from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.registrations import REGISTRATION_BYTES, Agent, Registration
-from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
+from kvferry_server.domain.registry import EngineEnded, RankDied, Registry
+from kvferry_server.domain.watch_feed import RankLost
 from tests.support.parties import (
     BASE,
     FULL,
@@ -98,9 +101,9 @@ def test_another_incarnation_is_refused_while_a_watch_lives_or_its_ttl_runs(scen
         scene.open(P2)
     assert caught.value.retry_after == TIMES.engine_ttl - 4
     assert caught.value.values["incarnation"] == P.incarnation.hex()
-    assert scene.wait(TIMES.engine_ttl - 4) == [EngineDied(P)]
+    assert scene.wait(TIMES.engine_ttl - 4) == [EngineEnded(P, Standing.DEAD)]
     scene.open(P2)
-    assert scene.wait(0) == [EngineGone(P)]
+    assert scene.wait(0) == [EngineEnded(P, Standing.REPLACED)]
 
 
 def test_a_retired_incarnation_is_refused_so_that_it_cannot_evict_the_living(scene: Scene) -> None:
@@ -148,7 +151,7 @@ def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Sc
     secret = scene.open()
     scene.registry.register(registration(), secret)
     scene.registry.close_engine(P)
-    assert scene.wait(TIMES.engine_ttl) == [EngineDied(P)]
+    assert scene.wait(TIMES.engine_ttl) == [EngineEnded(P, Standing.DEAD)]
     with pytest.raises(EngineUnknown):
         scene.registry.find_live(P.engine_id)
     with pytest.raises(EngineIncomplete):
@@ -157,8 +160,8 @@ def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Sc
     engine = scene.registry.open_engine(P, SECRETS[P])
     engine.check_readable()
     scene.registry.close_engine(P)
-    assert scene.wait(TIMES.engine_ttl) == [EngineDied(P)]
-    assert scene.wait(TIMES.retire) == [EngineGone(P)]
+    assert scene.wait(TIMES.engine_ttl) == [EngineEnded(P, Standing.DEAD)]
+    assert scene.wait(TIMES.retire) == [EngineEnded(P, Standing.REPLACED)]
     with pytest.raises(EngineUnknown):
         scene.registry.find(P)
 
@@ -326,7 +329,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.close_rank(P, 1)
     assert scene.wait(TIMES.engine_ttl - 1) == []
     engine.check_readable()
-    assert scene.wait(1) == [RankDied(P, 1, "", node_lost=False)]
+    assert scene.wait(1) == [RankDied(P, RankLost(1, "", node_lost=False))]
     with pytest.raises(EngineIncomplete) as caught:
         engine.check_readable()
     assert caught.value.values["missing_ranks"] == "1"
@@ -336,7 +339,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.register(registration(rank=1, ranks=2), secret)
     engine.check_readable()
     # Without a Watch it ends after one ttl.
-    assert scene.wait(TIMES.engine_ttl) == [RankDied(P, 1, "", node_lost=False)]
+    assert scene.wait(TIMES.engine_ttl) == [RankDied(P, RankLost(1, "", node_lost=False))]
 
 
 def test_a_rank_that_comes_back_in_time_is_not_lost(scene: Scene) -> None:
@@ -411,9 +414,9 @@ def test_the_nodes_of_missing_ranks_are_told_and_those_that_are_lost_with_them(s
     for rank in (1, 2, 3):
         scene.registry.close_rank(P, rank)
     died = [
-        RankDied(P, 1, "one:1", node_lost=True),
-        RankDied(P, 2, "two:1", node_lost=False),
-        RankDied(P, 3, "", node_lost=False),
+        RankDied(P, RankLost(1, "one:1", node_lost=True)),
+        RankDied(P, RankLost(2, "two:1", node_lost=False)),
+        RankDied(P, RankLost(3, "", node_lost=False)),
     ]
     assert scene.wait(TIMES.engine_ttl) == died
     with pytest.raises(EngineIncomplete, match=r"nodes: one:1, two:1; nodes lost: one:1$") as caught:
@@ -428,8 +431,8 @@ def test_the_nodes_of_missing_ranks_are_told_and_those_that_are_lost_with_them(s
         scene.registry.register(registration(rank=rank, ranks=5), secret)
         scene.registry.close_rank(P, rank)
     assert scene.wait(TIMES.engine_ttl) == [
-        RankDied(P, 1, "", node_lost=False),
-        RankDied(P, 2, "two:1", node_lost=True),
+        RankDied(P, RankLost(1, "", node_lost=False)),
+        RankDied(P, RankLost(2, "two:1", node_lost=True)),
     ]
 
 
@@ -509,7 +512,7 @@ def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> 
     secret = scene.open()
     scene.registry.register(registration(), secret)
     scene.registry.retire(P)
-    assert scene.wait(0) == [EngineGone(P, stopped=True)]
+    assert scene.wait(0) == [EngineEnded(P, Standing.REPLACED, RevokeReason.ABORTED)]
     scene.open(P2)
     with pytest.raises(PeerRestarted) as caught:
         scene.registry.retire(P)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.watch_feed import Feed, Process, RankLost, ReleaseEvent, Role
+from kvferry_server.domain.watch_feed import Feed, Process, RankLost, Role
 from tests.support.parties import P
 
 
@@ -42,7 +42,7 @@ def test_a_sequence_that_never_was_cannot_be_resumed() -> None:
 def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() -> None:
     publication = PublicationRecord(P, 7)
     feed = feed_with(1)
-    feed.push(ReleaseEvent(publication))
+    feed.push(publication)
     feed.push(RankLost(1))
     held = sys.getrefcount(publication)
     feed.acknowledged({7})
@@ -53,7 +53,7 @@ def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() ->
 
 def test_a_release_that_was_told_again_goes_with_one_acknowledgement() -> None:
     feed, publication = feed_with(0), PublicationRecord(P, 7)
-    for event in (ReleaseEvent(publication), RankLost(0), ReleaseEvent(publication)):
+    for event in (publication, RankLost(0), publication):
         feed.push(event)
     feed.acknowledged({7, 8})
     feed.acknowledged({7})
@@ -62,7 +62,7 @@ def test_a_release_that_was_told_again_goes_with_one_acknowledgement() -> None:
 
 def test_a_release_that_was_dropped_can_be_acknowledged() -> None:
     feed, publication = feed_with(0, kept=2), PublicationRecord(P, 7)
-    for event in (ReleaseEvent(publication), ReleaseEvent(publication), RankLost(0), RankLost(1)):
+    for event in (publication, publication, RankLost(0), RankLost(1)):
         feed.push(event)
     assert feed.dropped_after(0) == 2
     feed.acknowledged({7})

@@ -28,7 +28,7 @@ DOINGS = (
 def recount(scene: Scene) -> None:
     """Compare what is counted as it happens with what is there."""
     records, journal = scene.records, scene.records.journal
-    publications = [one for book in records.books.values() for one in book.publications.values()]
+    publications = [one for engine in records.engines.values() for one in engine.publications.values()]
     assert +journal.stages == Counter(one.stage for one in publications)
     pinned = [one for one in publications if one.stage not in (PublicationStage.AWAITED, PublicationStage.RELEASED)]
     assert set(journal.pinned) == set(pinned)
@@ -53,7 +53,7 @@ def test_numbers_are_those_of_a_recount(seed: int) -> None:
             if what == "publish":
                 scene.publish(number, 0, last=chance.random() < 0.6)
             elif what == "more":
-                publication = scene.records.books[P].publications[number]
+                publication = scene.records.engines[P].publications[number]
                 scene.publish(number, publication.step_count, last=True, groups=(), request_id=publication.request_id)
             elif what == "grant":
                 leases.append(scene.grant(number, chance.choice([D, E]), f"read {turn}"))

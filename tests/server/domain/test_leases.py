@@ -17,7 +17,7 @@ from kvferry.errors import (
     WrongIdentity,
     WrongKey,
 )
-from kvferry_server.domain.book import Standing
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
@@ -101,10 +101,10 @@ def test_no_lease_reaches_past_the_final_deadline(scene: Scene) -> None:
         scene.renew(lease)
     scene.wait(10)
     renewal = scene.lessor.renew(lease.lease_id, E)
-    assert renewal.remaining == publication.final_at - scene.clock.time
+    assert renewal.remaining(scene.clock.now()) == publication.final_at - scene.clock.time
     assert renewal.revoked is RevokeReason.FINAL_DEADLINE
     assert not scene.told()
-    scene.wait(renewal.remaining)
+    scene.wait(renewal.remaining(scene.clock.now()))
     # The forced release is nothing but the end of the last lease.
     assert scene.told() == [(1, PublicationOutcome.FINAL)]
     assert lease.state is LeaseState.EXPIRED
@@ -156,7 +156,7 @@ def test_a_lost_rank_shortens_no_lease_and_ends_nothing_that_was_published(scene
     publication = scene.publish()
     lease = scene.grant()
     expires = lease.expires
-    scene.records.book(P).lost_ranks = {0}
+    scene.records.of_engine(P).lost_ranks = {0}
     scene.wait(5)
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
@@ -166,7 +166,7 @@ def test_a_lost_rank_shortens_no_lease_and_ends_nothing_that_was_published(scene
 
 def test_readers_who_come_after_a_rank_was_lost_hear_of_it_and_those_who_wait_go_on(scene: Scene) -> None:
     # A reader that has handshaken once asks for no agents again, and a home that drains has lost the rank as well.
-    scene.records.book(P).lost_ranks = {0}
+    scene.records.of_engine(P).lost_ranks = {0}
     waiting = scene.grant(2)
     scene.publish()
     lease = scene.grant()

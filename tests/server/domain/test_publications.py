@@ -23,7 +23,7 @@ from kvferry.errors import (
 from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import publications
-from kvferry_server.domain.book import Standing
+from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOutcome, PublicationStage

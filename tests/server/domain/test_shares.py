@@ -136,15 +136,15 @@ def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked(
     memory.take(P, 1 << 16)
     with ExitStack() as stack:
         # He calls himself like his victim.
-        assert flood(lambda _: stack.enter_context(memory.answering(P, "", 4096))) < 150
+        assert flood(lambda _: stack.enter_context(memory.answer(P, "", 4096))) < 150
         assert memory.held(P) == 1 << 16
         memory.check(P, 1 << 17)
         for number in range(100):
             # Those who cannot be told apart have one share together, but for a floor.
-            stack.enter_context(memory.answering(f"reader {number}", "", 1000))
-        assert refused(lambda: stack.enter_context(memory.answering("many", "", 1 << 19))) == "memory"
+            stack.enter_context(memory.answer(f"reader {number}", "", 1000))
+        assert refused(lambda: stack.enter_context(memory.answer("many", "", 1 << 19))) == "memory"
     assert memory.used == 1 << 16
-    with memory.answering("many", "", 1 << 18):
+    with memory.answer("many", "", 1 << 18):
         pass
 
 
@@ -175,23 +175,13 @@ def test_those_who_ask_from_one_peer_share_what_one_gets() -> None:
     with ExitStack() as stack:
 
         def ask_one(number: int, peer: str = "192.0.2.1") -> None:
-            stack.enter_context(memory.answering(f"{peer} {number}", peer, size))
+            stack.enter_context(memory.answer(f"{peer} {number}", peer, size))
 
         assert flood(ask_one) == 4
         ask_one(1, "192.0.2.2")
     assert memory.used == 0
     with ExitStack() as stack:
         assert flood(ask_one) == 4
-
-
-def test_what_is_held_for_a_while_is_given_back_however_it_ends() -> None:
-    memory = MemoryBudget(1000, 0, retry_after=1)
-    with memory.holding(P, 100):
-        assert (memory.held(P), memory.used) == (100, 100)
-    assert (memory.held(P), memory.used) == (0, 0)
-    with pytest.raises(RuntimeError), memory.holding(P, 100):
-        raise RuntimeError
-    assert (memory.held(P), memory.used) == (0, 0)
 
 
 def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:
@@ -370,7 +360,7 @@ def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
         scene.sources.abort(P, number)
         scene.sources.acknowledge(P, [number])
     scene.publish(100)
-    assert scene.records.book(P).snapshot == {100}
+    assert scene.records.of_engine(P).snapshot == {100}
     scene.sources.end_snapshot(P, 100)
     assert scene.grant(100).live
 

@@ -9,14 +9,15 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 import pytest
 
 from kvferry.errors import LimitReached, WatchTakenOver
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import PublicationOutcome
+from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Feed, Numbered, Process, ReleaseEvent, Role
+from kvferry_server.domain.watch_feed import Feed, Numbered, Process, Role
 from kvferry_server.home.home import EVENT_BYTES, Home
-from kvferry_server.home.watch import Opened, Synced, WatchMessage, watch
+from kvferry_server.home.watch import WatchMessage, watch
 from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, ask, offer, registration
 
 SCHEDULER = Process(P, Role.SCHEDULER)
@@ -61,8 +62,8 @@ async def test_deadlines_fire_by_themselves_also_ones_that_come_before_the_await
             home.sources.publish(P, offer())
             lease = home.lessor.grant(ask())
         told = await asyncio.wait_for(next_event(home, feed), 20)
-    assert isinstance(told.event, ReleaseEvent)
-    assert told.event.publication.outcome is PublicationOutcome.UNREAD
+    assert isinstance(told.event, PublicationRecord)
+    assert told.event.outcome is PublicationOutcome.UNREAD
     assert not lease.live
 
 
@@ -155,7 +156,7 @@ async def test_who_is_told_a_full_state_again_before_it_took_the_first_needs_roo
         async def again() -> AsyncGenerator[WatchMessage, None]:
             stream = watch(home, SCHEDULER, SECRETS[P], b"", 0)
             await stack.enter_async_context(aclosing(stream))
-            assert await anext(stream) == Opened(resumed=False)
+            assert await anext(stream) == pb.WatchOpened(resumed=False)
             return stream
 
         held = home.memory.held(P)
@@ -175,5 +176,5 @@ async def test_who_is_told_a_full_state_again_before_it_took_the_first_needs_roo
         assert home.memory.held(P) == held
         # One that nothing is being told to is never refused.
         last = await again()
-        assert [type(await anext(last)) for _ in range(4)] == [Numbered] * 3 + [Synced]
+        assert [type(await anext(last)) for _ in range(4)] == [Numbered] * 3 + [pb.WatchSynced]
         assert home.memory.held(P) == held

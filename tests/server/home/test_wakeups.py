@@ -21,7 +21,7 @@ async def test_a_wait_that_is_cancelled_as_it_is_rung_is_cancelled(turns: int, s
 
     looking = asyncio.create_task(look())
     await asyncio.sleep(0)
-    waker.ring()
+    waker.set()
     for _ in range(turns):
         await asyncio.sleep(0)
     looking.cancel()

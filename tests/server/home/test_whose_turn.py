@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvferry_server.home.rotation import Rotation
+from kvferry_server.home.time_slices import Rotation
 
 
 @pytest.mark.parametrize("woken", [True, False])

@@ -31,7 +31,7 @@ from kvferry_server.domain.publications import LEASE_BYTES
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home import time_slices
 from kvferry_server.servicers import limits
-from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RUNS, MAX_TOLD_READS
+from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RELEASED_READS, MAX_RUNS
 from kvferry_server.servicers.paging import page
 from tests.support.node_in_process import (
     TIMEOUT,
@@ -194,8 +194,8 @@ async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_f
             outcome = pb.RANK_OUTCOME_DONE if number == reads - 1 else pb.RANK_OUTCOME_FAILED
             await node.reader(read_done(lease_id, 0, outcome=outcome), ref=STRANGER)
         released = (await watch.next()).released
-        assert len(released.reads) == MAX_TOLD_READS
-        assert released.reads_left_out == reads - MAX_TOLD_READS
+        assert len(released.reads) == MAX_RELEASED_READS
+        assert released.reads_left_out == reads - MAX_RELEASED_READS
         assert released.reads[0].state == pb.READ_STATE_VALID
         assert released.outcome == pb.RELEASE_OUTCOME_READ
 
@@ -331,7 +331,7 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         # answered or refused, and all are asked before any answer is taken.
         leases = 100 if asked == "blocks" else 0
         for _ in range(int(TIMEOUT / 0.01)):
-            if node.home.memory.used >= used + (4 << 20) and node.home.records.books[P].live_leases >= leases:
+            if node.home.memory.used >= used + (4 << 20) and node.home.records.engines[P].live_leases >= leases:
                 break
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
@@ -405,7 +405,7 @@ async def test_the_bytes_of_a_report_count_up_to_what_the_source_holds(tmp_path:
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1)
         done = pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=[report]))
         with node.home.turn():
-            publication = node.home.records.books[P].publications[1]
+            publication = node.home.records.engines[P].publications[1]
             blocks, engine = publication.blocks, node.home.engines.find(P)
         held = sum(plane.bytes_per_block for one in engine.ranks.values() for plane in one.geometry.planes)
         [answer] = await node.reader(done)
@@ -508,7 +508,7 @@ async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(
             for number in range(256)
         ]
         page = pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=sums))
-        checksums = node.home.records.books[P].publications[1].checksums
+        checksums = node.home.records.engines[P].publications[1].checksums
         task, seen = asyncio.create_task(node.source(page, page, page)), set[int]()
         while not task.done():
             seen.add(checksums.size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -34,6 +35,8 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.steps import PublicationStep
+from kvferry_server.servicers.callers import nobody
+from kvferry_server.servicers.kv_transfer import KVTransfer
 from kvferry_server.servicers.limits import READ_STEPS
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -70,7 +73,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def until_waiting(node: Node, number: int = 1, calls: int = 1) -> None:
     """Wait until calls wait for news of a publication."""
     wakers = node.home.wakeups._wakers
-    publication = node.home.records.book(P).publications[number]
+    publication = node.home.records.of_engine(P).publications[number]
     await until(lambda: len(wakers.get(publication, ())) == calls)
 
 
@@ -225,7 +228,7 @@ async def test_an_answer_looks_at_no_more_steps_than_it_takes(ready: Node) -> No
     for first in range(0, 4 * READ_STEPS, 1024):
         empty = (publish_notification(step=step, last=False, groups=[]) for step in range(first, first + 1024))
         await ready.source(*empty)
-    publication = ready.home.records.books[P].publications[1]
+    publication = ready.home.records.engines[P].publications[1]
     publication.steps = counted = Counted(publication.steps)
     lease_id = (await ready.read()).accepted.lease_id
     assert READ_STEPS <= counted.looked_at <= READ_STEPS + 8
@@ -393,3 +396,15 @@ async def test_who_leaves_while_waiting_leaves_nothing(ready: Node) -> None:
     await until_waiting(ready, calls=0)
     await ready.publish()
     assert steps(await ready.read(lease_id=lease_id)) == [0]
+
+
+async def test_an_answer_is_counted_against_the_host_that_asked_for_it(ready: Node) -> None:
+    """Also if another host asks again for the same read, as ranks of one engine do."""
+    await ready.publish()
+    service, held = KVTransfer(ready.home, cast(Any, None), cast(Any, None), nobody), ready.home.memory._by_host.held
+    for host in ("192.0.2.1", "192.0.2.2"):
+        context = Mock(peer=lambda host=host: f"ipv4:{host}:4711", time_remaining=lambda: None)
+        answer = await service.ReadBlocks(read_request(), context)
+        assert held(host) == len(answer)
+        context.add_done_callback.call_args.args[0](context)
+        assert held(host) == 0

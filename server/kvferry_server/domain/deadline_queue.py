@@ -1,4 +1,4 @@
-"""The agenda: a heap of objects that each know their own next deadline."""
+"""The deadline queue: a heap of objects that each know their own next deadline."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ NEVER = math.inf
 class Timed(Protocol):
     """An object with a deadline that may move."""
 
-    scheduled: float
-    """When the agenda next looks at this object; `NEVER` before it was put. Set by the agenda only."""
+    scheduled: float  # When the queue next looks at this object; `NEVER` before it was put. Set by the queue only.
 
     def due(self) -> float:
         """Return when something must be done about the object; `NEVER` if nothing must."""
@@ -25,7 +24,7 @@ class Timed(Protocol):
 Item = TypeVar("Item", bound=Timed)
 
 
-class Agenda(Generic[Item]):
+class DeadlineQueue(Generic[Item]):
     """Deadlines in order. Moving a deadline later costs nothing: the item is looked at again at its old deadline."""
 
     def __init__(self) -> None:
@@ -47,8 +46,6 @@ class Agenda(Generic[Item]):
         """Call `act` for every item that is due, the earliest first. `act` must move the item's deadline past `now`.
 
         Args:
-            now: the present.
-            act: takes an item and the present.
             most: how many items to look at in this call; None: all.
         """
         looked_at = 0

@@ -1,4 +1,4 @@
-"""A book: what a home keeps of one incarnation's publications, and which publication numbers may still arrive."""
+"""The publications of an engine, as its home keeps them, and which publication numbers may still arrive."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.router_keys import RouterKeys
 
-NUMBER_BYTES = 128
-"""Bytes that a remembered publication number takes in memory, estimated."""
+NUMBER_BYTES = 128  # Bytes that a remembered publication number takes in memory, estimated
 
 
 class Standing(enum.Enum):
-    """Whether the engine of a book is alive, as far as its publications and leases are concerned."""
+    """Whether an engine is alive, as far as its publications and leases are concerned."""
 
-    LIVE = "live"
-    """Its Watch is open."""
-    LOST = "lost"
-    """Its Watch is lost: nothing is granted or renewed, and nothing is cut short."""
+    LIVE = "live"  # Its Watch is open
+    LOST = "lost"  # Its Watch is lost: nothing is granted or renewed, and nothing is cut short
     DEAD = "dead"
     """Its Watch has been lost for an engine_ttl: all its publications end. It may still come back and be told of their
     release."""
@@ -36,53 +33,35 @@ class Standing(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Book:
-    """The publications of one incarnation.
+class EnginePublications:
+    """The publications of one incarnation."""
 
-    Attributes:
-        source: the incarnation.
-        secret: its session secret, from which the keys of its references are derived.
-        waiting_reads: budget of live leases on publications that have not arrived, by the reader's host.
-        router_keys: the keys of its publications that routers chose.
-        recovering: the engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose
-            records it lost, so every engine sends one.
-        standing: whether its leases are renewed and its releases acknowledged.
-        groups: the engine's groups by name; None until a rank has registered.
-        block_bytes: the engine's bytes of one block of each group.
-        lost_ranks: the engine's registered ranks whose process is gone.
-        publications: by number, until their release is acknowledged.
-        listed: those of them that have arrived, in order.
-        declined: those of them that were declined before they arrived.
-        num_released: how many of those are released.
-        live_leases: how many live leases there are on them.
-        high_water: the highest number seen.
-        skipped: numbers below it that were never seen, each with the time it was skipped.
-        snapshot: numbers seen since the current snapshot began; None outside of a snapshot.
-        snapshot_name: the name of that snapshot.
-        gone: numbers that arrived and were forgotten while the engine was recovering.
-        checksum_bytes: bytes of checksums for its unreleased publications.
-    """
-
-    source: EngineRef
-    secret: bytes = field(repr=False)
-    waiting_reads: Budget
-    router_keys: RouterKeys
+    source: EngineRef  # the incarnation
+    secret: bytes = field(repr=False)  # its session secret, from which the keys of its references are derived
+    waiting_reads: Budget  # budget of live leases on publications that have not arrived, by the reader's host
+    router_keys: RouterKeys  # the keys of its publications that routers chose
+    # The engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose records it lost, so
+    # every engine sends one.
     recovering: bool = True
-    standing: Standing = Standing.LIVE
-    groups: Mapping[str, Group] | None = None
-    block_bytes: Mapping[str, int] = field(default_factory=dict)
-    lost_ranks: Collection[int] = ()
+    standing: Standing = Standing.LIVE  # whether its leases are renewed and its releases acknowledged
+    groups: Mapping[str, Group] | None = None  # the engine's groups by name; None until a rank has registered
+    block_bytes: Mapping[str, int] = field(default_factory=dict)  # the engine's bytes of one block of each group
+    lost_ranks: Collection[int] = ()  # the engine's registered ranks whose process is gone
+    # by number, until their release is acknowledged
     publications: dict[int, PublicationRecord] = field(default_factory=dict)
-    listed: Ordered[PublicationRecord] = field(default_factory=Ordered)
+    listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
+    # the publications that were declined before they arrived
     declined: set[PublicationRecord] = field(default_factory=set)
-    num_released: int = 0
-    live_leases: int = 0
-    high_water: int = 0
+    num_released: int = 0  # how many publications are released
+    live_leases: int = 0  # how many live leases there are on publications
+    high_water: int = 0  # the highest number seen
+    # numbers below the highest that were never seen, each with the time it was skipped
     skipped: dict[int, float] = field(default_factory=dict)
-    snapshot: set[int] | None = None
-    snapshot_name: bytes = b""
+    snapshot: set[int] | None = None  # numbers seen since the current snapshot began; None outside of a snapshot
+    snapshot_name: bytes = b""  # the name of the current snapshot
+    # numbers that arrived and were forgotten while the engine was recovering
     gone: set[int] = field(default_factory=set)
-    checksum_bytes: int = 0
+    checksum_bytes: int = 0  # bytes of checksums for its unreleased publications
     _keys: PublicationKeys = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,11 +87,9 @@ class Book:
     def check_key(self, number: int, key: bytes) -> None:
         """Raise `WrongKey` unless this is the key of the publication, arrived or not."""
         if not hmac.compare_digest(self.key(number), key):
-            raise WrongKey(
-                f"the reference's key is not that of publication {number} of engine {self.source.engine_id!r}",
-                engine_id=self.source.engine_id,
-                publication=number,
-            )
+            engine_id = self.source.engine_id
+            problem = f"the reference's key is not that of publication {number} of engine {engine_id!r}"
+            raise WrongKey(problem, engine_id=engine_id, publication=number)
 
     def check_engine_key(self, key: bytes) -> None:
         """Raise `WrongKey` unless this is the key in the engine's own reference."""
@@ -134,7 +111,6 @@ class Book:
         other.
 
         Args:
-            number: of the publication.
             not_before: numbers skipped before this time are stale as well.
         """
         since = self.skipped.get(number)
@@ -143,12 +119,9 @@ class Book:
         if self.recovering and number not in self.gone:
             # The mark says nothing about numbers from before this home started. The snapshot will.
             return
-        source = self.source
-        raise PublicationStale(
-            f"publication {number} of {source} is gone or was never published; the last number was {self.high_water}",
-            engine_id=source.engine_id,
-            publication=number,
-        )
+        problem = f"publication {number} of {self.source} is gone or was never published"
+        last = f"the last number was {self.high_water}"
+        raise PublicationStale(f"{problem}; {last}", engine_id=self.source.engine_id, publication=number)
 
     def see(self, number: int, now: float) -> None:
         """Record that a publication arrived: from now on its number is in use, and afterwards stale for ever."""
