@@ -107,7 +107,7 @@ class ShownState:
 
     def requests(self) -> Sequence[Budget]:
         """Return the budgets of decoded requests."""
-        return [guard.request_memory for _, guard in self.listeners]
+        return [guard.requests.memory for _, guard in self.listeners]
 
     def certificate_expiry(self) -> float | None:
         """Return when its certificate ends, in seconds since 1970; None: it has none."""
@@ -124,13 +124,13 @@ class ShownState:
 
     def _load(self, serving: Serving, guard: Guard) -> ListenerLoad:
         address = serving.listener.address
-        calls, streams = guard.running
+        calls, streams = guard.calls, guard.streams
         return ListenerLoad(
             "unix" if address.is_unix else "tcp",
             calls.used,
-            calls.most,
+            calls.capacity,
             streams.used,
-            streams.most,
+            streams.capacity,
             count_connections(address),
             self._most_connections,
         )

@@ -74,10 +74,16 @@ def run(arguments: Sequence[str]) -> int:
     if not verbose:
         os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
-    from kvferry_server.node.loading import BadConfig, add_flags, config_file, load
+    from kvferry_server.node.loading import (
+        BadConfig,
+        add_flags,
+        config_file,
+        load,
+        renamed_variables,
+        unknown_variables,
+    )
     from kvferry_server.node.named_files import file_problems, memory_problems, warnings
     from kvferry_server.node.native_log import NativeLog
-    from kvferry_server.node.variables import renamed_variables, unknown_variables
 
     parser = argparse.ArgumentParser(
         "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
@@ -122,11 +128,11 @@ def _run(loaded: Loaded, native: NativeLog, *, verbose: bool) -> int:
     """Serve until told to stop. Returns the exit code."""
     import uvloop
 
+    from kvferry_server.node.loading import unknown_variables
     from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.memory import use_few_arenas
     from kvferry_server.node.named_files import memory_problems, warnings
     from kvferry_server.node.times import SWITCH_INTERVAL
-    from kvferry_server.node.variables import unknown_variables
 
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
     native.start(verbose=verbose)

@@ -4,26 +4,31 @@
 - What a request takes once it is decoded is found before that (`decoded_size`), is bounded by its size, and is shared
   out over hosts.
 - Of requests that take much, each host has one at a time. They are decoded by the worker thread.
+- A request holds a slot of its host while it is read, and a large one until it has been worked on. If others had to
+  wait for slow ones, a few slow request bodies would keep a host's renewals out until its leases are lost. So a call
+  whose peer neither sends nor takes data, while others wait for a slot, fails with `LimitReached` and a retry delay.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import grpc.aio
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, KvferryError, LimitReached
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.node.arrivals import Arrivals
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of
 from kvferry_server.node.limits import (
     COUNTED_REQUEST,
     HEAVY_REQUEST,
+    LARGE_MESSAGE,
     MAX_DECODED_QUERIES,
     MAX_FIELDS,
     MAX_LOCAL_REQUESTS,
@@ -32,7 +37,7 @@ from kvferry_server.node.limits import (
     MAX_SMALL_REQUEST,
     MAX_STREAMED_REQUEST,
 )
-from kvferry_server.node.times import RETRY_AFTER
+from kvferry_server.node.times import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 from kvferry_server.servicers.callers import Context
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES
 from kvferry_server.servicers.worker import Worker
@@ -58,44 +63,176 @@ MAX_DECODED = {KV_TRANSFER + "ReadChecksums": MAX_DECODED_QUERIES}
 Decode: TypeAlias = Callable[[bytes], Any]
 
 
-class HeldRequest:
-    """What a request holds until it has been worked on. Free it once."""
+@dataclass(eq=False, slots=True)
+class _Idle:
+    """A call that has a slot and waits for its peer."""
 
-    def __init__(self, memory: Budget, host: str, arrivals: Arrivals, *, has_slot: bool) -> None:
-        self._memory = memory
-        self._host = host
-        self._arrivals = arrivals
-        self._has_slot = has_slot
-        self._size = 0
-        self._has_turn = False
+    since: float
+    task: asyncio.Task[Any]
+    why_ended: KvferryError | None = None
+
+
+class Arrivals:
+    """The slots of one host. Belongs to one event loop.
+
+    Args:
+        most: how many slots there are.
+
+    Attributes:
+        turn: held by the one request of this host that takes much memory.
+        slots: held by requests.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.turn = asyncio.Lock()
+        self.slots = asyncio.Semaphore(most)
+        self._most = most
+        self._wanted = 0
+        # Calls that were ended and have not freed their slots yet.
+        self._ending = 0
+        # In the order in which they began to wait.
+        self._idle: dict[_Idle, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def read(self, context: Any) -> tuple[Any, bool]:
+        """Wait for a slot, first come first served, and read a call's next request.
+
+        Returns:
+            The undecoded request, or `grpc.aio.EOF`; and whether it is large: then the caller still has the slot, and
+            releases it.
+
+        Raises:
+            InvalidField: the request did not arrive within `REQUEST_TIMEOUT`.
+            LimitReached: others needed the slot meanwhile.
+        """
+        self._wanted += 1
+        try:
+            self._make_room()
+            await self.slots.acquire()
+        finally:
+            self._wanted -= 1
+        large = False
+        try:
+            raw = await self.wait_for_peer(context.read(), reads=True)
+            large = raw is not grpc.aio.EOF and len(raw) >= LARGE_MESSAGE
+        finally:
+            if not large:
+                self.slots.release()
+        return raw, large
+
+    async def wait_for_peer(self, coming: Awaitable[Any], *, reads: bool = False) -> Any:
+        """Wait for something that depends on a call's peer, while the call has a slot, and return its result.
+
+        Args:
+            coming: what to wait for.
+            reads: it is the call's request, which has to arrive within `REQUEST_TIMEOUT`.
+
+        Raises:
+            InvalidField: the request did not arrive in time.
+            LimitReached: others needed the slot meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        idle = _Idle(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
+        self._idle[idle] = None
+        late = loop.call_later(REQUEST_TIMEOUT, self._end, idle, _late_request) if reads else None
+        self._make_room()
+        try:
+            return await coming
+        except asyncio.CancelledError:
+            if idle.why_ended is None:
+                raise
+            raise idle.why_ended from None
+        finally:
+            if late is not None:
+                late.cancel()
+            self._idle.pop(idle, None)
+            self._ending -= idle.why_ended is not None
+
+    def _make_room(self) -> None:
+        """End as many calls that have waited too long for their peers as other calls wait for slots, and look again
+        when the next one has."""
+        if self._timer is not None or not self._wanted:
+            return
+        loop = asyncio.get_running_loop()
+        for idle in tuple(self._idle):
+            if not self.slots.locked() or self._wanted <= self._ending:
+                return
+            if loop.time() < idle.since + SLOW_PEER_TIMEOUT:
+                self._timer = loop.call_at(idle.since + SLOW_PEER_TIMEOUT, self._look_again)
+                return
+            self._end(idle, self._slow_peer)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._make_room()
+
+    def _end(self, idle: _Idle, why: Callable[[], KvferryError]) -> None:
+        if idle in self._idle:
+            del self._idle[idle]
+            idle.why_ended = why()
+            self._ending += 1
+            idle.task.cancel()
+
+    def _slow_peer(self) -> KvferryError:
+        return LimitReached(
+            f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
+            "call's peer was slow",
+            retry_after=RETRY_AFTER,
+            limit="requests",
+            value=self._most,
+        )
+
+
+def _late_request() -> KvferryError:
+    return InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
+
+
+@dataclass(eq=False, slots=True)
+class HeldRequest:
+    """What a request holds until it has been worked on. Free it once.
+
+    Attributes:
+        memory: the budget of decoded requests.
+        host: the host that the call comes from.
+        arrivals: the slots of that host.
+        has_slot, has_turn: the request holds a slot of the host, and its turn.
+        size: bytes of the budget that it holds.
+    """
+
+    memory: Budget
+    host: str
+    arrivals: Arrivals
+    has_slot: bool
+    size: int = 0
+    has_turn: bool = False
 
     def count(self, size: int) -> None:
         """Hold so many bytes of memory in all, if they are worth counting; raises `LimitReached` if this host's
         requests hold too many."""
-        more = size - self._size
+        more = size - self.size
         if more <= 0 or size <= COUNTED_REQUEST:
             return
-        check_budget("request_memory", self._memory, self._host, RETRY_AFTER, more)
-        self._memory.take(self._host, more)
-        self._size = size
+        check_budget("request_memory", self.memory, self.host, RETRY_AFTER, more)
+        self.memory.take(self.host, more)
+        self.size = size
 
     async def wait_for_turn(self) -> None:
         """Hold the turn of the caller's host."""
-        await self._arrivals.turn.acquire()
-        self._has_turn = True
+        await self.arrivals.turn.acquire()
+        self.has_turn = True
 
-    async def wait_for_peer(self, what: Awaitable[Any]) -> None:
+    async def wait_for_peer(self, coming: Awaitable[Any]) -> None:
         """Do as `Arrivals.wait_for_peer`, if the request holds a slot."""
-        await (self._arrivals.wait_for_peer(what) if self._has_slot else what)
+        await (self.arrivals.wait_for_peer(coming) if self.has_slot else coming)
 
     def free(self) -> None:
         """Give all of it to the next request."""
-        if self._has_turn:
-            self._arrivals.turn.release()
-        if self._size:
-            self._memory.give(self._host, self._size)
-        if self._has_slot:
-            self._arrivals.give_back()
+        if self.has_turn:
+            self.arrivals.turn.release()
+        if self.size:
+            self.memory.give(self.host, self.size)
+        if self.has_slot:
+            self.arrivals.slots.release()
 
 
 class Requests:
@@ -135,7 +272,7 @@ class Requests:
         """
         arrivals = self._arrivals(host, geometries=method in GEOMETRIES)
         raw, large = await arrivals.read(context)
-        held = HeldRequest(self.memory, host, arrivals, has_slot=large)
+        held = HeldRequest(self.memory, host, arrivals, large)
         self.worked_on += len(raw) if large else 0
         try:
             if raw is grpc.aio.EOF:
@@ -155,7 +292,7 @@ class Requests:
             raw, large = await arrivals.read(context)
             if large:
                 self.worked_on += len(raw)
-                arrivals.give_back()
+                arrivals.slots.release()
             if raw is grpc.aio.EOF:
                 return
             _check_size(raw, MAX_STREAMED_REQUEST)

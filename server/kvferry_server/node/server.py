@@ -155,18 +155,10 @@ class NodeServer:
         """
         if self._driver is None:
             raise InternalError("the server was not started")
-        waited = [asyncio.create_task(serving.failed()) for serving in self._servings]
-        try:
-            await asyncio.wait([self._driver, *waited], return_when=asyncio.FIRST_COMPLETED)
-            ended = self._driver if self._driver.done() else next(task for task in waited if task.done())
-            what = "the home" if ended is self._driver else "gRPC"
-            cause = None if ended.cancelled() else ended.exception()
-        finally:
-            for task in waited:
-                task.cancel()
-            if waited:
-                await asyncio.wait(waited)
-        raise InternalError(f"{what} has stopped") from cause
+        running = [self._driver, *(serving.replacing for serving in self._servings if serving.replacing is not None)]
+        ended = next(iter((await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]))
+        cause = None if ended.cancelled() else ended.exception()
+        raise InternalError(f"{'the home' if ended is self._driver else 'gRPC'} has stopped") from cause
 
     async def drain(self) -> None:
         """Take no new work from now on, and go on with what is live; see `Home.drain`. `stop` ends the server.
@@ -315,7 +307,7 @@ class NodeServer:
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
         add_services = partial(self._add_services, names_of if with_tls else nobody)
-        serving = Serving(listener, lambda: make_server(guard, options, OFFERED, add_services))
+        serving = Serving(listener, lambda: make_server(guard, options, add_services))
         self._guards.append(guard)
         self._servings.append(serving)
         await serving.start()
@@ -323,7 +315,7 @@ class NodeServer:
             shown.listeners.append((serving, guard))
 
     def _worked_on(self) -> int:
-        return sum(guard.request_bytes for guard in self._guards)
+        return sum(guard.requests.worked_on for guard in self._guards)
 
     def _access(self, listener: Listener) -> Access:
         if not isinstance(listener, TcpListener):

@@ -13,8 +13,15 @@ import pytest
 
 from kvferry_server.domain.times import Times
 from kvferry_server.node.config import NodeConfig
-from kvferry_server.node.loading import BadConfig, add_flags, config_file, configure, load
-from kvferry_server.node.variables import OF_CLIENTS, unknown_variables
+from kvferry_server.node.loading import (
+    OF_CLIENTS,
+    BadConfig,
+    add_flags,
+    config_file,
+    configure,
+    load,
+    unknown_variables,
+)
 from tests.support.node_servers import Kvferryd, command, environment
 from tests.support.repository import ROOT
 
