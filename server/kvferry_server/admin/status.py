@@ -35,7 +35,8 @@ def overview(node: NodeState) -> Row:
         engines = home.engines.all_engines()
         states = [engine_state(engine) for engine in engines]
         oldest = next(iter(journal.pinned), None)
-        expiry, authorities = node.certificate_expiry(), node.authorities_expiry()
+        certificates = node.certificates
+        expiry, authorities = (certificates.expiry, certificates.authorities_expiry) if certificates else (None, None)
         return {
             "version": kvferry.__version__,
             "epoch": home.epoch.hex(),

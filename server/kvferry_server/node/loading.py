@@ -73,13 +73,13 @@ class Loaded:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every setting to a parser, in groups, with the default and the name in the environment."""
-    of_types = {float: "SECONDS", int: "N", ByteSize: "SIZE"}
+    of_types: dict[Any, str] = {float: "SECONDS", int: "N", ByteSize: "SIZE"}
     group: Any = parser
     for name, field in NodeConfig.model_fields.items():
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         default = "none" if field.default in (None, "") else "no" if field.default is False else field.default
-        options: dict[str, Any] = {"metavar": METAVARS.get(name) or of_types.get(field.annotation or object, "FILE")}
+        options: dict[str, Any] = {"metavar": METAVARS.get(name) or of_types.get(field.annotation, "FILE")}
         if field.annotation is bool:
             options = {"action": argparse.BooleanOptionalAction}
         text = f"{field.description} [{default}; {ENV_PREFIX}{name.upper()}]".replace("%", "%%")
