@@ -30,16 +30,8 @@ ABORTED = "ABORTED"
 """The result of a call that its handler aborted without a reason, as those of health and reflection do."""
 
 
-class _Call:
-    """A call in progress."""
-
-    __slots__ = ("result",)
-
-    def __init__(self) -> None:
-        self.result = LEFT
-
-
-_current: ContextVar[_Call | None] = ContextVar("kvferry_call", default=None)
+_refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
+"""The result of the current call, if it has no answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,15 +71,14 @@ class CallCounts:
         distribution = self.taken.setdefault(name, Distribution(TAKING)) if timed else None
 
         async def call(request: Any, context: Any) -> Any:
-            running, began = _Call(), perf_counter()
-            # Each call has a task of its own, so this is not seen by any other.
-            _current.set(running)
+            began, result = perf_counter(), ""
             try:
                 answer = await behaviour(request, context)
-                running.result = OK
+                result = OK
                 return answer
             finally:
-                self.results[name, running.result] += 1
+                # Each call has a task of its own, so this is not seen by any other.
+                self.results[name, result or _refused.get()] += 1
                 if distribution is not None:
                     distribution.add(perf_counter() - began)
 
@@ -95,9 +86,7 @@ class CallCounts:
 
     def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
         """Note that the current call ends with an error; `reason` is empty if it has none."""
-        running = _current.get()
-        if running is not None:
-            running.result = reason or ABORTED
+        _refused.set(reason or ABORTED)
         if self.events is not None and reason:
             name = method.rpartition("/")[2]
             self.events.refusal(name, reason, values, {"peer": peer.rstrip(":")})

@@ -181,7 +181,9 @@ def _plans(engines: Sequence[Row], ended: Sequence[Row]) -> Html:
     here = [row["engine_id"] for row in engines if row["state"] == "ready"]
     if not here:
         return Html('<p class="none">No engine is complete.</p>')
-    known = [pair for pair in status.pairs(ended) if set(pair) <= set(here)][:MAX_PAIRS]
+    # The latest first.
+    pairs = dict.fromkeys((row["source"], row["reader"]) for row in reversed(ended))
+    known = [pair for pair in pairs if set(pair) <= set(here)][:MAX_PAIRS]
     links = (
         _link(f"{reader} reads from {source}", "/plan", source=source, destination=reader) for source, reader in known
     )

@@ -229,7 +229,7 @@ def _page(content: str) -> Answer:
     return 200, HTML, content.encode()
 
 
-def _listing(name: str, page_of: Callable[[str], tuple[list[status.Row], str]]) -> Callable[[Query], Answer]:
+def _listing(name: str, page_of: Callable[[str], status.Page]) -> Callable[[Query], Answer]:
     def answer(query: Query) -> Answer:
         rows, following = page_of(query.get("page_token", ""))
         return _json({name: rows, "next_page_token": following})

@@ -212,22 +212,12 @@ class NodeConfig(BaseModel):
     @property
     def listen_address(self) -> Address | None:
         """The TCP address to listen on; None: no TCP. Raises `InvalidField`."""
-        if not self.listen:
-            return None
-        address = parse_address(self.listen, "listen")
-        if address.is_unix:
-            raise InvalidField("listen", self.listen, "host:port; set a UNIX socket with unix")
-        return address
+        return _tcp_address("listen", self.listen, "host:port; set a UNIX socket with unix")
 
     @property
     def admin_address(self) -> Address | None:
         """The TCP address of the admin listener; None: none. Raises `InvalidField`."""
-        if not self.admin:
-            return None
-        address = parse_address(self.admin, "admin")
-        if address.is_unix:
-            raise InvalidField("admin", self.admin, "host:port")
-        return address
+        return _tcp_address("admin", self.admin, "host:port")
 
     @property
     def unix_path(self) -> Path | None:
@@ -236,6 +226,15 @@ class NodeConfig(BaseModel):
             return None
         path = Path(self.unix.removeprefix("unix:")).absolute()
         return Path(parse_address(f"unix:{path}", "unix").path)
+
+
+def _tcp_address(name: str, value: str, expected: str) -> Address | None:
+    if not value:
+        return None
+    address = parse_address(value, name)
+    if address.is_unix:
+        raise InvalidField(name, value, expected)
+    return address
 
 
 def _is_endpoint(url: str) -> bool:

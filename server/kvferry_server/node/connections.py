@@ -33,14 +33,13 @@ OPEN_FILES = "/proc/self/fd"
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
-def raise_file_limit() -> int:
-    """Allow this process as many open files as the system permits. Returns how many."""
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             logger.info("raised the limit of open files from %d to %d", soft, hard)
-    return file_limit()
 
 
 def file_limit() -> int:
@@ -50,13 +49,8 @@ def file_limit() -> int:
 
 
 def connections_each(wanted: int, listeners: int, files: int) -> int:
-    """Return how many connections each listener may have, so that none takes another's file descriptors.
-
-    Args:
-        wanted: the configured number.
-        listeners: how many listeners there are.
-        files: how many files this process may have open.
-    """
+    """Return how many of the `wanted` connections each listener may have, so that none takes another's file
+    descriptors, in a process that may have so many open files."""
     return max(MIN_CONNECTIONS, min(wanted, (files - RESERVED_FILES) // listeners))
 
 
@@ -110,7 +104,12 @@ class ConnectionLimiter:
         closed: Counter[str] = Counter()
         for _ in range(too_many):
             host = max(by_host, key=lambda one: len(by_host[one]))
-            _close(by_host[host].pop())
+            newest = by_host[host].pop()
+            with contextlib.suppress(OSError), _duplicate(newest.fd) as duplicate:
+                # It may have ended meanwhile, so that its descriptor now belongs to another file.
+                if os.fstat(duplicate.fileno()).st_ino == newest.inode:
+                    # gRPC notices, and closes its own file descriptor.
+                    duplicate.shutdown(socket.SHUT_RDWR)
             closed[host] += 1
         for host, count in closed.items():
             logger.warning(
@@ -163,14 +162,6 @@ def _descriptors() -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         return [int(entry.name) for entry in os.scandir(OPEN_FILES)]
     return []
-
-
-def _close(connection: _Connection) -> None:
-    """Shut a connection down. gRPC notices and closes its own file descriptor."""
-    with contextlib.suppress(OSError), _duplicate(connection.fd) as duplicate:
-        # It may have ended meanwhile, so that its descriptor now belongs to another file.
-        if os.fstat(duplicate.fileno()).st_ino == connection.inode:
-            duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate(fd: int) -> socket.socket:

@@ -73,7 +73,8 @@ class Listings:
         listed = []
         for ref, first in engines:
             model = first.identity.get(MODEL, "") if first is not None else ""
-            labels = {**({MODEL: model} if _fits(model) else {}), **self._labels}
+            fits = model and model.isprintable() and len(model.encode()) <= MAX_NAME_BYTES
+            labels = {**({MODEL: model} if fits else {}), **self._labels}
             listed.append(Listing(ref.engine_id, self._home.advertise, ref.incarnation, labels))
         return tuple(listed)
 
@@ -114,7 +115,3 @@ class Listings:
                 lambda: self._stopping or (not self._failing and self._version != self._done), pause or None
             )
             return not self._stopping
-
-
-def _fits(model: str) -> bool:
-    return bool(model) and model.isprintable() and len(model.encode()) <= MAX_NAME_BYTES

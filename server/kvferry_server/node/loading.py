@@ -87,27 +87,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
-    """Load the settings from all sources.
-
-    Args:
-        flags: the flags that were given, by setting.
-        file: the TOML file; None: none.
+    """Load the settings from all sources: the flags that were given, by setting, the environment and a TOML file.
 
     Raises:
         BadConfig: settings are wrong; the message has a line for each.
     """
-    sources: list[tuple[Mapping[str, Any], str]] = [
-        (flags, "flag"),
-        (_read_environment(), "environment"),
-        (_read_file(file) if file is not None else {}, str(file)),
-    ]
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(NodeConfig.model_fields, "default")
-    for source, kind in reversed(sources):
-        for name, value in source.items():
-            values[name] = value
-            origins[name] = {"flag": _flag(name), "environment": ENV_PREFIX + name.upper()}.get(kind, kind)
-    return Loaded(_validated(values, origins), origins)
+    in_file = _read_file(file) if file is not None else {}
+    given = {name.upper(): value for name, value in os.environ.items()}
+    variables = {name: ENV_PREFIX + name.upper() for name in NodeConfig.model_fields}
+    environment = {name: given[variable] for name, variable in variables.items() if variable in given}
+    origins = {
+        **dict.fromkeys(NodeConfig.model_fields, "default"),
+        **dict.fromkeys(in_file, str(file)),
+        **{name: variables[name] for name in environment},
+        **{name: _flag(name) for name in flags},
+    }
+    return Loaded(_validated({**in_file, **environment, **flags}, origins), origins)
 
 
 def configure(**settings: Any) -> NodeConfig:
@@ -171,13 +166,6 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeCon
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _read_environment() -> dict[str, str]:
-    """Return the settings in the environment, whose names may be in any case."""
-    given = {name.upper(): value for name, value in os.environ.items()}
-    names = {name: ENV_PREFIX + name.upper() for name in NodeConfig.model_fields}
-    return {name: given[variable] for name, variable in names.items() if variable in given}
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvferry
@@ -100,20 +99,15 @@ def run(arguments: Sequence[str]) -> int:
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
     if renamed := renamed_variables(os.environ):
-        for line in renamed:
-            print(f"kvferryd: {line}", file=sys.stderr)
-        return 2
+        return _refuse(renamed)
     try:
         loaded = load(flags, config_file(file))
     except BadConfig as error:
-        for line in error.message.splitlines():
-            print(f"kvferryd: {line}", file=sys.stderr)
-        return 2
+        return _refuse(error.message.splitlines())
     if check_only:
         print(loaded.describe())
         problems = file_problems(loaded) + memory_problems(loaded)
-        for line in (*problems, *warnings(loaded.config), *unknown_variables(os.environ)):
-            print(f"kvferryd: {line}", file=sys.stderr)
+        _refuse((*problems, *warnings(loaded.config), *unknown_variables(os.environ)))
         return 2 if problems else 0
     # Or when it is first used; set any earlier, it would be warned of outside the log.
     os.environ.setdefault("GRPC_VERBOSITY", "INFO")
@@ -122,6 +116,12 @@ def run(arguments: Sequence[str]) -> int:
         return _run(loaded, native, verbose=verbose)
     finally:
         native.close()
+
+
+def _refuse(lines: Iterable[str]) -> int:
+    for line in lines:
+        print(f"kvferryd: {line}", file=sys.stderr)
+    return 2
 
 
 def _run(loaded: Loaded, native: NativeLog, *, verbose: bool) -> int:
@@ -145,29 +145,22 @@ def _run(loaded: Loaded, native: NativeLog, *, verbose: bool) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         uvloop.run(_serve(loaded, native))
-    except InvalidInput as error:
-        _say(error, loaded)
-        return 2
     except InternalError as error:
         logger.critical("%s", error, exc_info=error.__cause__)
         return 1
     except KvferryError as error:
-        _say(error, loaded)
-        return 1
+        # To people as all commands do, otherwise as a line of the log.
+        if loaded.config.log_format == "json":
+            logger.critical("%s", error)
+        else:
+            print(f"kvferryd: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidInput) else 1
     except ModuleNotFoundError:
         raise
     except Exception:
         logger.critical("kvferryd has failed", exc_info=True)
         return 1
     return 0
-
-
-def _say(error: KvferryError, loaded: Loaded) -> None:
-    """Say why kvferryd cannot start: to people as all commands do, otherwise as a line of the log."""
-    if loaded.config.log_format == "json":
-        logger.critical("%s", error)
-    else:
-        print(f"kvferryd: {error}", file=sys.stderr)
 
 
 async def _serve(loaded: Loaded, native: NativeLog) -> None:
@@ -240,11 +233,10 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     drained = asyncio.ensure_future(server.stop())
     again = asyncio.ensure_future(signals.get())
     await asyncio.wait([drained, again], return_when=asyncio.FIRST_COMPLETED)
-    if again.done():
+    if again.done() and not drained.done():
         logger.warning("%s while draining: stopping at once", again.result().name)
         drained.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await drained
+        await asyncio.wait([drained])
         await server.stop(0)
     else:
         again.cancel()

@@ -69,8 +69,7 @@ def warnings(config: NodeConfig) -> list[str]:
 
 def _check_dates(config: NodeConfig) -> None:
     if config.tls is not None:
-        start, end = validity(read_tls(config.tls), config.tls)
-        check_in_time(config.tls, start <= time.time() < end)
+        check_in_time(config.tls, validity(read_tls(config.tls), config.tls), time.time())
 
 
 def _check_policy(config: NodeConfig) -> None:

@@ -38,11 +38,7 @@ class Serving:
         self._problems, self._logged = 0, float("-inf")
 
     async def start(self) -> None:
-        """Start to serve.
-
-        Raises:
-            CannotListen: the server cannot listen on the address.
-        """
+        """Start to serve; raises `CannotListen`."""
         self._server = await self._started()
         self.replacing = asyncio.create_task(self._replace(), name=f"kvferry-serving-{self.listener.address}")
 
