@@ -103,7 +103,16 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:
 
             async def refuse(_: object, context: Context) -> None:
-                await self._abort(context, method, _not_offered(method))
+                try:
+                    host = host_of(context.peer())
+                    self._start(self.calls, host)
+                    try:
+                        await self.requests.raw(context, host)
+                    finally:
+                        self.calls.give(host)
+                    raise _not_offered(method)
+                except Exception as error:
+                    await self._abort(context, method, error)
 
             return grpc.stream_unary_rpc_method_handler(self._counts.counted(method, refuse, timed=True))
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
@@ -126,7 +135,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await asyncio.wait(tuple(self._open), timeout=timeout)
         return not self._open
 
-    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode) -> Behaviour:
+    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode, encode: Encode) -> Behaviour:
         """Guard a method with one answer."""
         waits = method in WAITING
         budget = self.streams if waits else self.calls
@@ -171,9 +180,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         on_end(context, sent)
 
-    def _guarded_stream(
-        self, method: str, behaviour: Behaviour, decode: Decode | None, *, one_request: bool
-    ) -> Behaviour:
+    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode, *, one_request: bool) -> Behaviour:
         """Guard a method with any number of answers."""
 
         async def stream(_: object, context: Context) -> None:
@@ -300,14 +307,10 @@ async def _taken(context: Context, sending: Awaitable[None]) -> None:
         timer.cancel()
 
 
-def _encoder(encode: Encode | None) -> Encode:
+def _encoder(encode: Any) -> Encode:
     """Return what encodes a method's messages. Bytes, encoded before because many clients get the same, stay as they
     are."""
-
-    def encoded(message: Any) -> bytes:
-        return message if isinstance(message, bytes) or encode is None else encode(message)
-
-    return encoded
+    return lambda message: message if isinstance(message, bytes) else encode(message)
 
 
 def is_gone(error: Exception) -> bool:

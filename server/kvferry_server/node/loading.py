@@ -29,20 +29,8 @@ CONFIG_FILE = ENV_PREFIX + "CONFIG"
 CLIENT_PREFIX = "KVFERRY_"
 """Begins the names of what the command line and engines read. Settings of kvferryd had it, too."""
 
-OF_CLIENTS = (
-    "KVFERRY_SERVER",
-    "KVFERRY_ADDRESS",
-    "KVFERRY_ALLOWED_HOMES",
-    "KVFERRY_DIRECTORY",
-    "KVFERRY_ENGINE_ID",
-    "KVFERRY_LAYER_NAMES",
-    "KVFERRY_PROMPT_CHECK",
-    "KVFERRY_READ_TIMEOUT",
-    "KVFERRY_START_TIMEOUT",
-    "KVFERRY_TLS_CA",
-    "KVFERRY_TLS_CERT",
-    "KVFERRY_TLS_KEY",
-)
+_NAMES = "SERVER ADDRESS ALLOWED_HOMES DIRECTORY ENGINE_ID LAYER_NAMES PROMPT_CHECK READ_TIMEOUT START_TIMEOUT"
+OF_CLIENTS = tuple(f"{CLIENT_PREFIX}{name}" for name in f"{_NAMES} TLS_CA TLS_CERT TLS_KEY".split())
 """What the command line and engines read."""
 
 OF_KUBERNETES = re.compile(r"KVFERRY\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|KVFERRY\w*_PORT=\w+://.*")

@@ -60,7 +60,8 @@ MAX_REQUEST_BYTES = {
 MAX_DECODED = {KV_TRANSFER + "ReadChecksums": MAX_DECODED_QUERIES}
 """Bytes that a request may take once it is decoded, of methods whose lists hold less than their bytes could."""
 
-Decode: TypeAlias = Callable[[bytes], Any]
+Decode: TypeAlias = Any
+"""Decodes requests: the method `FromString` of a message's class."""
 
 
 @dataclass(eq=False, slots=True)
@@ -216,11 +217,6 @@ class HeldRequest:
         self.memory.take(self.host, more)
         self.size = size
 
-    async def wait_for_turn(self) -> None:
-        """Hold the turn of the caller's host."""
-        await self.arrivals.turn.acquire()
-        self.has_turn = True
-
     async def wait_for_peer(self, coming: Awaitable[Any]) -> None:
         """Do as `Arrivals.wait_for_peer`, if the request holds a slot."""
         await (self.arrivals.wait_for_peer(coming) if self.has_slot else coming)
@@ -254,17 +250,8 @@ class Requests:
         self._time_slices = time_slices
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
 
-    async def read(self, method: str, decode: Decode | None, context: Context, host: str) -> tuple[Any, HeldRequest]:
-        """Read and decode the one request of a call.
-
-        Args:
-            method: the path of the method.
-            decode: decodes a request; None: it stays as it is.
-            context: the call.
-            host: the host that the call comes from.
-
-        Returns:
-            The request, and what it holds.
+    async def read(self, method: str, decode: Decode, context: Context, host: str) -> tuple[Any, HeldRequest]:
+        """Read and decode the one request of a call from a host. Returns the request, and what it holds.
 
         Raises:
             InvalidField: there is no request, it is too large, or it does not decode.
@@ -277,31 +264,31 @@ class Requests:
         try:
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
-            if decode is not None:
-                _check_size(raw, MAX_REQUEST_BYTES.get(method, MAX_SMALL_REQUEST))
+            _check_size(raw, MAX_REQUEST_BYTES.get(method, MAX_SMALL_REQUEST))
             return await self._decoded(decode, raw, host, held, MAX_DECODED.get(method, sys.maxsize)), held
         except BaseException:
             held.free()
             raise
 
-    async def each(self, decode: Decode | None, context: Context, host: str) -> AsyncGenerator[Any, None]:
+    async def each(self, decode: Decode, context: Context, host: str) -> AsyncGenerator[Any, None]:
         """Yield the requests of a call that may have many, decoded; raises as `read`. gRPC keeps as much of a request
         as has arrived, however much a method takes, so that these wait for slots as well."""
-        while True:
-            arrivals = self._arrivals(host, geometries=False)
-            raw, large = await arrivals.read(context)
-            if large:
-                self.worked_on += len(raw)
-                arrivals.slots.release()
-            if raw is grpc.aio.EOF:
-                return
+        while (raw := await self.raw(context, host)) is not grpc.aio.EOF:
             _check_size(raw, MAX_STREAMED_REQUEST)
             yield _parsed(decode, raw)
 
-    async def _decoded(self, decode: Decode | None, raw: bytes, host: str, held: HeldRequest, most: int) -> Any:
-        shape = _shape(decode)
-        if shape is None:
-            return _parsed(decode, raw)
+    async def raw(self, context: Context, host: str) -> Any:
+        """Return the next request of a call, not decoded, or `grpc.aio.EOF`; raises as `read`."""
+        arrivals = self._arrivals(host, geometries=False)
+        raw, large = await arrivals.read(context)
+        if large:
+            self.worked_on += len(raw)
+            arrivals.slots.release()
+        return raw
+
+    async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, most: int) -> Any:
+        # A message's class decodes it.
+        shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
         if size > COUNTED_REQUEST:
             held.count(len(raw))
@@ -311,7 +298,8 @@ class Requests:
         if size <= HEAVY_REQUEST:
             held.count(size)
             return _parsed(decode, raw)
-        await held.wait_for_turn()
+        await held.arrivals.turn.acquire()
+        held.has_turn = True
         held.count(size)
         return await self._worker.run(host, len(raw), lambda: _parsed(decode, raw))
 
@@ -331,11 +319,8 @@ class Requests:
         return found.size
 
     def _arrivals(self, host: str, *, geometries: bool) -> Arrivals:
-        arrivals = self._arriving.get((host, geometries))
-        if arrivals is None:
-            arrivals = Arrivals(MAX_REQUESTS if host else MAX_LOCAL_REQUESTS)
-            self._arriving[host, geometries] = arrivals
-        return arrivals
+        most = MAX_REQUESTS if host else MAX_LOCAL_REQUESTS
+        return self._arriving.setdefault((host, geometries), Arrivals(most))
 
 
 def _check_size(raw: bytes, most: int) -> None:
@@ -343,18 +328,10 @@ def _check_size(raw: bytes, most: int) -> None:
         raise InvalidField("request", f"{len(raw)} bytes", f"at most {most} bytes for this method")
 
 
-def _shape(decode: Decode | None) -> Shape | None:
-    """Return the shape of what a function decodes: that of a message, whose class it belongs to."""
-    kind = getattr(decode, "__self__", None)
-    return None if kind is None else shape_of(kind.DESCRIPTOR)
-
-
-def _parsed(decode: Decode | None, raw: Any) -> Any:
-    if decode is None:
-        return raw
+def _parsed(decode: Decode, raw: Any) -> Any:
     try:
         return decode(raw)
     except Exception:
         # Usually protobuf's DecodeError, but its C code raises other errors as well.
-        name = getattr(getattr(decode, "__self__", None), "__name__", "message")
-    raise InvalidField("request", f"{len(raw)} bytes", f"an encoded {name}")
+        expected = f"an encoded {decode.__self__.__name__}"
+    raise InvalidField("request", f"{len(raw)} bytes", expected)
