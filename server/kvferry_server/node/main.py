@@ -73,15 +73,7 @@ def run(arguments: Sequence[str]) -> int:
     if not verbose:
         os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
-    from kvferry_server.node.loading import (
-        BadConfig,
-        add_flags,
-        config_file,
-        load,
-        renamed_variables,
-        unknown_variables,
-    )
-    from kvferry_server.node.named_files import file_problems, memory_problems, warnings
+    from kvferry_server.node import loading, named_files
     from kvferry_server.node.native_log import NativeLog
 
     parser = argparse.ArgumentParser(
@@ -95,25 +87,27 @@ def run(arguments: Sequence[str]) -> int:
         help="Print every setting with its value and its origin, say what is wrong with them and with the files that "
         "they name, and exit: with 2, if anything is.",
     )
-    add_flags(parser)
+    loading.add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
-    if renamed := renamed_variables(os.environ):
+    if renamed := loading.renamed_variables(os.environ):
         return _refuse(renamed)
     try:
-        loaded = load(flags, config_file(file))
-    except BadConfig as error:
+        loaded = loading.load(flags, loading.config_file(file))
+    except loading.BadConfig as error:
         return _refuse(error.message.splitlines())
+    notes = (*named_files.warnings(loaded.config), *loading.unknown_variables(os.environ))
+    little_memory = named_files.memory_problems(loaded)
     if check_only:
         print(loaded.describe())
-        problems = file_problems(loaded) + memory_problems(loaded)
-        _refuse((*problems, *warnings(loaded.config), *unknown_variables(os.environ)))
+        problems = named_files.file_problems(loaded) + little_memory
+        _refuse((*problems, *notes))
         return 2 if problems else 0
     # Or when it is first used; set any earlier, it would be warned of outside the log.
     os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     native = NativeLog()
     try:
-        return _run(loaded, native, verbose=verbose)
+        return _run(loaded, native, (*notes, *little_memory), verbose=verbose)
     finally:
         native.close()
 
@@ -124,19 +118,17 @@ def _refuse(lines: Iterable[str]) -> int:
     return 2
 
 
-def _run(loaded: Loaded, native: NativeLog, *, verbose: bool) -> int:
+def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
     """Serve until told to stop. Returns the exit code."""
     import uvloop
 
-    from kvferry_server.node.loading import unknown_variables
     from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.memory import use_few_arenas
-    from kvferry_server.node.named_files import memory_problems, warnings
     from kvferry_server.node.times import SWITCH_INTERVAL
 
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
     native.start(verbose=verbose)
-    for line in (*warnings(loaded.config), *unknown_variables(os.environ), *memory_problems(loaded)):
+    for line in notes:
         logger.warning("%s", line)
     # Both here and not in NodeServer, because they apply to the whole process.
     use_few_arenas()
