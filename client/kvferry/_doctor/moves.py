@@ -62,11 +62,8 @@ def check(host: Host) -> list[Finding]:
 
 @contextmanager
 def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
-    """Have UCX, which must not be loaded yet, write its log to a file instead of showing it.
-
-    Yields:
-        what returns the log until now; UCX does not flush it itself.
-    """
+    """Have UCX, which must not be loaded yet, write its log to a file instead of showing it. Yields a function that
+    returns the log until now; UCX does not flush it itself."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         os.environ |= {"UCX_LOG_FILE": str(Path(folder) / "ucx.%p"), **settings}
         log = Path(folder) / f"ucx.{os.getpid()}"

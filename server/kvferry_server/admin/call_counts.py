@@ -36,11 +36,7 @@ _refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
 
 @dataclass(slots=True, eq=False)
 class CallCounts:
-    """Counts of calls. Not thread-safe: they belong to the event loop that serves the calls.
-
-    Args:
-        events: where refusals are written; None: nowhere.
-    """
+    """Counts of calls; refusals are written to `events`. Belongs to the event loop that serves the calls."""
 
     events: EventLog | None = None
     results: Counter[tuple[str, str]] = counter(
@@ -57,13 +53,8 @@ class CallCounts:
     def counted(
         self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
     ) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Return a method's handler that counts its calls.
-
-        Args:
-            method: its path, or how messages name unknown methods.
-            behaviour: its handler.
-            timed: its calls do not wait for news, so that their duration says something.
-        """
+        """Return the handler of a method, given its path or how messages name unknown ones, with its calls counted;
+        `timed`: they do not wait for news, so that their duration says something."""
         name = method.removeprefix("/") if method.startswith("/") else "unknown"
         # From the start, because a rate needs a value to begin with.
         self.results[name, OK] += 0

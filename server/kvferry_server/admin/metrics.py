@@ -234,11 +234,7 @@ METRICS: tuple[Row, ...] = (
 
 
 class NodeCollector(Collector):
-    """Collects the metrics of one node server. Belongs to its event loop.
-
-    Args:
-        node: the node server.
-    """
+    """Collects the metrics of one node server. Belongs to its event loop."""
 
     def __init__(self, node: NodeState) -> None:
         self._scrape = Scrape(node, {})

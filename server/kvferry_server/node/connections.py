@@ -63,12 +63,7 @@ class _Connection(NamedTuple):
 
 
 class ConnectionLimiter:
-    """Keeps some connections of one TCP port free. Belongs to one event loop.
-
-    Args:
-        port: the port that this server listens on.
-        most: how many connections gRPC allows on it.
-    """
+    """Keeps some of the connections free that gRPC allows at `most` on one TCP port. Belongs to one event loop."""
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most

@@ -26,14 +26,8 @@ RETRY_FIRST = 0.2
 
 
 class Listings:
-    """What one home has listed in a directory. `run` it on the home's event loop, and `stop` it there.
-
-    Args:
-        directory: where it is listed.
-        home: the home.
-        labels: labels of all its engines.
-        ttl: seconds for which the directory keeps what is not renewed.
-    """
+    """What one home has listed in a directory, which keeps what is not renewed for `ttl` seconds. `run` it on the
+    home's event loop, and `stop` it there."""
 
     def __init__(self, directory: Directory, home: Home, labels: Mapping[str, str], ttl: float) -> None:
         self._directory = directory

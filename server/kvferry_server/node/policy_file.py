@@ -62,11 +62,8 @@ class _File(BaseModel):
 
 
 def read_policy(path: Path) -> Policy:
-    """Read a policy file. Whom none of its rules fits may do nothing.
-
-    Raises:
-        InvalidField: it cannot be read, is not TOML, or has something that no policy has. Names the setting `policy`.
-    """
+    """Read a policy file. Whom none of its rules fits may do nothing. Raises `InvalidField`, of the setting `policy`,
+    if the file cannot be read, is not TOML, or has something that no policy has."""
     try:
         # pydantic's source skips files that do not exist, but this one was named. Looking may fail, too: in a folder
         # that may not be entered any more.

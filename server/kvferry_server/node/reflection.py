@@ -25,12 +25,7 @@ REFLECTIONS = (V1, V1ALPHA)
 
 
 def add_reflection(server: Any, services: Sequence[str]) -> None:
-    """Add both reflection services to a server.
-
-    Args:
-        server: a server, or what stands in for one.
-        services: full names of the services that they list.
-    """
+    """Add both reflection services to a server; they list these services, by their full names."""
     # grpc_reflection ships no types.
     make: Any = reflection_aio.ReflectionServicer
     handlers = {

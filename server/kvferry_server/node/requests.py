@@ -24,19 +24,8 @@ from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import InvalidField, KvferryError, LimitReached
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import TimeSlices
+from kvferry_server.node import limits
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of
-from kvferry_server.node.limits import (
-    COUNTED_REQUEST,
-    HEAVY_REQUEST,
-    LARGE_MESSAGE,
-    MAX_DECODED_QUERIES,
-    MAX_FIELDS,
-    MAX_LOCAL_REQUESTS,
-    MAX_REQUEST_MEMORY,
-    MAX_REQUESTS,
-    MAX_SMALL_REQUEST,
-    MAX_STREAMED_REQUEST,
-)
 from kvferry_server.node.times import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 from kvferry_server.servicers.callers import Context
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES
@@ -57,7 +46,7 @@ MAX_REQUEST_BYTES = {
 }
 """Bytes of a request by method; `MAX_SMALL_REQUEST` of all other methods."""
 
-MAX_DECODED = {KV_TRANSFER + "ReadChecksums": MAX_DECODED_QUERIES}
+MAX_DECODED = {KV_TRANSFER + "ReadChecksums": limits.MAX_DECODED_QUERIES}
 """Bytes that a request may take once it is decoded, of methods whose lists hold less than their bytes could."""
 
 Decode: TypeAlias = Any
@@ -76,9 +65,6 @@ class _Idle:
 class Arrivals:
     """The slots of one host. Belongs to one event loop.
 
-    Args:
-        most: how many slots there are.
-
     Attributes:
         turn: held by the one request of this host that takes much memory.
         slots: held by requests.
@@ -96,15 +82,11 @@ class Arrivals:
         self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Any) -> tuple[Any, bool]:
-        """Wait for a slot, first come first served, and read a call's next request.
+        """Wait for a slot, first come first served, and read a call's next request; raises as `wait_for_peer`.
 
         Returns:
             The undecoded request, or `grpc.aio.EOF`; and whether it is large: then the caller still has the slot, and
             releases it.
-
-        Raises:
-            InvalidField: the request did not arrive within `REQUEST_TIMEOUT`.
-            LimitReached: others needed the slot meanwhile.
         """
         self._wanted += 1
         try:
@@ -115,7 +97,7 @@ class Arrivals:
         large = False
         try:
             raw = await self.wait_for_peer(context.read(), reads=True)
-            large = raw is not grpc.aio.EOF and len(raw) >= LARGE_MESSAGE
+            large = raw is not grpc.aio.EOF and len(raw) >= limits.LARGE_MESSAGE
         finally:
             if not large:
                 self.slots.release()
@@ -124,12 +106,8 @@ class Arrivals:
     async def wait_for_peer(self, coming: Awaitable[Any], *, reads: bool = False) -> Any:
         """Wait for something that depends on a call's peer, while the call has a slot, and return its result.
 
-        Args:
-            coming: what to wait for.
-            reads: it is the call's request, which has to arrive within `REQUEST_TIMEOUT`.
-
         Raises:
-            InvalidField: the request did not arrive in time.
+            InvalidField: it is the request that the call `reads`, and did not arrive within `REQUEST_TIMEOUT`.
             LimitReached: others needed the slot meanwhile.
         """
         loop = asyncio.get_running_loop()
@@ -195,8 +173,7 @@ class HeldRequest:
     Attributes:
         memory: the budget of decoded requests.
         host: the host that the call comes from.
-        arrivals: the slots of that host.
-        has_slot, has_turn: the request holds a slot of the host, and its turn.
+        arrivals, has_slot, has_turn: the slots of that host, and whether the request holds one, and the host's turn.
         size: bytes of the budget that it holds.
     """
 
@@ -211,7 +188,7 @@ class HeldRequest:
         """Hold so many bytes of memory in all, if they are worth counting; raises `LimitReached` if this host's
         requests hold too many."""
         more = size - self.size
-        if more <= 0 or size <= COUNTED_REQUEST:
+        if more <= 0 or size <= limits.COUNTED_REQUEST:
             return
         check_budget("request_memory", self.memory, self.host, RETRY_AFTER, more)
         self.memory.take(self.host, more)
@@ -232,11 +209,7 @@ class HeldRequest:
 
 
 class Requests:
-    """The requests of one listener. Belongs to one event loop.
-
-    Args:
-        worker: decodes those that take much.
-        time_slices: for what is worked out of others, on the event loop.
+    """The requests of one listener: those that take much are decoded by the worker. Belongs to one event loop.
 
     Attributes:
         memory: the budget of decoded requests.
@@ -244,7 +217,7 @@ class Requests:
     """
 
     def __init__(self, worker: Worker, time_slices: TimeSlices) -> None:
-        self.memory = Budget(MAX_REQUEST_MEMORY)
+        self.memory = Budget(limits.MAX_REQUEST_MEMORY)
         self.worked_on = 0
         self._worker = worker
         self._time_slices = time_slices
@@ -264,7 +237,7 @@ class Requests:
         try:
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
-            _check_size(raw, MAX_REQUEST_BYTES.get(method, MAX_SMALL_REQUEST))
+            _check_size(raw, MAX_REQUEST_BYTES.get(method, limits.MAX_SMALL_REQUEST))
             return await self._decoded(decode, raw, host, held, MAX_DECODED.get(method, sys.maxsize)), held
         except BaseException:
             held.free()
@@ -274,7 +247,7 @@ class Requests:
         """Yield the requests of a call that may have many, decoded; raises as `read`. gRPC keeps as much of a request
         as has arrived, however much a method takes, so that these wait for slots as well."""
         while (raw := await self.raw(context, host)) is not grpc.aio.EOF:
-            _check_size(raw, MAX_STREAMED_REQUEST)
+            _check_size(raw, limits.MAX_STREAMED_REQUEST)
             yield _parsed(decode, raw)
 
     async def raw(self, context: Context, host: str) -> Any:
@@ -290,12 +263,12 @@ class Requests:
         # A message's class decodes it.
         shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
-        if size > COUNTED_REQUEST:
+        if size > limits.COUNTED_REQUEST:
             held.count(len(raw))
             size = await self._measured(raw, shape, host, most)
-        if size > COUNTED_REQUEST:
+        if size > limits.COUNTED_REQUEST:
             self.worked_on += size
-        if size <= HEAVY_REQUEST:
+        if size <= limits.HEAVY_REQUEST:
             held.count(size)
             return _parsed(decode, raw)
         await held.arrivals.turn.acquire()
@@ -312,14 +285,13 @@ class Requests:
             if self._time_slices.over:
                 await self._time_slices.wait(host, short=short)
         if not found.fits:
-            expected = (
-                f"{len(raw)} bytes that take at most {found.most} bytes in {MAX_FIELDS} fields once they are decoded"
-            )
+            allowed = f"{found.most} bytes in {limits.MAX_FIELDS} fields"
+            expected = f"{len(raw)} bytes that take at most {allowed} once they are decoded"
             raise InvalidField("request", f"more than {found.size} bytes in {found.fields} fields", expected)
         return found.size
 
     def _arrivals(self, host: str, *, geometries: bool) -> Arrivals:
-        most = MAX_REQUESTS if host else MAX_LOCAL_REQUESTS
+        most = limits.MAX_REQUESTS if host else limits.MAX_LOCAL_REQUESTS
         return self._arriving.setdefault((host, geometries), Arrivals(most))
 
 

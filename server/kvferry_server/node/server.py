@@ -188,12 +188,8 @@ class NodeServer:
             self._begin(self._listings.run(), "listings")
 
     async def failed(self) -> None:
-        """Wait until the server cannot go on because of a bug, and raise it.
-
-        Raises:
-            InternalError: the home's timers have stopped, so that nothing would be released any more, or gRPC servers
-                are not replaced any more. Also if the server was not started.
-        """
+        """Wait until the server cannot go on because of a bug, and raise `InternalError`: the home's timers have
+        stopped, so that nothing would be released any more, or gRPC servers are not replaced any more."""
         if self._driver is None:
             raise InternalError("the server was not started")
         running = [self._driver, *(serving.replacing for serving in self._servings if serving.replacing is not None)]
