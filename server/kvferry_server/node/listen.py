@@ -24,8 +24,9 @@ from typing import Protocol
 
 import grpc
 
-from kvferry._wire.channel import MAX_SOCKET_PATH, Address, TlsConfig, parse_address
+from kvferry._wire.channel import MAX_SOCKET_PATH, Address, parse_address
 from kvferry.errors import InvalidField, KvferryError
+from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.limits import PORT_TRIES
 
@@ -267,13 +268,15 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def check_exposure(address: Address, tls: TlsConfig | None, *, insecure: bool, anonymous_tls: bool) -> None:
-    """Refuse to listen where every other host can connect, unless that was explicitly allowed: raise `InvalidField` if
-    the address is not on loopback, and there is neither mTLS nor one of the settings `insecure` (without TLS) and
-    `anonymous_tls` (without client certificates)."""
-    if insecure or is_on_loopback(address) or (tls is not None and (tls.ca is not None or anonymous_tls)):
+def check_exposure(config: NodeConfig) -> None:
+    """Raise `InvalidField` for a TCP address at which every other host can connect, unless that was explicitly allowed:
+    it is not on loopback, and there is neither mTLS nor one of the settings `insecure` and `anonymous_tls`."""
+    address, tls = config.listen_address, config.tls
+    if address is None or config.insecure or is_on_loopback(address):
         return
     if tls is not None:
+        if tls.ca is not None or config.anonymous_tls:
+            return
         raise InvalidField(
             "tls_ca",
             None,
@@ -312,9 +315,8 @@ def advertised(wanted: str, listening: Address | None, unix: Address | None) -> 
                 "advertise", "", f"the host at which other nodes reach this one: they cannot connect to {listening}"
             )
         return str(listening)
-    if unix is not None:
-        return str(unix)
-    raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
+    # `NodeConfig` refuses settings with neither.
+    return str(unix)
 
 
 def is_on_loopback(address: Address) -> bool:

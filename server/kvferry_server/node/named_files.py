@@ -79,7 +79,6 @@ def _check_policy(config: NodeConfig) -> None:
 
 def _check_addresses(config: NodeConfig) -> None:
     """Raise `InvalidField` as kvferryd would at its start. No port is taken."""
-    listening, unix = config.listen_address, config.unix_path
-    if listening is not None:
-        check_exposure(listening, config.tls, insecure=config.insecure, anonymous_tls=config.anonymous_tls)
-    advertised(config.advertise, listening, Address(path=str(unix)) if unix is not None else None)
+    check_exposure(config)
+    unix = config.unix_path
+    advertised(config.advertise, config.listen_address, Address(path=str(unix)) if unix is not None else None)

@@ -287,8 +287,7 @@ class NodeServer:
     def _hold(self) -> None:
         """Reserve all addresses, and read the TLS files."""
         config, path, address = self._config, self._config.unix_path, self._config.listen_address
-        if address is not None:
-            check_exposure(address, config.tls, insecure=config.insecure, anonymous_tls=config.anonymous_tls)
+        check_exposure(config)
         if config.tls is not None:
             self._certificates = Certificates(config.tls)
         if path is not None:
