@@ -138,21 +138,16 @@ async def _quietly(handling: Awaitable[None]) -> None:
         raise
 
 
-def make_server(
-    guard: Guard, options: Sequence[tuple[str, Any]], add: Callable[[Any], None], *, mended: bool = True
-) -> Server:
+def make_server(guard: Guard, options: Sequence[tuple[str, Any]], add: Callable[[Any], None]) -> Server:
     """Make a server for the running event loop, without an address yet.
 
     Args:
         guard: wraps every call, including those of unknown methods.
         options: gRPC channel arguments.
         add: passes its argument to the generated ``add_…_to_server`` functions.
-        mended: False: without the workaround, for tests of what happens when grpcio's server ends.
     """
     if not _CAN_MEND:
-        options = tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items())
-    if not (mended and _CAN_MEND):
-        server = Server((guard,), options)
+        server = Server((guard,), tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items()))
         add(server)
         return server
     collected = _Collected()

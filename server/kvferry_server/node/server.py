@@ -23,7 +23,7 @@ from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.admin.call_counts import CallCounts
 from kvferry_server.admin.node_state import NodeState, ShownListener
-from kvferry_server.domain.clock import BootClock, Clock
+from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import Policy
 from kvferry_server.home.home import Home
@@ -80,7 +80,6 @@ class NodeServer:
 
     Args:
         config: the settings.
-        clock: where the home takes its time from; None: CLOCK_BOOTTIME.
         failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
 
     Attributes:
@@ -95,12 +94,9 @@ class NodeServer:
     advertise: str = ""
     admin: str = ""
 
-    def __init__(
-        self, config: NodeConfig, clock: Clock | None = None, failed_handshakes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, config: NodeConfig, failed_handshakes: Mapping[str, int] | None = None) -> None:
         self._config = config
         self._failed_handshakes = failed_handshakes
-        self._clock = clock if clock is not None else BootClock()
         self._health = health_aio.HealthServicer()
         self._worker = Worker()
         self._relays: Relays | None = None
@@ -143,7 +139,7 @@ class NodeServer:
         certificates = self._certificates
         if certificates is not None:
             self._begin(certificates.run(), "certificates")
-        self.home = Home(self._clock, config.times, self.advertise, Limits(memory=config.home_memory))
+        self.home = Home(BootClock(), config.times, self.advertise, Limits(memory=config.home_memory))
         relays = self._relays = Relays(
             self.advertise,
             config.tls,
