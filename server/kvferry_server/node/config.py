@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
@@ -36,26 +36,13 @@ GROUPS = {
 }
 """Headings of the flags, by the first setting below each."""
 
-METAVARS = {
-    "listen": "HOST:PORT",
-    "unix": "PATH",
-    "advertise": "HOST[:PORT]",
-    "admin": "HOST:PORT",
-    "relay_homes": "PATTERNS",
-    "directory": "URL",
-    "directory_labels": "NAME=VALUE,...",
-    "log_level": "LEVEL",
-    "log_format": "FORMAT",
-    "trace_endpoint": "URL",
-}
-"""How the values of flags are called, where the type alone does not say it."""
-
 _TIMES = Times()
 _LIMITS = CallLimits()
 
 
 class NodeConfig(BaseModel):
-    """All settings of a node server: the text below each is its help. Durations are in seconds.
+    """All settings of a node server: the text below each is its help, where a text in its type stands for its value.
+    Durations are in seconds.
 
     Raises:
         pydantic.ValidationError: settings are wrong; `load` and `configure` raise `BadConfig` for it.
@@ -63,14 +50,14 @@ class NodeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    listen: str = "127.0.0.1:7423"
+    listen: Annotated[str, "HOST:PORT"] = "127.0.0.1:7423"
     """TCP address for engines and node servers of other hosts. Port 0: a free port. Empty: no TCP."""
-    unix: str = "/run/kvferry/node.sock"
+    unix: Annotated[str, "PATH"] = "/run/kvferry/node.sock"
     """UNIX socket for engines of this host. Users who may enter its directory may connect. Empty: none."""
-    advertise: str = ""
+    advertise: Annotated[str, "HOST[:PORT]"] = ""
     """The address at which other nodes reach this server; it goes into references. Without a port: the port of
     `listen`. Empty: the TCP address, else the UNIX socket."""
-    admin: str = "127.0.0.1:7424"
+    admin: Annotated[str, "HOST:PORT"] = "127.0.0.1:7424"
     """TCP address for metrics, health and a page for people, over HTTP without TLS. Port 0: a free port. Empty:
     none. If the default is in use, there is none either."""
     tls_cert: Path | None = None
@@ -89,15 +76,15 @@ class NodeConfig(BaseModel):
     admin_insecure: bool = False
     """Allow `admin` beyond loopback. Whoever can connect there sees the names of engines, requests and hosts, and
     can change nothing."""
-    relay_homes: str = ""
+    relay_homes: Annotated[str, "PATTERNS"] = ""
     """Homes that this server may relay to, as shell patterns of host:port, separated by commas. Empty: any home
     with tls_ca or `insecure`, otherwise only homes on this host."""
-    directory: str = ""
+    directory: Annotated[str, "URL"] = ""
     """etcd in which to list this server and its engines, so that readers find them:
     etcd://HOST:PORT[,HOST:PORT]/PREFIX, etcds:// for TLS (docs/deployment.md). Empty: none."""
     directory_ttl: float = Field(15.0, ge=2, le=3600)
     """How long the directory keeps what this server does not renew. It renews after a third of that."""
-    directory_labels: str = ""
+    directory_labels: Annotated[str, "NAME=VALUE,..."] = ""
     """Labels of this server's engines in the directory: role=prefill,rack=a7."""
     ttl: float = _TIMES.ttl
     """How long a lease lasts from its acceptance or renewal. Readers renew it after a third of that."""
@@ -127,11 +114,11 @@ class NodeConfig(BaseModel):
     memory: ByteSize = ByteSize(0)
     """Memory for what the home keeps of engines and their requests: 512MiB, or bytes. Engines and hosts share it.
     The process takes up to 384 MiB more. 0: half of what its cgroup or host has, at most 1 GiB."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], "LEVEL"] = "info"
     """Level from which messages are logged, to stderr."""
-    log_format: Literal["text", "json"] = "text"
+    log_format: Annotated[Literal["text", "json"], "FORMAT"] = "text"
     """How messages are logged: lines of text with key=value, or an object of JSON each."""
-    trace_endpoint: str = ""
+    trace_endpoint: Annotated[str, "URL"] = ""
     """URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span for
     each call that belongs to a trace. Empty: no traces."""
 

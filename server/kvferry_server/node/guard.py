@@ -114,7 +114,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 except Exception as error:
                     await self._abort(context, method, error)
 
-            return grpc.stream_unary_rpc_method_handler(self._counts.counted(method, refuse, timed=True))
+            # Their names come from strangers, and are no label.
+            return grpc.stream_unary_rpc_method_handler(self._counts.counted(UNKNOWN_METHOD, refuse, timed=True))
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
         if handler.unary_unary is not None:
             call = self._guarded_call(method, handler.unary_unary, decode, encode)

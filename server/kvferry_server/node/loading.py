@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry.errors import InvalidField, KvferryError
-from kvferry_server.node.config import ENV_PREFIX, GROUPS, METAVARS, NodeConfig, shown
+from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
 
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
 
@@ -67,7 +67,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         default = "none" if field.default in (None, "") else "no" if field.default is False else field.default
-        options: dict[str, Any] = {"metavar": METAVARS.get(name) or of_types.get(field.annotation, "FILE")}
+        metavar = next(
+            (each for each in field.metadata if isinstance(each, str)), of_types.get(field.annotation, "FILE")
+        )
+        options: dict[str, Any] = {"metavar": metavar}
         if field.annotation is bool:
             options = {"action": argparse.BooleanOptionalAction}
         text = f"{field.description} [{default}; {ENV_PREFIX}{name.upper()}]".replace("%", "%%")
