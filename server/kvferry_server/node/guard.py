@@ -33,7 +33,7 @@ from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import LARGE_MESSAGE, MAX_PENDING_ANSWERS, CallLimits
 from kvferry_server.node.requests import KV_TRANSFER, Decode, HeldRequest, Requests
 from kvferry_server.node.times import ANSWER_TIMEOUT, RETRY_AFTER
-from kvferry_server.node.tracing import Traced, untraced
+from kvferry_server.node.tracing import Behaviour, Traced, untraced
 from kvferry_server.servicers.access import Access
 from kvferry_server.servicers.callers import Context, on_end
 
@@ -46,7 +46,6 @@ and operators' tools (`buf curl`, `grpcurl`) send none."""
 UNKNOWN_METHOD = "the called method"
 """Stands in messages for the path of a call to an unknown method, which is never decoded."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
