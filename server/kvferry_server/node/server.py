@@ -108,7 +108,6 @@ class NodeServer:
         self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
         self._listings: Listings | None = None
-        self._unlisting: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._admin: tuple[AdminListener, AdminService] | None = None
         self._tracing: Tracing | None = None
@@ -205,19 +204,16 @@ class NodeServer:
         progress and open connections go on."""
         # One after the other, so that an earlier one does not put back what it has read.
         async with self._reloading:
-            await self._reload()
-
-    async def _reload(self) -> None:
-        path = self._config.policy
-        if path is not None:
-            try:
-                self._policy = await asyncio.to_thread(read_policy, path)
-            except InvalidField as error:
-                logger.error("the policy stays as it was: %s", error.message)
-            else:
-                logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
-        if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
-            logger.info("the certificate was read again from %s", self._config.tls_cert)
+            path = self._config.policy
+            if path is not None:
+                try:
+                    self._policy = await asyncio.to_thread(read_policy, path)
+                except InvalidField as error:
+                    logger.error("the policy stays as it was: %s", error.message)
+                else:
+                    logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
+            if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
+                logger.info("the certificate was read again from %s", self._config.tls_cert)
 
     async def stop(self, grace: float | None = None) -> None:
         """Drain and stop; removes the socket's files. May be called again, to hurry an earlier call that was cancelled.
@@ -226,6 +222,7 @@ class NodeServer:
             grace: seconds for live leases and calls in progress; None: as configured; 0: none.
         """
         grace = self._config.drain if grace is None else grace
+        loop, unlisting = asyncio.get_running_loop(), None
         if self._servings and self._relays is not None:
             self._relays.stop()
             # The order matters: load balancers leave, then new work is refused, then readers report what they have read
@@ -233,21 +230,23 @@ class NodeServer:
             # health Watch, would make it wait for the whole grace.
             await self._health.enter_graceful_shutdown()
             self.home.drain()
-            # Beside the drain, which a directory out of reach shall not prolong.
-            self._unlisting = asyncio.create_task(self._unlist(), name="kvferry-unlisting")
-            until = asyncio.get_running_loop().time() + grace
+            if self._listings is not None:
+                # Beside the drain, which a directory out of reach shall not prolong.
+                unlisting = asyncio.create_task(self._listings.stop(), name="kvferry-unlisting")
+                self._listings = None
+            until = loop.time() + grace
             await self._leases_end(until)
             self.home.end_watches()
             if grace > 0:
                 await asyncio.gather(*(guard.streams_ended(DRAIN_STREAMS) for guard in self._guards))
             for guard in self._guards:
                 guard.end_streams()
-            grace = max(0.0, until - asyncio.get_running_loop().time())
+            grace = max(0.0, until - loop.time())
         await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
         if self._relays is not None:
             await self._relays.close()
-        if self._unlisting is not None:
-            await asyncio.wait([self._unlisting])
+        if unlisting is not None:
+            await asyncio.wait([unlisting])
         for task in self._tasks:
             task.cancel()
             await asyncio.wait([task])
@@ -268,16 +267,10 @@ class NodeServer:
         self._tasks.append(asyncio.create_task(running, name=f"kvferry-{name}"))
         return self._tasks[-1]
 
-    async def _unlist(self) -> None:
-        listings, self._listings = self._listings, None
-        if listings is not None:
-            await listings.stop()
-
     async def _leases_end(self, until: float) -> None:
         """Wait until no lease pins blocks, at most until a time of the event loop."""
-        loop = asyncio.get_running_loop()
         # Polled, because the domain has no asyncio events to wait for.
-        while self.home.records.pinning() and loop.time() < until:  # noqa: ASYNC110
+        while self.home.records.pinning() and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LEASE_POLL)
 
     def _hold(self) -> None:
