@@ -291,8 +291,11 @@ class Requests:
         return found.size
 
     def _arrivals(self, host: str, *, geometries: bool) -> Arrivals:
-        most = limits.MAX_REQUESTS if host else limits.MAX_LOCAL_REQUESTS
-        return self._arriving.setdefault((host, geometries), Arrivals(most))
+        arrivals = self._arriving.get((host, geometries))
+        if arrivals is None:
+            arrivals = Arrivals(limits.MAX_REQUESTS if host else limits.MAX_LOCAL_REQUESTS)
+            self._arriving[host, geometries] = arrivals
+        return arrivals
 
 
 def _check_size(raw: bytes, most: int) -> None:
