@@ -33,7 +33,6 @@ from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import CallLimits
 from kvferry_server.node.requests import Requests
-from kvferry_server.node.server import SERVICES
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.relay import Relays
@@ -176,7 +175,6 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     server = make_server(
         Guard(CallLimits(), TRUSTED, Requests(worker, home.time_slices)),
         SERVER_OPTIONS,
-        SERVICES,
         lambda server: add_servicers(server, home, relays, worker),
     )
     address = f"unix:{directory / 's'}"

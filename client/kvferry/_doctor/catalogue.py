@@ -15,14 +15,8 @@ from kvferry._doctor.host import Host
 
 
 class Check(NamedTuple):
-    """A check.
-
-    Attributes:
-        name: what it is called on the command line and in docs/doctor.md.
-        look: the function; it returns at least one finding.
-        alone: seconds for which it may run in a process of its own, beside the waits for a peer; 0: it runs in this
-            one.
-    """
+    """A check, by its name in docs/doctor.md: the function `look` returns at least one finding. It may run for `alone`
+    seconds in a process of its own, beside the waits for a peer; 0: it runs in this one."""
 
     name: str
     look: Callable[[Host], list[Finding]]

@@ -36,12 +36,7 @@ def table() -> dict[str, tuple[str, str, str]]:
 
 
 def finding(name: str, found: str, do: str = "") -> Finding:
-    """Make a finding.
-
-    Args:
-        name: its name in the table.
-        found: what was found here, with numbers.
-        do: what to do, where the case at hand decides it.
-    """
+    """Make a finding of that name in the table, given what was found here, with numbers, and what to do, where the case
+    at hand decides it."""
     level, means, remedy = table()[name]
     return Finding(name, level, found, means, do or remedy)

@@ -30,13 +30,8 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def run(check: str, host: Host, seconds: float) -> list[Finding]:
-    """Run a check in a new process.
-
-    Args:
-        check: its name in `kvferry._doctor.catalogue`.
-        host: what it looks at.
-        seconds: how long it may take; then it and what it started are killed.
-    """
+    """Run a check of `kvferry._doctor.catalogue`, by its name, in a new process. After `seconds` the process is killed
+    with all that it started."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         answer = Path(folder) / "findings"
         with (Path(folder) / "stderr").open("w+b") as written:
@@ -74,11 +69,8 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent: a command that is killed cannot end what hangs.
-
-    Args:
-        parent: the process that started this one. If it is gone already, this one ends here.
-    """
+    """Have the kernel end this process with its parent: a command that is killed cannot end what hangs. If the parent
+    is gone already, this process ends here."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         return

@@ -62,11 +62,8 @@ def check(host: Host) -> list[Finding]:
 
 @contextmanager
 def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
-    """Have UCX, which must not be loaded yet, write its log to a file instead of showing it.
-
-    Yields:
-        what returns the log until now; UCX does not flush it itself.
-    """
+    """Have UCX, which must not be loaded yet, write its log to a file instead of showing it. Yields a function that
+    returns the log until now; UCX does not flush it itself."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         os.environ |= {"UCX_LOG_FILE": str(Path(folder) / "ucx.%p"), **settings}
         log = Path(folder) / f"ucx.{os.getpid()}"
@@ -97,7 +94,6 @@ def _measure() -> tuple[float, float, int]:
     import numpy as np
 
     from kvferry._transport.nixl_agent import NixlOptions, ReadingAgent
-    from kvferry.errors import NixlError
     from kvferry.geometry.plane import MemoryKind
     from kvferry.host_memory import HostMemory
     from kvferry.planner.descriptors import MemoryPair, RawDescriptors
@@ -110,15 +106,14 @@ def _measure() -> tuple[float, float, int]:
             try:
                 info: AgentInfo = pickle.load(cast("IO[bytes]", source.stdout))
             except EOFError:
-                message = "the process that should have been read from ended"
-                raise NixlError(message, call="", peer="", problem="") from None
+                raise ConnectionError("the process that should have been read from ended") from None
             agent.add_peer(info)
             _seconds(agent.warm_up(info.name))
             kinds = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
             one = [np.array([value], np.uint64) for value in (info.regions[0].base, memory.region.base, SIZE)]
             reads = [_seconds(agent.make(info.name, RawDescriptors(kinds, *one))) for _ in range(ROUNDS)]
             if not (memory.array[:: 1 << 20] == 7).all():
-                raise NixlError("the bytes that arrived are not those of the source", call="", peer="", problem="")
+                raise ConnectionError("the bytes that arrived are not those of the source")
             copies = []
             for _ in range(ROUNDS):
                 started = time.monotonic()
@@ -134,7 +129,6 @@ def _measure() -> tuple[float, float, int]:
 def _seconds(handle: ReadHandle) -> float:
     """Post a read and wait for its end; the seconds that it took."""
     from kvferry._transport.nixl_agent import HandleState
-    from kvferry.errors import NixlError
 
     started = time.monotonic()
     state = handle.post()
@@ -142,7 +136,7 @@ def _seconds(handle: ReadHandle) -> float:
         time.sleep(0.0001)
         state = handle.check()
     if state is not HandleState.DONE:
-        raise NixlError(f"a read did not end within {_WAIT:.0f} s", call="", peer=handle.peer, problem=state.value)
+        raise TimeoutError(f"a read did not end within {_WAIT:.0f} s")
     took = time.monotonic() - started
     handle.release()
     return took

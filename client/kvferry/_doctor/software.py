@@ -131,20 +131,19 @@ def _transports(host: Host) -> list[Finding]:
 
 def _places(host: Host) -> list[Finding]:
     """Look at variables that name devices, files and folders: whether they are there."""
-    findings = []
+    said = {}
     devices = host.environ.get("UCX_NET_DEVICES", "")
     there = [*host.names("/sys/class/net"), *host.rdma_devices()]
     named = [] if devices.startswith("^") else [name.strip().partition(":")[0] for name in devices.split(",")]
     # UCX takes patterns too; those are left to it.
     missing = [name for name in named if name not in (*there, "", "all") and not set(name) & set("*?[")]
     if missing:
-        said = f"UCX_NET_DEVICES={devices}; not there: {', '.join(missing)}; there: {', '.join(there)}"
-        findings.append(finding("ucx-net-devices-missing", said))
+        found = f"not there: {', '.join(missing)}; there: {', '.join(there)}"
+        said["ucx-net-devices-missing"] = f"UCX_NET_DEVICES={devices}; {found}"
     roots = host.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "")
     if roots and not host.text(roots):
-        said = f"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH={roots}, which cannot be read or is empty"
-        findings.append(finding("grpc-roots-missing", said))
+        said["grpc-roots-missing"] = f"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH={roots}, which cannot be read or is empty"
     plugins = host.environ.get("NIXL_PLUGIN_DIR", "")
     if plugins and "libplugin_UCX.so" not in host.names(plugins):
-        findings.append(finding("nixl-plugins-missing", f"NIXL_PLUGIN_DIR={plugins}, which has no libplugin_UCX.so"))
-    return findings
+        said["nixl-plugins-missing"] = f"NIXL_PLUGIN_DIR={plugins}, which has no libplugin_UCX.so"
+    return [finding(name, text) for name, text in said.items()]

@@ -143,14 +143,14 @@ def clock(host: Host) -> list[Finding]:
         return [finding("clock-without-suspends", "no CLOCK_BOOTTIME")]
     suspended = time.clock_gettime(boottime) - time.clock_gettime(time.CLOCK_MONOTONIC)
     source = host.text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    findings = []
+    said = {}
     if suspended > 1.0:
-        said = f"since its start this host was suspended for {suspended:,.0f} s"
-        findings.append(finding("clock-suspended", said))
+        said["clock-suspended"] = f"since its start this host was suspended for {suspended:,.0f} s"
     if source in SLOW_CLOCKS:
-        findings.append(finding("clock-slow-source", f"the kernel's clock source is {source}"))
-    said = f"CLOCK_BOOTTIME, from {source or 'an unknown source'}; never suspended"
-    return findings or [finding("clock-good", said)]
+        said["clock-slow-source"] = f"the kernel's clock source is {source}"
+    if not said:
+        said["clock-good"] = f"CLOCK_BOOTTIME, from {source or 'an unknown source'}; never suspended"
+    return [finding(name, text) for name, text in said.items()]
 
 
 def gpu(host: Host) -> list[Finding]:
@@ -158,21 +158,19 @@ def gpu(host: Host) -> list[Finding]:
     found = host.gpus()
     if not found:
         return [finding("gpu-none", "no GPU: KV caches here are in host memory")]
-    findings = [finding("gpu-found", ", ".join(found))]
+    said = {"gpu-found": ", ".join(found)}
     nvidia = "AMD" not in found[0]
     if nvidia and not host.gpu_files():
-        said = f"{len(found)} in /proc/driver/nvidia/gpus, none as /dev/nvidia0 or the like"
-        findings.append(finding("gpu-not-given", said))
+        said["gpu-not-given"] = f"{len(found)} in /proc/driver/nvidia/gpus, none as /dev/nvidia0 or the like"
     visible = host.environ.get("CUDA_VISIBLE_DEVICES", "0")
     if visible.strip() in ("", "-1", "none", "NoDevFiles"):
-        findings.append(finding("gpu-hidden", f"CUDA_VISIBLE_DEVICES={visible!r}"))
+        said["gpu-hidden"] = f"CUDA_VISIBLE_DEVICES={visible!r}"
     if version_of("torch").endswith("+cpu"):
-        findings.append(finding("gpu-torch-for-cpu", f"torch {version_of('torch')}"))
+        said["gpu-torch-for-cpu"] = f"torch {version_of('torch')}"
     if nvidia and host.rdma_devices() and "nvidia_peermem" not in host.text("/proc/modules"):
         gdrcopy = "there" if host.path("/dev/gdrdrv").exists() else "not there"
-        said = f"nvidia_peermem is not loaded; gdrcopy (/dev/gdrdrv) is {gdrcopy}"
-        findings.append(finding("gpu-no-peer-memory", said))
-    return findings
+        said["gpu-no-peer-memory"] = f"nvidia_peermem is not loaded; gdrcopy (/dev/gdrdrv) is {gdrcopy}"
+    return [finding(name, text) for name, text in said.items()]
 
 
 def network(host: Host) -> list[Finding]:

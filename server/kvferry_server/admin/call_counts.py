@@ -30,25 +30,13 @@ ABORTED = "ABORTED"
 """The result of a call that its handler aborted without a reason, as those of health and reflection do."""
 
 
-class _Call:
-    """A call in progress."""
-
-    __slots__ = ("result",)
-
-    def __init__(self) -> None:
-        self.result = LEFT
-
-
-_current: ContextVar[_Call | None] = ContextVar("kvferry_call", default=None)
+_refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
+"""The result of the current call, if it has no answer."""
 
 
 @dataclass(slots=True, eq=False)
 class CallCounts:
-    """Counts of calls. Not thread-safe: they belong to the event loop that serves the calls.
-
-    Args:
-        events: where refusals are written; None: nowhere.
-    """
+    """Counts of calls; refusals are written to `events`. Belongs to the event loop that serves the calls."""
 
     events: EventLog | None = None
     results: Counter[tuple[str, str]] = counter(
@@ -65,13 +53,8 @@ class CallCounts:
     def counted(
         self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
     ) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Return a method's handler that counts its calls.
-
-        Args:
-            method: its path, or how messages name unknown methods.
-            behaviour: its handler.
-            timed: its calls do not wait for news, so that their duration says something.
-        """
+        """Return the handler of a method, given its path or how messages name unknown ones, with its calls counted;
+        `timed`: they do not wait for news, so that their duration says something."""
         name = method.removeprefix("/") if method.startswith("/") else "unknown"
         # From the start, because a rate needs a value to begin with.
         self.results[name, OK] += 0
@@ -79,15 +62,14 @@ class CallCounts:
         distribution = self.taken.setdefault(name, Distribution(TAKING)) if timed else None
 
         async def call(request: Any, context: Any) -> Any:
-            running, began = _Call(), perf_counter()
-            # Each call has a task of its own, so this is not seen by any other.
-            _current.set(running)
+            began, result = perf_counter(), ""
             try:
                 answer = await behaviour(request, context)
-                running.result = OK
+                result = OK
                 return answer
             finally:
-                self.results[name, running.result] += 1
+                # Each call has a task of its own, so this is not seen by any other.
+                self.results[name, result or _refused.get()] += 1
                 if distribution is not None:
                     distribution.add(perf_counter() - began)
 
@@ -95,9 +77,7 @@ class CallCounts:
 
     def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
         """Note that the current call ends with an error; `reason` is empty if it has none."""
-        running = _current.get()
-        if running is not None:
-            running.result = reason or ABORTED
+        _refused.set(reason or ABORTED)
         if self.events is not None and reason:
             name = method.rpartition("/")[2]
             self.events.refusal(name, reason, values, {"peer": peer.rstrip(":")})

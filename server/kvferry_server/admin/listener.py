@@ -21,8 +21,9 @@ _silent.propagate = False
 """aiohttp logs an error with its stack for each malformed request, so that strangers could fill the log."""
 
 
-class AdminListener:
-    """Serves HTTP on one address until `close`. Belongs to one event loop.
+class AdminListener(web.Server):
+    """Serves HTTP on one address until `close`: aiohttp's server of connections, with limits on how many there are and
+    how long each lasts. Belongs to the event loop that makes it.
 
     Args:
         address: where to listen; port 0: a free one.
@@ -33,31 +34,6 @@ class AdminListener:
     """
 
     def __init__(self, address: Address, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
-        self.address = address
-        self._answer = answer
-        self._server: asyncio.Server | None = None
-        self._connections: _Connections | None = None
-
-    async def start(self) -> None:
-        """Listen; raises `OSError` if the address cannot be had."""
-        self._connections = _Connections(self._answer)
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connections, self.address.host, self.address.port)
-        port: int = self._server.sockets[0].getsockname()[1]
-        self.address = Address(host=self.address.host, port=port)
-
-    async def close(self) -> None:
-        """End all connections and give the address up. Idempotent."""
-        if self._server is not None:
-            self._server.close()
-        if self._connections is not None:
-            await self._connections.shutdown(0)
-
-
-class _Connections(web.Server):
-    """aiohttp's server of connections, with limits on how many there are and how long each lasts."""
-
-    def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         super().__init__(
             answer,
             logger=_silent,
@@ -69,8 +45,23 @@ class _Connections(web.Server):
             max_headers=MAX_HEADERS,
             handler_cancellation=True,
         )
+        self.address = address
+        self._listening: asyncio.Server | None = None
         # The oldest first.
         self._open: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+
+    async def start(self) -> None:
+        """Listen; raises `OSError` if the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self, self.address.host, self.address.port)
+        port: int = self._listening.sockets[0].getsockname()[1]
+        self.address = Address(host=self.address.host, port=port)
+
+    async def close(self) -> None:
+        """End all connections and give the address up. Idempotent."""
+        if self._listening is not None:
+            self._listening.close()
+        await self.shutdown(0)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Count a connection, and start its time."""

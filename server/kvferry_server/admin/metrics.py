@@ -23,8 +23,8 @@ import kvferry
 from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
 from kvferry_server.admin.call_counts import CallCounts
-from kvferry_server.admin.loop_lag import LoopLag
-from kvferry_server.admin.node_state import ListenerLoad, NodeState
+from kvferry_server.admin.node_state import LoopLag, NodeState
+from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.journal import LIVE, Journal
 
@@ -41,10 +41,10 @@ def engine_state(engine: Engine) -> str:
 
 
 class Scrape(NamedTuple):
-    """What the values of one scrape are computed from: the node server, and what its listeners carry."""
+    """What the values of one scrape are computed from: the node server, and its open connections by listener."""
 
     node: NodeState
-    loads: Sequence[ListenerLoad]
+    connections: Mapping[str, int]
 
     @property
     def engines(self) -> Collection[Engine]:
@@ -105,11 +105,11 @@ def _leases(at: Scrape) -> Mapping[str, int]:
 def _budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
     node, home = at.node, at.node.home
     used = {"memory": home.memory.used, "leases": home.records.lease_budget.used, "engines": len(at.engines)}
-    budgets = {"answers": node.answers(), "requests": node.requests()}
-    return {
-        **{name: (value, getattr(home.limits, name)) for name, value in used.items()},
-        **{name: (sum(one.used for one in each), sum(one.capacity for one in each)) for name, each in budgets.items()},
-    }
+    found = {name: (value, getattr(home.limits, name)) for name, value in used.items()}
+    for name in ("answers", "requests"):
+        budgets: list[Budget] = [getattr(listener, name) for listener in node.listeners]
+        found[name] = sum(each.used for each in budgets), sum(each.capacity for each in budgets)
+    return found
 
 
 def _engine_budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
@@ -126,8 +126,15 @@ def _engine_budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
 
 
 def _calls(at: Scrape) -> Mapping[tuple[str, str], tuple[int, int]]:
-    calls = {(load.name, "call"): (load.calls, load.max_calls) for load in at.loads}
-    return {**calls, **{(load.name, "stream"): (load.streams, load.max_streams) for load in at.loads}}
+    kinds = {"call": "calls", "stream": "streams"}
+    budgets = {
+        (listener.name, kind): getattr(listener, name) for kind, name in kinds.items() for listener in at.node.listeners
+    }
+    return {labels: (budget.used, budget.capacity) for labels, budget in budgets.items()}
+
+
+def _of_certificates(name: str) -> Value:
+    return lambda at: None if at.node.certificates is None else getattr(at.node.certificates, name)
 
 
 METRICS: tuple[Row, ...] = (
@@ -192,14 +199,14 @@ METRICS: tuple[Row, ...] = (
     *_bounded(
         *("connections", "connections_limit"),
         "Open connections, by listener (unix, tcp).",
-        lambda at: {load.name: (load.connections, load.max_connections) for load in at.loads},
+        lambda at: {one.name: (at.connections.get(one.name, 0), one.max_connections) for one in at.node.listeners},
         listener=(),
     ),
     *_counted(LoopLag, lambda node: node.lag),
-    _gauge("relayed_homes", "Homes that it relays ranks to.", lambda at: at.node.relayed_homes()),
+    _gauge("relayed_homes", "Homes that it relays ranks to.", lambda at: at.node.relays.num_homes),
     (
         Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
-        lambda at: at.node.handshakes(),
+        _of_certificates("handshakes"),
     ),
     (
         Metric(
@@ -210,42 +217,34 @@ METRICS: tuple[Row, ...] = (
             "closes the connection in the middle is not counted.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
-        lambda at: None if at.node.handshakes() is None else at.node.failed_handshakes,
+        lambda at: None if at.node.certificates is None else at.node.failed_handshakes,
     ),
     _gauge(
         "certificate_expiry_timestamp_seconds",
         "When its certificate ends. Only with TLS.",
-        lambda at: at.node.certificate_expiry(),
+        _of_certificates("expiry"),
     ),
     _gauge(
         "authority_expiry_timestamp_seconds",
         "When the first of the authorities ends that clients are checked against. Only with `--tls-ca`.",
-        lambda at: at.node.authorities_expiry(),
+        _of_certificates("authorities_expiry"),
     ),
 )
 """All metrics of a node server, in the order of docs/monitoring.md."""
 
 
 class NodeCollector(Collector):
-    """Collects the metrics of one node server. Belongs to its event loop.
-
-    Args:
-        node: the node server.
-    """
+    """Collects the metrics of one node server. Belongs to its event loop."""
 
     def __init__(self, node: NodeState) -> None:
-        self._scrape = Scrape(node, ())
+        self._scrape = Scrape(node, {})
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def text(self, loads: Sequence[ListenerLoad]) -> bytes:
-        """Return all metrics in Prometheus' text format.
-
-        Args:
-            loads: what the listeners carry, as `NodeState.loads` returned it.
-        """
-        self._scrape = self._scrape._replace(loads=loads)
+    def text(self, connections: Mapping[str, int]) -> bytes:
+        """Return all metrics in Prometheus' text format, given how many connections each listener has, by its name."""
+        self._scrape = self._scrape._replace(connections=connections)
         with self._scrape.node.home.turn():
             return generate_latest(self._registry)
 

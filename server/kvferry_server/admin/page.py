@@ -1,22 +1,41 @@
-"""The page: what a person sees of a node server in a browser. Made here; a script only loads it again."""
+"""The page: what a person sees of a node server in a browser. Made here; a script only loads it again.
+
+Whatever is put into a template is escaped, unless it is `Html`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from string import Formatter
 from urllib.parse import urlencode
 
 from kvferry_server.admin import status
-from kvferry_server.admin.markup import Html, each, html
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.status import Row
-from kvferry_server.admin.timeline import COLOURS, timeline
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 
 MAX_PAIRS = 8
 """Pairs of engines whose plans are linked to."""
 
+WIDTH = 960
+NAMES = 260
+BAR = 12
+PITCH = 16
+AXIS = 24
+TICKS = 5
+MAX_NAME = 40
+
+COLOURS = {"valid": "#2b8a3e", "failed": "#c92a2a", "expired": "#e8590c", "cancelled": "#868e96"}
+
+TIMELINE = """<svg class="timeline" role="img" aria-label="the last {count} reads"
+ viewBox="0 0 {width} {height}" width="{width}" height="{height}">{parts}</svg>"""
+TICK = """<g><line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" stroke="#dee2e6"></line>
+<text x="{label:.1f}" y="12" font-size="10" fill="#555555">{ago:.3g} s ago</text></g>"""
+READ = """<text x="0" y="{text}" font-size="11">{name}</text>
+<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" fill="{colour}"><title>{tooltip}</title></rect>"""
 DOCUMENT = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
@@ -49,6 +68,27 @@ PLANS = """<ul>{links}</ul>
 TABLE = '<table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+class _Escaping(Formatter):
+    def format_field(self, value: object, format_spec: str) -> str:
+        return value if isinstance(value, Html) else escape(format(value, format_spec))
+
+
+def html(template: str, *values: object, **named: object) -> Html:
+    """Fill a template of `str.format`, which is HTML; what is filled in is escaped, unless it is `Html`."""
+    return Html(_Escaping().vformat(template, values, named))
+
+
+def each(template: str, values: Iterable[object]) -> Html:
+    """Fill a template with each value, and join the results."""
+    return Html("".join(html(template, value) for value in values))
+
+
 def document(title: str, content: Html) -> Html:
     """Return a whole document."""
     return html(DOCUMENT, title=title, content=content)
@@ -75,7 +115,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         oldest="" if pinned is None else f", the oldest for {pinned:.0f} s",
         engines=shown("engines", linked, more_engines),
         legend=each('<span class="{0}">{0}</span>', COLOURS),
-        timeline=timeline(ended),
+        timeline=_timeline(ended),
         reads=shown("reads", *status.read_rows(node, query.get("reads", ""))),
         requests=shown("requests", *status.request_rows(node, query.get("requests", ""))),
         plans=_plans(engines, ended),
@@ -141,8 +181,45 @@ def _plans(engines: Sequence[Row], ended: Sequence[Row]) -> Html:
     here = [row["engine_id"] for row in engines if row["state"] == "ready"]
     if not here:
         return Html('<p class="none">No engine is complete.</p>')
-    known = [pair for pair in status.pairs(ended) if set(pair) <= set(here)][:MAX_PAIRS]
+    # The latest first.
+    pairs = dict.fromkeys((row["source"], row["reader"]) for row in reversed(ended))
+    known = [pair for pair in pairs if set(pair) <= set(here)][:MAX_PAIRS]
     links = (
         _link(f"{reader} reads from {source}", "/plan", source=source, destination=reader) for source, reader in known
     )
     return html(PLANS, links=each("<li>{}</li>", links), options=each('<option value="{0}">{0}</option>', here))
+
+
+def _timeline(reads: Sequence[Row]) -> Html:
+    """Return ended reads as bars over time, from the grant of a lease to its end; the latest is on top."""
+    if not reads:
+        return Html('<p class="none">No read has ended yet.</p>')
+    begin = max(read["began_s_ago"] for read in reads)
+    span = max(begin - min(read["ended_s_ago"] for read in reads), 1e-6)
+    scale, height = (WIDTH - NAMES) / span, AXIS + PITCH * len(reads)
+    parts = []
+    for index in range(TICKS):
+        x = NAMES + index * (WIDTH - NAMES) / TICKS
+        parts.append(html(TICK, x=x, label=x + 3, height=height, ago=begin - index * span / TICKS))
+    for row, read in enumerate(reversed(reads)):
+        name = read["request_id"] or f"publication {read['publication']}"
+        top, left = AXIS + row * PITCH, NAMES + (begin - read["began_s_ago"]) * scale
+        took = read["began_s_ago"] - read["ended_s_ago"]
+        state = f"{read['state']} ({read['reason']})" if read["reason"] else read["state"]
+        tooltip = (
+            f"lease {read['lease_number']}: {read['reader']} from {read['source']}, publication {read['publication']}, "
+            f"request {read['request_id']}: {state} after {took:.3f} s, {read['bytes']} bytes"
+        )
+        bar = html(
+            READ,
+            text=top + BAR - 2,
+            name=name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…",
+            left=left,
+            top=top,
+            width=min(max(2.0, took * scale), WIDTH - left),
+            height=BAR,
+            colour=COLOURS.get(read["state"], "#000000"),
+            tooltip=tooltip,
+        )
+        parts.append(bar)
+    return html(TIMELINE, count=len(reads), width=WIDTH, height=height, parts=Html("".join(parts)))

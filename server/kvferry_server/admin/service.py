@@ -7,19 +7,24 @@ import ipaddress
 import json
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.resources import files
 from urllib.parse import parse_qsl
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvferry.errors import KvferryError, LimitReached
+from kvferry.errors import InvalidField, KvferryError, LimitReached
+from kvferry.geometry.model import EngineGeometry
+from kvferry.planner.explain_svg import to_svg
+from kvferry.planner.plan import ReadPlan, plan_read
 from kvferry_server.admin import page, status
-from kvferry_server.admin.limits import METRICS_KEPT, PAGE_SHARE
+from kvferry_server.admin.limits import MAX_PICTURE_CELLS, METRICS_KEPT, PAGE_SHARE, PICTURE_SECONDS
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState
-from kvferry_server.admin.pictures import Pictures
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,7 @@ ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}
 _HOST = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?", re.ASCII)
 
 Answer = tuple[int, str, bytes]
+Query = Mapping[str, str]
 
 
 class AdminService:
@@ -61,7 +67,8 @@ class AdminService:
         self._node = node
         self._local = local
         self._collector = NodeCollector(node)
-        self._pictures = Pictures(node)
+        self._drawer = ThreadPoolExecutor(1, "kvferry-picture")
+        self._drawing = False
         self._metrics: tuple[float, bytes] = (float("-inf"), b"")
         self._scraping: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
@@ -71,25 +78,25 @@ class AdminService:
             "/page.css": ("text/css; charset=utf-8", static.joinpath("page.css").read_bytes()),
             "/page.js": ("text/javascript; charset=utf-8", static.joinpath("page.js").read_bytes()),
         }
-        self._paths: dict[str, Callable[[Mapping[str, str]], Answer | Awaitable[Answer]]] = {
+        self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
             "/": self._in_turn(self._front),
             "/ui": self._in_turn(self._front),
             "/metrics": self._scrape,
-            "/healthz": self._health,
-            "/readyz": self._ready,
+            "/healthz": lambda _: _probe(node.why_not_healthy()),
+            "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
             "/statusz": self._in_turn(self._state),
-            "/statusz/engines": self._in_turn(self._engines),
-            "/statusz/requests": self._in_turn(self._requests),
-            "/statusz/reads": self._in_turn(self._reads),
-            "/statusz/last-reads": self._in_turn(self._last_reads),
+            "/statusz/engines": self._in_turn(_listing("engines", partial(status.engine_rows, node))),
+            "/statusz/requests": self._in_turn(_listing("requests", partial(status.request_rows, node))),
+            "/statusz/reads": self._in_turn(_listing("reads", partial(status.read_rows, node))),
+            "/statusz/last-reads": self._in_turn(lambda _: _json({"reads": status.last_reads(node)})),
             "/engine": self._in_turn(self._engine),
-            "/plan": self._plan,
+            "/plan": lambda query: _page(page.plan_page(*_pair(query))),
             "/plan.svg": self._picture,
         }
 
     def close(self) -> None:
-        """Stop the thread that draws, and what is being measured."""
-        self._pictures.close()
+        """Stop the thread that draws, once it has drawn what it draws, and what is being measured."""
+        self._drawer.shutdown(wait=False)
         if self._scraping is not None:
             self._scraping.cancel()
 
@@ -124,7 +131,7 @@ class AdminService:
             logger.exception("%s failed", request.path)
             return 500, TEXT, b"internal error; the node server's log has details\n"
 
-    async def _scrape(self, _: Mapping[str, str]) -> Answer:
+    async def _scrape(self, _: Query) -> Answer:
         if asyncio.get_running_loop().time() - self._metrics[0] >= METRICS_KEPT:
             if self._scraping is None:
                 self._scraping = asyncio.create_task(self._measure())
@@ -135,15 +142,15 @@ class AdminService:
     async def _measure(self) -> None:
         try:
             # Counting connections looks at all open files.
-            loads = await asyncio.to_thread(self._node.loads)
-            self._metrics = asyncio.get_running_loop().time(), self._collector.text(loads)
+            connections = await asyncio.to_thread(self._node.open_connections)
+            self._metrics = asyncio.get_running_loop().time(), self._collector.text(connections)
         finally:
             self._scraping = None
 
-    def _in_turn(self, make: Callable[[Mapping[str, str]], Answer]) -> Callable[[Mapping[str, str]], Awaitable[Answer]]:
+    def _in_turn(self, make: Callable[[Query], Answer]) -> Callable[[Query], Awaitable[Answer]]:
         """Make a page or list when it is its turn: together they take at most `PAGE_SHARE` of the event loop."""
 
-        async def made(query: Mapping[str, str]) -> Answer:
+        async def made(query: Query) -> Answer:
             loop = asyncio.get_running_loop()
             async with self._listing:
                 await asyncio.sleep(max(0.0, self._listed_until - loop.time()))
@@ -156,55 +163,78 @@ class AdminService:
 
         return made
 
-    def _health(self, _: Mapping[str, str]) -> Answer:
-        return _probe(self._node.why_not_healthy())
-
-    def _ready(self, _: Mapping[str, str]) -> Answer:
-        return _probe(self._node.why_not_healthy() or self._node.why_not_ready())
-
-    def _state(self, query: Mapping[str, str]) -> Answer:
+    def _state(self, query: Query) -> Answer:
         state = status.overview(self._node)
-        if query.get("format") == "json":
-            return _json(state)
-        return 200, HTML, page.state_page(state).encode()
+        return _json(state) if query.get("format") == "json" else _page(page.state_page(state))
 
-    def _engines(self, query: Mapping[str, str]) -> Answer:
-        return _listing("engines", *status.engine_rows(self._node, query.get("page_token", "")))
+    def _front(self, query: Query) -> Answer:
+        return _page(page.front(self._node, query))
 
-    def _requests(self, query: Mapping[str, str]) -> Answer:
-        return _listing("requests", *status.request_rows(self._node, query.get("page_token", "")))
-
-    def _reads(self, query: Mapping[str, str]) -> Answer:
-        return _listing("reads", *status.read_rows(self._node, query.get("page_token", "")))
-
-    def _last_reads(self, _: Mapping[str, str]) -> Answer:
-        return _json({"reads": status.last_reads(self._node)})
-
-    def _front(self, query: Mapping[str, str]) -> Answer:
-        return 200, HTML, page.front(self._node, query).encode()
-
-    def _engine(self, query: Mapping[str, str]) -> Answer:
+    def _engine(self, query: Query) -> Answer:
         first = int(query.get("first", "0"))
         if first < 0:
             raise ValueError(first)
         with self._node.home.turn():
-            engine = self._node.home.engines.find_live(query.get("engine_id", ""))
-            return 200, HTML, page.engine_page(engine, first).encode()
+            return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), first))
 
-    def _plan(self, query: Mapping[str, str]) -> Answer:
-        return 200, HTML, page.plan_page(query.get("source", ""), query.get("destination", "")).encode()
+    async def _picture(self, query: Query) -> Answer:
+        """Answer how one engine would read from another, as the planner draws it; one picture at a time.
 
-    async def _picture(self, query: Mapping[str, str]) -> Answer:
-        drawn = await self._pictures.draw(query.get("source", ""), query.get("destination", ""))
-        return 200, SVG, drawn.encode()
+        Raises:
+            LimitReached: another picture is being drawn.
+            InvalidField: the engines have too many ranks for a picture.
+            KvferryError: an engine is not here or not complete, or cannot read from the other.
+        """
+        if self._drawing:
+            raise LimitReached("pictures: one is being drawn", retry_after=1.0, limit="pictures", value=1)
+        self._drawing = True
+        try:
+            source, destination = [await self._geometry(engine_id) for engine_id in _pair(query)]
+            cells = len(source.ranks) * len(destination.ranks)
+            if cells > MAX_PICTURE_CELLS:
+                problem = f"at most {MAX_PICTURE_CELLS} pairs of ranks; `kvferry plan` draws more"
+                raise InvalidField("destination", f"{cells} pairs of ranks", problem)
+            # One thread, so that whoever asks and leaves has no second picture drawn beside the first.
+            drawn = await asyncio.get_running_loop().run_in_executor(self._drawer, _drawn, source, destination)
+            return 200, SVG, drawn.encode()
+        finally:
+            self._drawing = False
+
+    async def _geometry(self, engine_id: str) -> EngineGeometry:
+        with self._node.home.turn():
+            description = self._node.home.engines.find_live(engine_id).check_readable()
+        # Made there when it is first needed; see `EngineDescription`.
+        return await self._node.worker.run("", 0, lambda: description.geometry)
+
+
+def _pair(query: Query) -> tuple[str, str]:
+    return query.get("source", ""), query.get("destination", "")
+
+
+def _drawn(source: EngineGeometry, destination: EngineGeometry) -> str:
+    until = time.monotonic() + PICTURE_SECONDS
+    plans: list[ReadPlan] = []
+    for rank in destination.ranks:
+        if plans and time.monotonic() > until:
+            raise InvalidField("destination", destination.engine_id, "engines whose plans are made sooner")
+        plans.append(plan_read(source, destination, rank.rank))
+    return to_svg(plans)
 
 
 def _probe(problem: str) -> Answer:
     return (503, TEXT, f"{problem}\n".encode()) if problem else (200, TEXT, b"ok\n")
 
 
-def _listing(name: str, rows: list[status.Row], following: str) -> Answer:
-    return _json({name: rows, "next_page_token": following})
+def _page(content: str) -> Answer:
+    return 200, HTML, content.encode()
+
+
+def _listing(name: str, page_of: Callable[[str], status.Page]) -> Callable[[Query], Answer]:
+    def answer(query: Query) -> Answer:
+        rows, following = page_of(query.get("page_token", ""))
+        return _json({name: rows, "next_page_token": following})
+
+    return answer
 
 
 def _json(value: object) -> Answer:

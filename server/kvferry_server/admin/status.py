@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,13 +18,14 @@ from kvferry_server.admin.node_state import NodeState
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import EndedRead
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.reads import LeaseState
 from kvferry_server.servicers import encode
 from kvferry_server.servicers.paging import page
 
 Row: TypeAlias = "dict[str, Any]"
+Page: TypeAlias = "tuple[list[Row], str]"
+"""Rows, and the token of the next page; empty: there is none."""
 
 
 def overview(node: NodeState) -> Row:
@@ -34,7 +35,8 @@ def overview(node: NodeState) -> Row:
         engines = home.engines.all_engines()
         states = [engine_state(engine) for engine in engines]
         oldest = next(iter(journal.pinned), None)
-        expiry, authorities = node.certificate_expiry(), node.authorities_expiry()
+        certificates = node.certificates
+        expiry, authorities = (certificates.expiry, certificates.authorities_expiry) if certificates else (None, None)
         return {
             "version": kvferry.__version__,
             "epoch": home.epoch.hex(),
@@ -66,7 +68,7 @@ def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
     return {shown(key): count for key, count in counts.items() if count}
 
 
-def engine_rows(node: NodeState, token: str) -> tuple[list[Row], str]:
+def engine_rows(node: NodeState, token: str) -> Page:
     """Return a page of the engines that are not dead, and the token of the next one. Raises `InvalidField`."""
     home = node.home
     with home.turn():
@@ -76,97 +78,93 @@ def engine_rows(node: NodeState, token: str) -> tuple[list[Row], str]:
             listed[engine.ref].add((), engine)
         peers = {ref: engine.host for ref, engines in listed.items() for _, engine in engines.after(None)}
 
-        def encoded(engine: Engine) -> ipb.EngineSummary:
+        def row(engine: Engine) -> ipb.EngineSummary:
             return encode.engine_summary(engine, *home.records.counts(engine.ref))
 
-        summaries, following = page(listed, encoded, PAGE_SIZE, token)
-    return [_engine_row(summary, peers) for summary in summaries], following
+        summaries, following = page(listed, row, PAGE_SIZE, token)
+    rows = [
+        {
+            "engine_id": summary.engine.engine_id,
+            "incarnation": short(summary.engine.incarnation),
+            "state": ipb.EngineState.Name(summary.state).removeprefix("ENGINE_STATE_").lower(),
+            "ranks": summary.num_ranks,
+            "missing": summary.num_missing,
+            "missing_ranks": list(summary.missing_ranks),
+            "publications": summary.publications,
+            "leases": summary.leases,
+            "cache_bytes": summary.cache_bytes,
+            "peer": peers.get(EngineRef(summary.engine.engine_id, summary.engine.incarnation), ""),
+        }
+        for summary in summaries
+    ]
+    return rows, following
 
 
-def _engine_row(summary: ipb.EngineSummary, peers: Mapping[EngineRef, str]) -> Row:
-    ref = EngineRef(summary.engine.engine_id, summary.engine.incarnation)
-    return {
-        "engine_id": ref.engine_id,
-        "incarnation": short(ref.incarnation),
-        "state": ipb.EngineState.Name(summary.state).removeprefix("ENGINE_STATE_").lower(),
-        "ranks": summary.num_ranks,
-        "missing": summary.num_missing,
-        "missing_ranks": list(summary.missing_ranks),
-        "publications": summary.publications,
-        "leases": summary.leases,
-        "cache_bytes": summary.cache_bytes,
-        "peer": peers.get(ref, ""),
-    }
-
-
-def request_rows(node: NodeState, token: str) -> tuple[list[Row], str]:
+def request_rows(node: NodeState, token: str) -> Page:
     """Return a page of the publications that are here, and the token of the next one. Raises `InvalidField`."""
-    home = node.home
-    with home.turn() as now:
-        listed = home.records.listed_publications()
+    with node.home.turn() as now:
+        listed = node.home.records.listed_publications()
         summaries, following = page(listed, partial(encode.request_summary, now=now), PAGE_SIZE, token)
-    return [_request_row(summary) for summary in summaries], following
+    rows = [
+        {
+            "engine_id": summary.engine.engine_id,
+            "publication": summary.publication,
+            "request_id": summary.request_id,
+            "state": ipb.RequestState.Name(summary.state).removeprefix("REQUEST_STATE_").lower(),
+            "blocks": summary.blocks,
+            "leases": summary.leases,
+            "reads": f"{summary.reads_valid} of {summary.expected_reads}",
+            "last_failure": reason_name(summary.last_failure),
+            "age_s": round(summary.age.ToTimedelta().total_seconds(), 3),
+        }
+        for summary in summaries
+    ]
+    return rows, following
 
 
-def _request_row(summary: ipb.RequestSummary) -> Row:
-    return {
-        "engine_id": summary.engine.engine_id,
-        "publication": summary.publication,
-        "request_id": summary.request_id,
-        "state": ipb.RequestState.Name(summary.state).removeprefix("REQUEST_STATE_").lower(),
-        "blocks": summary.blocks,
-        "leases": summary.leases,
-        "reads": f"{summary.reads_valid} of {summary.expected_reads}",
-        "last_failure": reason_name(summary.last_failure),
-        "age_s": round(summary.age.ToTimedelta().total_seconds(), 3),
-    }
-
-
-def read_rows(node: NodeState, token: str) -> tuple[list[Row], str]:
+def read_rows(node: NodeState, token: str) -> Page:
     """Return a page of the reads that are here, and the token of the next one. Raises `InvalidField`."""
-    home = node.home
-    with home.turn() as now:
-        listed = home.records.listed_reads()
+    with node.home.turn() as now:
+        listed = node.home.records.listed_reads()
         summaries, following = page(listed, partial(encode.transfer_summary, now=now), PAGE_SIZE, token)
-    return [_read_row(summary) for summary in summaries], following
-
-
-def _read_row(summary: ipb.TransferSummary) -> Row:
-    return {
-        "lease_number": summary.read.lease_number,
-        "source": summary.source.engine_id,
-        "reader": summary.read.reader.engine_id,
-        "publication": summary.publication,
-        "request_id": summary.request_id,
-        "router_key": summary.router_key,
-        "state": LeaseState(summary.read.state).name.lower(),
-        "reason": failures_of(summary.reports),
-        "parts": summary.parts,
-        "lease_remaining_s": round(summary.lease_remaining.ToTimedelta().total_seconds(), 3),
-        "reported": f"{summary.read.reported} of {summary.read.parties}",
-        "bytes": summary.read.bytes,
-    }
+    rows = [
+        {
+            "lease_number": summary.read.lease_number,
+            "source": summary.source.engine_id,
+            "reader": summary.read.reader.engine_id,
+            "publication": summary.publication,
+            "request_id": summary.request_id,
+            "router_key": summary.router_key,
+            "state": LeaseState(summary.read.state).name.lower(),
+            "reason": failures_of(summary.reports),
+            "parts": summary.parts,
+            "lease_remaining_s": round(summary.lease_remaining.ToTimedelta().total_seconds(), 3),
+            "reported": f"{summary.read.reported} of {summary.read.parties}",
+            "bytes": summary.read.bytes,
+        }
+        for summary in summaries
+    ]
+    return rows, following
 
 
 def last_reads(node: NodeState) -> list[Row]:
     """Return the last reads that ended, oldest first; times are seconds before now."""
     with node.home.turn() as now:
-        return [_ended_row(read, now) for read in node.home.journal.last_reads]
-
-
-def _ended_row(read: EndedRead, now: float) -> Row:
-    return {
-        "lease_number": read.lease_number,
-        "source": read.source.engine_id,
-        "reader": read.reader.engine_id,
-        "publication": read.publication,
-        "request_id": read.request_id,
-        "state": read.state.name.lower(),
-        "reason": read.reason,
-        "began_s_ago": round(now - read.granted_at, 6),
-        "ended_s_ago": round(now - read.ended_at, 6),
-        "bytes": read.bytes,
-    }
+        return [
+            {
+                "lease_number": read.lease_number,
+                "source": read.source.engine_id,
+                "reader": read.reader.engine_id,
+                "publication": read.publication,
+                "request_id": read.request_id,
+                "state": read.state.name.lower(),
+                "reason": read.reason,
+                "began_s_ago": round(now - read.granted_at, 6),
+                "ended_s_ago": round(now - read.ended_at, 6),
+                "bytes": read.bytes,
+            }
+            for read in node.home.journal.last_reads
+        ]
 
 
 def rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
@@ -189,8 +187,3 @@ def rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
             }
         )
     return rows, 0
-
-
-def pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the distinct pairs of source and reader among reads, the latest first."""
-    return list(dict.fromkeys((row["source"], row["reader"]) for row in reversed(rows)))

@@ -50,8 +50,7 @@ class Certificates:
         self.handshakes = 0
         content = read_tls(tls)
         self._current = content, server_certificates(content)
-        self._validity = validity(content, tls)
-        self._watch_expiry()
+        self._watch_expiry(validity(content, tls))
 
     @property
     def content(self) -> TlsContent:
@@ -61,7 +60,7 @@ class Certificates:
     @property
     def expiry(self) -> float:
         """When the certificate, or one that it needs, expires: seconds since 1970."""
-        return self._validity[1]
+        return self._own.validity.end
 
     @property
     def authorities_expiry(self) -> float | None:
@@ -97,8 +96,8 @@ class Certificates:
                 content = read_tls(self._tls)
                 valid = validity(content, self._tls)
                 # Clients would refuse it, and do not yet refuse the current one. It is tried again.
-                if self._in_time(self._validity):
-                    check_in_time(self._tls, self._in_time(valid))
+                if self._own.validity.start <= self._wall_clock() < self.expiry:
+                    check_in_time(self._tls, valid, self._wall_clock())
             except InvalidField as error:
                 if error.message != self._problem:
                     logger.error("the certificate stays as it was: %s", error.message)
@@ -108,9 +107,8 @@ class Certificates:
             self._stamp, self._problem = stamp, ""
             if content != self.content:
                 self._current = content, server_certificates(content)
-                self._validity = valid
-                self._watch_expiry()
-                logger.info("new certificate from %s, valid until %s", self._tls.cert, date(valid[1]))
+                self._watch_expiry(valid)
+                logger.info("new certificate from %s, valid until %s", self._tls.cert, date(valid.end))
             return True
 
     async def run(self) -> None:
@@ -143,36 +141,30 @@ class Certificates:
         else:
             logger.warning("%s expires on %s: %s", what, notice.date(), then)
 
-    def _in_time(self, valid: tuple[float, float]) -> bool:
-        return valid[0] <= self._wall_clock() < valid[1]
-
     def _follow(self) -> None:
         if tls_stamp(self._tls) != self._stamp:
             self.refresh()
 
-    def _watch_expiry(self) -> None:
-        self._own = ExpiryNotice(Validity(*self._validity), CERTIFICATE_POLL)
+    def _watch_expiry(self, valid: Validity) -> None:
+        self._own = ExpiryNotice(valid, CERTIFICATE_POLL)
         above = None if self.content.ca is None else authorities_validity(self.content.ca)
         self._authorities = ExpiryNotice(above, CERTIFICATE_POLL) if above is not None else None
 
 
-def validity(content: TlsContent, tls: TlsConfig) -> tuple[float, float]:
-    """Return from when until when a certificate is valid, with those that it was sent with: seconds since 1970.
-
-    Raises:
-        InvalidField: a certificate cannot be read.
-    """
+def validity(content: TlsContent, tls: TlsConfig) -> Validity:
+    """Return from when until when a certificate is valid, with those that it was sent with; raises `InvalidField` if
+    one cannot be read."""
     try:
         chain = x509.load_pem_x509_certificates(content.cert or b"")
     except ValueError:
         raise InvalidField("tls_cert", str(tls.cert), "a certificate chain in PEM") from None
-    return (
+    return Validity(
         max(certificate.not_valid_before_utc.timestamp() for certificate in chain),
         min(certificate.not_valid_after_utc.timestamp() for certificate in chain),
     )
 
 
-def check_in_time(tls: TlsConfig, in_time: bool) -> None:
-    """Raise `InvalidField` for a certificate that is not `in_time`: expired, or not valid yet."""
-    if not in_time:
+def check_in_time(tls: TlsConfig, valid: Validity, wall: float) -> None:
+    """Raise `InvalidField` for a certificate that is expired, or not valid yet, at `wall` seconds since 1970."""
+    if not valid.start <= wall < valid.end:
         raise InvalidField("tls_cert", str(tls.cert), "a certificate that is valid now; look with openssl x509 -dates")

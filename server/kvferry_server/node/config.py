@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from kvferry._directory.listing import checked_labels
 from kvferry._directory.opening import open_directory
@@ -28,210 +27,100 @@ ENV_PREFIX = "KVFERRYD_"
 SHORTER = (("ttl", "final"), ("max_ttl", "final"), ("hold", "final"), ("engine_ttl", "retire"))
 """Durations that cannot take effect beyond another one."""
 
+GROUPS = {
+    "listen": "addresses",
+    "tls_cert": "security",
+    "directory": "directory",
+    "ttl": "times",
+    "drain": "operation",
+}
+"""Headings of the flags, by the first setting below each."""
+
 _TIMES = Times()
 _LIMITS = CallLimits()
 
 
-class NodeConfig(BaseSettings):
-    """All settings of a node server. The constructor reads neither the environment nor files: see `load`.
-
+class NodeConfig(BaseModel):
+    """All settings of a node server: the text below each is its help, where a text in its type stands for its value.
     Durations are in seconds.
 
     Raises:
         pydantic.ValidationError: settings are wrong; `load` and `configure` raise `BadConfig` for it.
     """
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    listen: str = Field(
-        "127.0.0.1:7423",
-        description="TCP address for engines and node servers of other hosts. Port 0: a free port. Empty: no TCP.",
-        json_schema_extra={"group": "addresses", "metavar": "HOST:PORT"},
-    )
-    unix: str = Field(
-        "/run/kvferry/node.sock",
-        description="UNIX socket for engines of this host. Users who may enter its directory may connect. Empty: none.",
-        json_schema_extra={"group": "addresses", "metavar": "PATH"},
-    )
-    advertise: str = Field(
-        "",
-        description="The address at which other nodes reach this server; it goes into references. Without a port: the "
-        "port of `listen`. Empty: the TCP address, else the UNIX socket.",
-        json_schema_extra={"group": "addresses", "metavar": "HOST[:PORT]"},
-    )
-
-    admin: str = Field(
-        "127.0.0.1:7424",
-        description="TCP address for metrics, health and a page for people, over HTTP without TLS. Port 0: a free "
-        "port. Empty: none. If the default is in use, there is none either.",
-        json_schema_extra={"group": "addresses", "metavar": "HOST:PORT"},
-    )
-
-    tls_cert: Path | None = Field(
-        None,
-        description="PEM file with this server's certificate chain. Turns on TLS for TCP.",
-        json_schema_extra={"group": "security", "metavar": "FILE"},
-    )
-    tls_key: Path | None = Field(
-        None,
-        description="PEM file with the certificate's private key.",
-        json_schema_extra={"group": "security", "metavar": "FILE"},
-    )
-    tls_ca: Path | None = Field(
-        None,
-        description="PEM file with certificate authorities: clients must show a certificate of one of them (mTLS).",
-        json_schema_extra={"group": "security", "metavar": "FILE"},
-    )
-    policy: Path | None = Field(
-        None,
-        description="TOML file that says which identities in client certificates have which roles. Whom it does not "
-        "name may do nothing. Needs tls_ca. Empty: every certificate may do all but administer.",
-        json_schema_extra={"group": "security", "metavar": "FILE"},
-    )
-    insecure: bool = Field(
-        False,
-        description="Allow listening beyond loopback without TLS. Only for networks that nobody else can reach.",
-        json_schema_extra={"group": "security"},
-    )
-    anonymous_tls: bool = Field(
-        False,
-        description="Allow listening beyond loopback with TLS but without client certificates (no tls_ca).",
-        json_schema_extra={"group": "security"},
-    )
-    admin_insecure: bool = Field(
-        False,
-        description="Allow `admin` beyond loopback. Whoever can connect there sees the names of engines, requests and "
-        "hosts, and can change nothing.",
-        json_schema_extra={"group": "security"},
-    )
-    relay_homes: str = Field(
-        "",
-        description="Homes that this server may relay to, as shell patterns of host:port, separated by commas. Empty: "
-        "any home with tls_ca or `insecure`, otherwise only homes on this host.",
-        json_schema_extra={"group": "security", "metavar": "PATTERNS"},
-    )
-
-    directory: str = Field(
-        "",
-        description="etcd in which to list this server and its engines, so that readers find them: "
-        "etcd://HOST:PORT[,HOST:PORT]/PREFIX, etcds:// for TLS (docs/deployment.md). Empty: none.",
-        json_schema_extra={"group": "directory", "metavar": "URL"},
-    )
-    directory_ttl: float = Field(
-        15.0,
-        ge=2,
-        le=3600,
-        description="How long the directory keeps what this server does not renew. It renews after a third of that.",
-        json_schema_extra={"group": "directory"},
-    )
-    directory_labels: str = Field(
-        "",
-        description="Labels of this server's engines in the directory: role=prefill,rack=a7.",
-        json_schema_extra={"group": "directory", "metavar": "NAME=VALUE,..."},
-    )
-
-    ttl: float = Field(
-        _TIMES.ttl,
-        description="How long a lease lasts from its acceptance or renewal. Readers renew it after a third of that.",
-        json_schema_extra={"group": "times"},
-    )
-    max_ttl: float = Field(
-        _TIMES.max_ttl,
-        description="The longest that a lease may last without a renewal.",
-        json_schema_extra={"group": "times"},
-    )
-    engine_ttl: float = Field(
-        _TIMES.engine_ttl,
-        description="From the loss of an engine's Watch until the engine counts as dead.",
-        json_schema_extra={"group": "times"},
-    )
-    hold: float = Field(
-        _TIMES.hold,
-        description="How long a publication that nobody reads is held.",
-        json_schema_extra={"group": "times"},
-    )
-    final: float = Field(
-        _TIMES.final,
-        description="From publication until its blocks are released in any case. No lease extends past it.",
-        json_schema_extra={"group": "times"},
-    )
-    max_wait: float = Field(
-        _TIMES.max_wait,
-        description="The longest that a reader may wait for a publication that has not arrived.",
-        json_schema_extra={"group": "times"},
-    )
-    retire: float = Field(
-        _TIMES.retire,
-        description="How long messages of a replaced incarnation of an engine are recognised and refused.",
-        json_schema_extra={"group": "times"},
-    )
-
-    drain: float = Field(
-        5.0,
-        ge=0,
-        le=3600,
-        description="How long a server that is told to stop waits for live leases and for calls in progress.",
-        json_schema_extra={"group": "operation"},
-    )
-    max_calls: int = Field(
-        _LIMITS.calls,
-        ge=1,
-        le=1_000_000,
-        description="Calls that may run at once over TCP, and as many over the UNIX socket. Further ones are refused "
-        "with a retry delay. Over TCP a host gets a further call only while it has fewer than are free.",
-        json_schema_extra={"group": "operation", "metavar": "N"},
-    )
-    max_streams: int = Field(
-        _LIMITS.streams,
-        ge=1,
-        le=1_000_000,
-        description="Streams (Watch), and calls that wait as streams do (ReadBlocks), that may be open at once, "
-        "limited in the same way as max_calls.",
-        json_schema_extra={"group": "operation", "metavar": "N"},
-    )
-    max_connections: int = Field(
-        4096,
-        ge=8,
-        le=1_000_000,
-        description="TCP connections, and as many over the UNIX socket. Fewer if the process may not open so many "
-        "files. When three quarters of the TCP connections are in use, the host with the most loses its newest.",
-        json_schema_extra={"group": "operation", "metavar": "N"},
-    )
-    memory: ByteSize = Field(
-        ByteSize(0),
-        description="Memory for what the home keeps of engines and their requests: 512MiB, or bytes. Engines and hosts "
-        "share it. The process takes up to 384 MiB more. 0: half of what its cgroup or host has, at most 1 GiB.",
-        json_schema_extra={"group": "operation", "metavar": "SIZE"},
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info",
-        description="Level from which messages are logged, to stderr.",
-        json_schema_extra={"group": "operation"},
-    )
-    log_format: Literal["text", "json"] = Field(
-        "text",
-        description="How messages are logged: lines of text with key=value, or an object of JSON each.",
-        json_schema_extra={"group": "operation", "metavar": "FORMAT"},
-    )
-
-    trace_endpoint: str = Field(
-        "",
-        description="URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that "
-        "gets a span for each call that belongs to a trace. Empty: no traces.",
-        json_schema_extra={"group": "operation", "metavar": "URL"},
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use only what is passed: `load` reads the other sources itself, to know where each value comes from."""
-        return (init_settings,)
+    listen: Annotated[str, "HOST:PORT"] = "127.0.0.1:7423"
+    """TCP address for engines and node servers of other hosts. Port 0: a free port. Empty: no TCP."""
+    unix: Annotated[str, "PATH"] = "/run/kvferry/node.sock"
+    """UNIX socket for engines of this host. Users who may enter its directory may connect. Empty: none."""
+    advertise: Annotated[str, "HOST[:PORT]"] = ""
+    """The address at which other nodes reach this server; it goes into references. Without a port: the port of
+    `listen`. Empty: the TCP address, else the UNIX socket."""
+    admin: Annotated[str, "HOST:PORT"] = "127.0.0.1:7424"
+    """TCP address for metrics, health and a page for people, over HTTP without TLS. Port 0: a free port. Empty:
+    none. If the default is in use, there is none either."""
+    tls_cert: Path | None = None
+    """PEM file with this server's certificate chain. Turns on TLS for TCP."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
+    tls_ca: Path | None = None
+    """PEM file with certificate authorities: clients must show a certificate of one of them (mTLS)."""
+    policy: Path | None = None
+    """TOML file that says which identities in client certificates have which roles. Whom it does not name may do
+    nothing. Needs tls_ca. Empty: every certificate may do all but administer."""
+    insecure: bool = False
+    """Allow listening beyond loopback without TLS. Only for networks that nobody else can reach."""
+    anonymous_tls: bool = False
+    """Allow listening beyond loopback with TLS but without client certificates (no tls_ca)."""
+    admin_insecure: bool = False
+    """Allow `admin` beyond loopback. Whoever can connect there sees the names of engines, requests and hosts, and
+    can change nothing."""
+    relay_homes: Annotated[str, "PATTERNS"] = ""
+    """Homes that this server may relay to, as shell patterns of host:port, separated by commas. Empty: any home
+    with tls_ca or `insecure`, otherwise only homes on this host."""
+    directory: Annotated[str, "URL"] = ""
+    """etcd in which to list this server and its engines, so that readers find them:
+    etcd://HOST:PORT[,HOST:PORT]/PREFIX, etcds:// for TLS (docs/deployment.md). Empty: none."""
+    directory_ttl: float = Field(15.0, ge=2, le=3600)
+    """How long the directory keeps what this server does not renew. It renews after a third of that."""
+    directory_labels: Annotated[str, "NAME=VALUE,..."] = ""
+    """Labels of this server's engines in the directory: role=prefill,rack=a7."""
+    ttl: float = _TIMES.ttl
+    """How long a lease lasts from its acceptance or renewal. Readers renew it after a third of that."""
+    max_ttl: float = _TIMES.max_ttl
+    """The longest that a lease may last without a renewal."""
+    engine_ttl: float = _TIMES.engine_ttl
+    """From the loss of an engine's Watch until the engine counts as dead."""
+    hold: float = _TIMES.hold
+    """How long a publication that nobody reads is held."""
+    final: float = _TIMES.final
+    """From publication until its blocks are released in any case. No lease extends past it."""
+    max_wait: float = _TIMES.max_wait
+    """The longest that a reader may wait for a publication that has not arrived."""
+    retire: float = _TIMES.retire
+    """How long messages of a replaced incarnation of an engine are recognised and refused."""
+    drain: float = Field(5.0, ge=0, le=3600)
+    """How long a server that is told to stop waits for live leases and for calls in progress."""
+    max_calls: int = Field(_LIMITS.calls, ge=1, le=1_000_000)
+    """Calls that may run at once over TCP, and as many over the UNIX socket. Further ones are refused with a retry
+    delay. Over TCP a host gets a further call only while it has fewer than are free."""
+    max_streams: int = Field(_LIMITS.streams, ge=1, le=1_000_000)
+    """Streams (Watch), and calls that wait as streams do (ReadBlocks), that may be open at once, limited in the
+    same way as max_calls."""
+    max_connections: int = Field(4096, ge=8, le=1_000_000)
+    """TCP connections, and as many over the UNIX socket. Fewer if the process may not open so many files. When
+    three quarters of the TCP connections are in use, the host with the most loses its newest."""
+    memory: ByteSize = ByteSize(0)
+    """Memory for what the home keeps of engines and their requests: 512MiB, or bytes. Engines and hosts share it.
+    The process takes up to 384 MiB more. 0: half of what its cgroup or host has, at most 1 GiB."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], "LEVEL"] = "info"
+    """Level from which messages are logged, to stderr."""
+    log_format: Annotated[Literal["text", "json"], "FORMAT"] = "text"
+    """How messages are logged: lines of text with key=value, or an object of JSON each."""
+    trace_endpoint: Annotated[str, "URL"] = ""
+    """URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span for
+    each call that belongs to a trace. Empty: no traces."""
 
     @field_validator("log_level", "log_format", mode="before")
     @classmethod
@@ -310,22 +199,12 @@ class NodeConfig(BaseSettings):
     @property
     def listen_address(self) -> Address | None:
         """The TCP address to listen on; None: no TCP. Raises `InvalidField`."""
-        if not self.listen:
-            return None
-        address = parse_address(self.listen, "listen")
-        if address.is_unix:
-            raise InvalidField("listen", self.listen, "host:port; set a UNIX socket with unix")
-        return address
+        return _tcp_address("listen", self.listen, "host:port; set a UNIX socket with unix")
 
     @property
     def admin_address(self) -> Address | None:
         """The TCP address of the admin listener; None: none. Raises `InvalidField`."""
-        if not self.admin:
-            return None
-        address = parse_address(self.admin, "admin")
-        if address.is_unix:
-            raise InvalidField("admin", self.admin, "host:port")
-        return address
+        return _tcp_address("admin", self.admin, "host:port")
 
     @property
     def unix_path(self) -> Path | None:
@@ -334,6 +213,15 @@ class NodeConfig(BaseSettings):
             return None
         path = Path(self.unix.removeprefix("unix:")).absolute()
         return Path(parse_address(f"unix:{path}", "unix").path)
+
+
+def _tcp_address(name: str, value: str, expected: str) -> Address | None:
+    if not value:
+        return None
+    address = parse_address(value, name)
+    if address.is_unix:
+        raise InvalidField(name, value, expected)
+    return address
 
 
 def _is_endpoint(url: str) -> bool:

@@ -16,8 +16,9 @@ import resource
 import socket
 import stat
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvferry._wire.channel import Address
 from kvferry_server.domain.hosts import host_of, host_of_address
@@ -29,15 +30,16 @@ logger = logging.getLogger(__name__)
 OPEN_FILES = "/proc/self/fd"
 """The directory that lists the open file descriptors of this process."""
 
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 
-def raise_file_limit() -> int:
-    """Allow this process as many open files as the system permits. Returns how many."""
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             logger.info("raised the limit of open files from %d to %d", soft, hard)
-    return file_limit()
 
 
 def file_limit() -> int:
@@ -47,33 +49,21 @@ def file_limit() -> int:
 
 
 def connections_each(wanted: int, listeners: int, files: int) -> int:
-    """Return how many connections each listener may have, so that none takes another's file descriptors.
-
-    Args:
-        wanted: the configured number.
-        listeners: how many listeners there are.
-        files: how many files this process may have open.
-    """
+    """Return how many of the `wanted` connections each listener may have, so that none takes another's file
+    descriptors, in a process that may have so many open files."""
     return max(MIN_CONNECTIONS, min(wanted, (files - RESERVED_FILES) // listeners))
 
 
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """A connection: its host, the number of the check that first saw it, its file descriptor and its inode."""
+class _Connection(NamedTuple):
+    """A connection: the number of the check that first saw it, its file descriptor and its inode."""
 
-    host: str
     first_check: int
     fd: int
     inode: int
 
 
 class ConnectionLimiter:
-    """Keeps some connections of one TCP port free. Belongs to one event loop.
-
-    Args:
-        port: the port that this server listens on.
-        most: how many connections gRPC allows on it.
-    """
+    """Keeps some of the connections free that gRPC allows at `most` on one TCP port. Belongs to one event loop."""
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most
@@ -94,20 +84,27 @@ class ConnectionLimiter:
         were closed."""
         self._checks += 1
         by_host: dict[str, list[_Connection]] = defaultdict(list)
-        for fd in _descriptors():
-            if connection := self._connection(fd):
-                by_host[connection.host].append(connection)
-        found = [one for connections in by_host.values() for one in connections]
-        self._first_checks = {one.inode: one.first_check for one in found}
-        too_many = len(self._first_checks) - int(self._most * FULL_CONNECTIONS)
+        checked: dict[int, int] = {}
+        for fd, duplicate, own, peer in _connections():
+            if duplicate.family in INTERNET and own[1] == self._port:
+                inode = os.fstat(duplicate.fileno()).st_ino
+                checked[inode] = self._first_checks.get(inode, self._checks)
+                by_host[host_of_address(peer[0])].append(_Connection(checked[inode], fd, inode))
+        self._first_checks = checked
+        too_many = len(checked) - int(self._most * FULL_CONNECTIONS)
         if too_many <= 0:
             return 0
         for connections in by_host.values():
-            connections.sort(key=lambda one: one.first_check)
+            connections.sort()
         closed: Counter[str] = Counter()
         for _ in range(too_many):
             host = max(by_host, key=lambda one: len(by_host[one]))
-            _close(by_host[host].pop())
+            newest = by_host[host].pop()
+            with contextlib.suppress(OSError), _duplicate(newest.fd) as duplicate:
+                # It may have ended meanwhile, so that its descriptor now belongs to another file.
+                if os.fstat(duplicate.fileno()).st_ino == newest.inode:
+                    # gRPC notices, and closes its own file descriptor.
+                    duplicate.shutdown(socket.SHUT_RDWR)
             closed[host] += 1
         for host, count in closed.items():
             logger.warning(
@@ -119,36 +116,16 @@ class ConnectionLimiter:
             )
         return too_many
 
-    def _connection(self, fd: int) -> _Connection | None:
-        """Return the connection of a file descriptor; None if it is no connection to the port."""
-        try:
-            with _duplicate(fd) as duplicate:
-                internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
-                # A socket that listens, or only reserves the port, has no peer: getpeername raises.
-                if not internet or duplicate.getsockname()[1] != self._port:
-                    return None
-                host, inode = host_of_address(duplicate.getpeername()[0]), os.fstat(duplicate.fileno()).st_ino
-        except OSError:
-            return None
-        return _Connection(host, self._first_checks.get(inode, self._checks), fd, inode)
-
 
 def count_connections(address: Address) -> int:
     """Return how many connections to an address of this process are open. Looks at all open files; any thread may call
     it."""
-    count = 0
-    for fd in _descriptors():
-        with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
-            internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
-            if address.is_unix == internet:
-                continue
-            # A socket that listens has no peer: getpeername raises.
-            duplicate.getpeername()
-            name = duplicate.getsockname()
-            # The socket was bound beside its path, and renamed.
-            path = Path(address.path)
-            count += name[1] == address.port if internet else name in (str(path), str(path.with_name("." + path.name)))
-    return count
+    if not address.is_unix:
+        return sum(found.family in INTERNET and own[1] == address.port for _, found, own, _ in _connections())
+    path = Path(address.path)
+    # The socket was bound beside its path, and renamed.
+    names = (str(path), str(path.with_name("." + path.name)))
+    return sum(own in names for _, _, own, _ in _connections())
 
 
 def end_connection(peer: str) -> None:
@@ -158,14 +135,20 @@ def end_connection(peer: str) -> None:
     if kind not in ("ipv4", "ipv6"):
         return
     host, port = host_of(peer), int(address.rpartition(":")[2])
+    for _, duplicate, _, name in _connections():
+        if duplicate.family in INTERNET and name[1] == port and host_of_address(name[0]) == host:
+            logger.warning("closed the connection of %s, which has not taken an answer for too long", peer)
+            with contextlib.suppress(OSError):
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:
+    """Yield gRPC's connections in this process: the file descriptor of each, a duplicate that is valid until the next
+    one, the connection's own address, and that of its peer."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
-            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            name = duplicate.getpeername()
-            if name[1] == port and host_of_address(name[0]) == host:
-                logger.warning("closed the connection of %s, which has not taken an answer for too long", peer)
-                duplicate.shutdown(socket.SHUT_RDWR)
+            # A socket that listens, or only reserves the port, has no peer: getpeername raises.
+            yield fd, duplicate, duplicate.getsockname(), duplicate.getpeername()
 
 
 def _descriptors() -> list[int]:
@@ -174,14 +157,6 @@ def _descriptors() -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         return [int(entry.name) for entry in os.scandir(OPEN_FILES)]
     return []
-
-
-def _close(connection: _Connection) -> None:
-    """Shut a connection down. gRPC notices and closes its own file descriptor."""
-    with contextlib.suppress(OSError), _duplicate(connection.fd) as duplicate:
-        # It may have ended meanwhile, so that its descriptor now belongs to another file.
-        if os.fstat(duplicate.fileno()).st_ino == connection.inode:
-            duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate(fd: int) -> socket.socket:

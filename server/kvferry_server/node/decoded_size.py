@@ -118,16 +118,11 @@ def _is_repeated(field: FieldDescriptor) -> bool:
 class Decoded:
     """The walk over one message.
 
-    Args:
-        raw: the message's bytes.
-        shape: the shape of its type.
-        most: bytes that a message of this type may take, however long it is.
-
     Attributes:
         size: bytes that the decoded message takes, as far as the walk has come. Never less than those that protobuf
             allocates for messages and elements of lists, up to the first damage.
         fields: how many fields the walk has looked at, in units of `WALK_STEPS`.
-        most: what `size` may be.
+        most: what `size` may be: at most what a message of this type may take, however long it is.
     """
 
     def __init__(self, raw: bytes, shape: Shape, most: int = sys.maxsize) -> None:

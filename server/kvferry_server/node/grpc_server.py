@@ -22,7 +22,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pool
 from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
@@ -37,10 +36,9 @@ _CAN_MEND = hasattr(cygrpc.AioServer, "_make_request_call_future") and all(hasat
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    """grpcio's server. If it has `handlers` by path, already guarded, it accepts all calls itself: of each method in a
-    task of its own, and those of unregistered methods in another one, which has the handler of `UNKNOWN_METHOD`.
-    grpcio's own loop waits for all methods together, anew for each call. The future `ended` gets the reason if the
-    server ends without being stopped."""
+    """grpcio's server. With `handlers` by path, already guarded, and one for `unknown` methods it accepts all calls
+    itself: of each method in a task of its own, and those of unknown methods in another one. The future `ended` gets
+    the reason if the server ends without being stopped."""
 
     def __init__(
         self,
@@ -48,26 +46,27 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         interceptors: tuple[Any, ...],
         options: Any,
         handlers: Mapping[str, Handler] | None,
+        unknown: Handler | None,
     ) -> None:
         super().__init__(loop, None, (), interceptors, options, None)
         self.ended: asyncio.Future[BaseException] = loop.create_future()
         # Kept here because grpcio's own attributes cannot be read from Python.
-        self._known = (loop, handlers)
+        self._known = (loop, handlers or {}, unknown)
         self._calls: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        loop, handlers = self._known
-        if handlers is None:
+        loop, handlers, unknown = self._known
+        if unknown is None:
             return super()._make_request_call_future(method)
         if method is None:
-            return loop.create_task(self._accept(self._request_call, UNKNOWN_METHOD, handlers[UNKNOWN_METHOD]))
+            return loop.create_task(self._accept(self._request_call, UNKNOWN_METHOD, unknown))
         path = method.decode()
         return loop.create_task(self._accept(partial(self._request_registered_call, method), path, handlers[path]))
 
     async def _accept(self, next_call: Callable[[], Awaitable[Any]], path: str, handler: Handler) -> None:
         """Accept calls of one method until the server stops. Ends with the same error as grpcio's own task that accepts
         one call."""
-        loop, _ = self._known
+        loop, *_ = self._known
         handle = cygrpc._handle_stream_stream_rpc if handler.response_streaming else cygrpc._handle_stream_unary_rpc
         while True:
             state = await next_call()
@@ -92,9 +91,12 @@ class Server(aio_server.Server):
         interceptors: tuple[grpc.aio.ServerInterceptor, ...],
         options: Sequence[tuple[str, Any]],
         handlers: Mapping[str, Handler] | None = None,
+        unknown: Handler | None = None,
     ) -> None:
         self._loop = cygrpc.get_working_loop()
-        self._server = _AioServer(self._loop, interceptors, tuple(options), handlers)
+        self._server = _AioServer(self._loop, interceptors, tuple(options), handlers, unknown)
+        if handlers:
+            self._server.add_registered_method_handlers(handlers)
 
     async def stop(self, grace: float | None) -> None:
         """Stop the server as `grpc.aio.Server.stop` does, also one that has ended by itself."""
@@ -113,24 +115,17 @@ class Server(aio_server.Server):
 
 
 class _Collected:
-    """Collects handlers: stands in for a server in the generated `add_…_to_server`."""
+    """Collects handlers by path: stands in for a server in the generated `add_…_to_server`."""
 
     def __init__(self) -> None:
-        self.generic: list[grpc.GenericRpcHandler] = []
+        self.handlers: dict[str, Handler] = {}
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        self.generic.extend(handlers)
+    def add_generic_rpc_handlers(self, services: Sequence[Any]) -> None:
+        for service in services:
+            self.handlers |= service._method_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
         """Ignore the same handlers, which newer generators pass a second time."""
-
-
-class _Details:
-    """The details of a call, with which a generic handler is asked for a method."""
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.invocation_metadata = ()
 
 
 async def _quietly(handling: Awaitable[None]) -> None:
@@ -143,43 +138,19 @@ async def _quietly(handling: Awaitable[None]) -> None:
         raise
 
 
-def make_server(
-    guard: Guard,
-    options: Sequence[tuple[str, Any]],
-    services: Sequence[str],
-    add: Callable[[Any], None],
-    *,
-    mended: bool = True,
-) -> Server:
+def make_server(guard: Guard, options: Sequence[tuple[str, Any]], add: Callable[[Any], None]) -> Server:
     """Make a server for the running event loop, without an address yet.
 
     Args:
         guard: wraps every call, including those of unknown methods.
         options: gRPC channel arguments.
-        services: full names of all services that `add` adds.
         add: passes its argument to the generated ``add_…_to_server`` functions.
-        mended: False: without the workaround, for tests of what happens when grpcio's server ends.
     """
     if not _CAN_MEND:
-        options = tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items())
-    if not (mended and _CAN_MEND):
-        server = Server((guard,), options)
+        server = Server((guard,), tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items()))
         add(server)
         return server
     collected = _Collected()
     add(collected)
-    handlers = {UNKNOWN_METHOD: guard.guarded(UNKNOWN_METHOD, None)}
-    registered: dict[str, dict[str, Handler]] = {}
-    for service in services:
-        for method in descriptor_pool.Default().FindServiceByName(service).methods:
-            path = f"/{service}/{method.name}"
-            details: Any = _Details(path)
-            for generic in collected.generic:
-                handler = generic.service(details)
-                if handler is not None:
-                    handlers[path] = guard.guarded(path, handler)
-                    registered.setdefault(service, {})[method.name] = handlers[path]
-    server = Server((), options, handlers)
-    for service, found in registered.items():
-        server.add_registered_method_handlers(service, found)
-    return server
+    handlers = {path: guard.guarded(path, handler) for path, handler in collected.handlers.items()}
+    return Server((), options, handlers, guard.guarded(UNKNOWN_METHOD, None))

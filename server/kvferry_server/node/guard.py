@@ -19,32 +19,22 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import grpc.aio
 
 from kvferry._wire.status import to_status
-from kvferry.errors import (
-    DeadlineRequired,
-    InternalError,
-    KvferryError,
-    NotImplementedHere,
-    ServerDraining,
-)
+from kvferry.errors import DeadlineRequired, InternalError, KvferryError, NotImplementedHere, ServerDraining
 from kvferry_server.admin.call_counts import CallCounts
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
-from kvferry_server.node.call_budget import CallBudget
 from kvferry_server.node.connections import end_connection
-from kvferry_server.node.limits import (
-    LARGE_MESSAGE,
-    MAX_PENDING_ANSWERS,
-    CallLimits,
-)
+from kvferry_server.node.limits import LARGE_MESSAGE, MAX_PENDING_ANSWERS, CallLimits
 from kvferry_server.node.requests import KV_TRANSFER, Decode, HeldRequest, Requests
 from kvferry_server.node.times import ANSWER_TIMEOUT, RETRY_AFTER
-from kvferry_server.node.tracing import Traced, untraced
+from kvferry_server.node.tracing import Behaviour, Traced, untraced
+from kvferry_server.servicers.access import Access
 from kvferry_server.servicers.callers import Context, on_end
 
 logger = logging.getLogger(__name__)
@@ -56,7 +46,6 @@ and operators' tools (`buf curl`, `grpcurl`) send none."""
 UNKNOWN_METHOD = "the called method"
 """Stands in messages for the path of a call to an unknown method, which is never decoded."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
@@ -67,35 +56,33 @@ WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
 their waits."""
 
 
-class Admission(Protocol):
-    """Who may call; `kvferry_server.servicers.access.Access`."""
-
-    def admit(self, method: str, context: Context) -> None:
-        """Raise an error if the caller may make no call of a method."""
-
-    def check(self, method: str, request: Any, context: Context) -> None:
-        """Raise an error unless the caller, who was admitted, may make a call with this request."""
-
-
 class Guard(grpc.aio.ServerInterceptor):
-    """Wraps every handler of one gRPC server; see the module. Belongs to one event loop."""
+    """Wraps every handler of one gRPC server; see the module. Belongs to one event loop.
+
+    Attributes:
+        calls, streams: the budgets of calls that run, by host. A host may start one more as long as it then has at most
+            as many as are free: one host alone gets half, each of two a third, and one is always free for a host that
+            has none. Callers on the UNIX socket cannot be told apart and may have all.
+        answers: the budget of large answers that wait to be taken.
+        requests: those of this server.
+    """
 
     def __init__(
         self,
         limits: CallLimits,
-        admission: Admission,
+        access: Access,
         requests: Requests,
         counts: CallCounts | None = None,
         traced: Traced = untraced,
     ) -> None:
-        self._admission = admission
-        self._requests = requests
+        self.calls = Budget(limits.calls, 1)
+        self.streams = Budget(limits.streams, 1)
+        self.answers = Budget(MAX_PENDING_ANSWERS, 0)
+        self.requests = requests
+        self._access = access
         self._counts = counts or CallCounts()
         self._traced = traced
-        self._call_budget = CallBudget("max_calls", limits.calls)
-        self._stream_budget = CallBudget("max_streams", limits.streams)
-        self._answer_budget = Budget(MAX_PENDING_ANSWERS, 0)
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._open: set[asyncio.Task[Any]] = set()
         self._ending = False
 
     async def intercept_service(
@@ -113,75 +100,63 @@ class Guard(grpc.aio.ServerInterceptor):
         handler. Its answer is one if the method's is: then gRPC sends it in one piece with the status.
         """
         if handler is None:
-            return grpc.stream_unary_rpc_method_handler(
-                self._guarded_call(method, _not_offered(method), None, _encoder(None), _Unknown())
-            )
+
+            async def refuse(_: object, context: Context) -> None:
+                try:
+                    host = host_of(context.peer())
+                    self._start(self.calls, host)
+                    try:
+                        await self.requests.raw(context, host)
+                    finally:
+                        self.calls.give(host)
+                    raise _not_offered(method)
+                except Exception as error:
+                    await self._abort(context, method, error)
+
+            # Their names come from strangers, and are no label.
+            return grpc.stream_unary_rpc_method_handler(self._counts.counted(UNKNOWN_METHOD, refuse, timed=True))
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
         if handler.unary_unary is not None:
-            call = self._guarded_call(method, handler.unary_unary, decode, encode, self._admission)
+            call = self._guarded_call(method, handler.unary_unary, decode, encode)
             return grpc.stream_unary_rpc_method_handler(self._traced(method, call))
         behaviour: Any = handler.unary_stream or handler.stream_stream
         guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
         return grpc.stream_stream_rpc_method_handler(self._traced(method, guarded), None, encode)
 
-    @property
-    def running(self) -> tuple[CallBudget, CallBudget]:
-        """The budgets of calls and of streams."""
-        return self._call_budget, self._stream_budget
-
-    @property
-    def answers(self) -> Budget:
-        """The budget of large answers that wait to be taken."""
-        return self._answer_budget
-
-    @property
-    def request_bytes(self) -> int:
-        """Bytes of all requests so far, but for small ones."""
-        return self._requests.worked_on
-
-    @property
-    def request_memory(self) -> Budget:
-        """The budget of decoded requests."""
-        return self._requests.memory
-
     def end_streams(self) -> None:
         """End all streams, and every later one, with DRAINING."""
         self._ending = True
-        for task in tuple(self._streams):
+        for task in tuple(self._open):
             task.cancel()
 
     async def streams_ended(self, timeout: float) -> bool:
         """Wait until no stream is open, at most `timeout` seconds. Returns whether none is open."""
-        if self._streams:
-            await asyncio.wait(tuple(self._streams), timeout=timeout)
-        return not self._streams
+        if self._open:
+            await asyncio.wait(tuple(self._open), timeout=timeout)
+        return not self._open
 
-    def _guarded_call(
-        self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode, admission: Admission
-    ) -> Behaviour:
+    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode, encode: Encode) -> Behaviour:
         """Guard a method with one answer."""
-        waits, deadline = method in WAITING, _needs_deadline(method)
-        budget = self._stream_budget if waits else self._call_budget
+        waits = method in WAITING
+        budget = self.streams if waits else self.calls
 
         async def call(_: object, context: Context) -> bytes:
             try:
                 peer = context.peer()
                 host = host_of(peer)
-                budget.start(host)
+                self._start(budget, host)
                 held: HeldRequest | None = None
                 try:
-                    if deadline:
-                        _check_deadline(method, context)
-                    admission.admit(method, context)
-                    request, held = await self._requests.read(method, decode, context, host)
-                    admission.check(method, request, context)
+                    self._admit(method, context)
+                    request, held = await self.requests.read(method, decode, context, host)
+                    self._access.check(method, request, context)
                     answer = encode(await behaviour(request, context))
                 finally:
                     # Whatever keeps this frame, for a while the error that leaves it: the request is not kept with it.
                     request = None
                     if held is not None:
                         held.free()
-                    budget.end(host)
+                    budget.give(host)
                 self._send(context, peer, host, len(answer))
                 return answer
             except Exception as error:
@@ -194,48 +169,43 @@ class Guard(grpc.aio.ServerInterceptor):
         `ANSWER_TIMEOUT` loses its connection. Raises `LimitReached` if too many bytes wait already."""
         size = size if size >= LARGE_MESSAGE else 0
         if size:
-            check_budget("answers", self._answer_budget, host, RETRY_AFTER, size)
-            self._answer_budget.take(host, size)
+            check_budget("answers", self.answers, host, RETRY_AFTER, size)
+            self.answers.take(host, size)
         timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, peer)
 
         def sent() -> None:
             timer.cancel()
             if size:
-                self._answer_budget.give(host, size)
+                self.answers.give(host, size)
 
         on_end(context, sent)
 
-    def _guarded_stream(
-        self, method: str, behaviour: Behaviour, decode: Decode | None, *, one_request: bool
-    ) -> Behaviour:
+    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode, *, one_request: bool) -> Behaviour:
         """Guard a method with any number of answers."""
-        deadline = _needs_deadline(method)
 
         async def stream(_: object, context: Context) -> None:
             try:
-                self._streams.add(_this_task())
+                self._open.add(_this_task())
                 if self._ending:
                     raise _draining()
                 host = host_of(context.peer())
-                self._stream_budget.start(host)
+                self._start(self.streams, host)
                 held: HeldRequest | None = None
                 try:
-                    if deadline:
-                        _check_deadline(method, context)
-                    self._admission.admit(method, context)
+                    self._admit(method, context)
                     write = context.write
-                    request: Any = self._requests.each(decode, context, host)
+                    request: Any = self.requests.each(decode, context, host)
                     if one_request:
-                        request, held = await self._requests.read(method, decode, context, host)
+                        request, held = await self.requests.read(method, decode, context, host)
                         if method in PAGED_ANSWERS:
                             write = partial(_write_page, context, held)
-                    self._admission.check(method, request, context)
+                    self._access.check(method, request, context)
                     await _drive(behaviour(request, context), write)
                 finally:
                     request = None
                     if held is not None:
                         held.free()
-                    self._stream_budget.end(host)
+                    self.streams.give(host)
             except asyncio.CancelledError:
                 # Either the client has left, or the server ends its streams.
                 if not self._ending:
@@ -244,31 +214,69 @@ class Guard(grpc.aio.ServerInterceptor):
             except Exception as error:
                 await self._abort(context, method, error)
             finally:
-                self._streams.discard(_this_task())
+                self._open.discard(_this_task())
 
         return self._counts.counted(method, stream, timed=method in PAGED_ANSWERS)
 
+    def _start(self, budget: Budget, host: str) -> None:
+        """Count a call, or a stream, of a host; raises `LimitReached` if it may not start."""
+        if host or budget.used >= budget.capacity:
+            check_budget("max_calls" if budget is self.calls else "max_streams", budget, host, RETRY_AFTER)
+        budget.take(host)
+
+    def _admit(self, method: str, context: Context) -> None:
+        """Raise an error if the caller may not make the call, whatever the request says."""
+        needs_deadline = method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
+        if needs_deadline and context.time_remaining() is None:
+            raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
+        self._access.admit(method, context)
+
     async def _abort(self, context: Context, method: str, error: Exception) -> NoReturn:
         """End a call with the status of an error, and count it."""
-        if not is_gone(error):
-            reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"
-            values = error.values if isinstance(error, KvferryError) else {}
-            aborted = isinstance(error, grpc.aio.AbortError)
-            self._counts.refused(method, context.peer(), "" if aborted else reason or "INTERNAL", values)
-        await _abort(context, method, error)
+        if is_gone(error):
+            raise _left() from None
+        reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"
+        values = error.values if isinstance(error, KvferryError) else {}
+        # The handler may have aborted the call itself, as the health servicer does.
+        aborted = isinstance(error, grpc.aio.AbortError)
+        self._counts.refused(method, context.peer(), "" if aborted else reason or "INTERNAL", values)
+        if aborted:
+            raise error
+        status = to_status(_told(error, method))
+        # The frames of the handler hold the request. The error's own frames are a cycle with it: it would be kept until
+        # the next collection, which looks at the number of objects and not at their size.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        try:
+            # The status is sent after what was written before.
+            await _taken(context, context.abort(status.code, status.message, status.metadata))
+        except grpc.aio.BaseError as failed:
+            # AbortError is the normal case.
+            if is_gone(failed):
+                raise _left() from None
+            raise
+        raise InternalError(f"{method} goes on after it was aborted")
+
+
+def _told(error: Exception, method: str) -> KvferryError:
+    """Return the error that a caller is told of. The text of others than typed ones goes to the log alone."""
+    if isinstance(error, NotImplementedError):
+        # Raised by a servicer's generated base class for a method that is not implemented.
+        return _not_offered(method)
+    if isinstance(error, KvferryError) and error.reason:
+        return error
+    error_id = secrets.token_hex(8)
+    logger.error("%s failed, error_id %s", method, error_id, exc_info=error)
+    return InternalError(f"internal error; the node server's log has details under {error_id}", error_id=error_id)
+
+
+def _not_offered(method: str) -> NotImplementedHere:
+    return NotImplementedHere(
+        f"this node server does not offer {method}: is it another version than the caller?", what=method
+    )
 
 
 def _this_task() -> asyncio.Task[Any]:
     return cast("asyncio.Task[Any]", asyncio.current_task())
-
-
-def _needs_deadline(method: str) -> bool:
-    return method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
-
-
-def _check_deadline(method: str, context: Context) -> None:
-    if context.time_remaining() is None:
-        raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
 
 
 def _draining() -> ServerDraining:
@@ -299,46 +307,10 @@ async def _taken(context: Context, sending: Awaitable[None]) -> None:
         timer.cancel()
 
 
-def _encoder(encode: Encode | None) -> Encode:
+def _encoder(encode: Any) -> Encode:
     """Return what encodes a method's messages. Bytes, encoded before because many clients get the same, stay as they
     are."""
-
-    def encoded(message: Any) -> bytes:
-        return message if isinstance(message, bytes) or encode is None else encode(message)
-
-    return encoded
-
-
-async def _abort(context: Context, method: str, error: Exception) -> NoReturn:
-    """End a call with the status of an error."""
-    caught = error
-    if isinstance(error, grpc.aio.AbortError):
-        # The handler has aborted the call itself, as the health servicer does.
-        raise error
-    if is_gone(error):
-        raise _left() from None
-    if isinstance(error, NotImplementedError):
-        # Raised by a servicer's generated base class for a method that is not implemented.
-        error = NotImplementedHere(
-            f"this node server does not offer {method}: is it another version than the caller?", what=method
-        )
-    if not isinstance(error, KvferryError) or not error.reason:
-        error_id = secrets.token_hex(8)
-        logger.error("%s failed, error_id %s", method, error_id, exc_info=error)
-        error = InternalError(f"internal error; the node server's log has details under {error_id}", error_id=error_id)
-    status = to_status(error)
-    # The frames of the handler hold the request. The error's own frames are a cycle with it: it would be kept until the
-    # next collection, which looks at the number of objects and not at their size.
-    caught.__traceback__ = caught.__context__ = caught.__cause__ = None
-    try:
-        # The status is sent after what was written before.
-        await _taken(context, context.abort(status.code, status.message, status.metadata))
-    except grpc.aio.BaseError as failed:
-        # AbortError is the normal case.
-        if is_gone(failed):
-            raise _left() from None
-        raise
-    raise InternalError(f"{method} goes on after it was aborted")
+    return lambda message: message if isinstance(message, bytes) else encode(message)
 
 
 def is_gone(error: Exception) -> bool:
@@ -350,22 +322,3 @@ def is_gone(error: Exception) -> bool:
 def _left() -> asyncio.CancelledError:
     """Return what to raise when the client has left: gRPC would log an error for each such call."""
     return asyncio.CancelledError("the call has ended")
-
-
-class _Unknown:
-    """Lets everybody call a method that does not exist, to be told so."""
-
-    def admit(self, method: str, context: Context) -> None:
-        """Admit the call."""
-
-    def check(self, method: str, request: Any, context: Context) -> None:
-        """Allow the call."""
-
-
-def _not_offered(method: str) -> Behaviour:
-    async def refuse(_: Any, __: Context) -> None:
-        raise NotImplementedHere(
-            f"this node server does not offer {method}: is it another version than the caller?", what=method
-        )
-
-    return refuse

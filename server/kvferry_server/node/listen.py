@@ -24,8 +24,9 @@ from typing import Protocol
 
 import grpc
 
-from kvferry._wire.channel import MAX_SOCKET_PATH, Address, TlsConfig, parse_address
+from kvferry._wire.channel import MAX_SOCKET_PATH, Address, parse_address
 from kvferry.errors import InvalidField, KvferryError
+from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.limits import PORT_TRIES
 
@@ -55,7 +56,7 @@ class Listener(Protocol):
         """Give the address up. Idempotent."""
 
     def forget(self) -> None:
-        """Close the descriptors in a forked child, so that the address does not outlive the parent there."""
+        """Close the descriptors; in a forked child, so that the address does not outlive the parent there."""
 
 
 class UnixListener:
@@ -72,11 +73,7 @@ class UnixListener:
         self._bound = False
 
     def hold(self) -> None:
-        """Lock the path.
-
-        Raises:
-            CannotListen: another server has it, or its directory is not usable or not safe.
-        """
+        """Lock the path; raises `CannotListen` if another server has it, or its directory is not usable or not safe."""
         if len(os.fsencode(self._new)) > MAX_SOCKET_PATH:
             raise CannotListen(self.address, f"the path may have at most {MAX_SOCKET_PATH - 1} bytes")
         self._make_directory()
@@ -84,11 +81,8 @@ class UnixListener:
         self._acquire()
 
     def bind(self, server: Server) -> None:
-        """Make a gRPC server listen on the path.
-
-        Raises:
-            CannotListen: a file that is no socket is there, or the directory is not writable.
-        """
+        """Make a gRPC server listen on the path; raises `CannotListen` if a file that is no socket is there, or the
+        directory is not writable."""
         self._check_clear()
         try:
             server.add_insecure_port(f"unix:{self._new}")
@@ -110,7 +104,14 @@ class UnixListener:
         # Removed while it is still locked: a server that waits for the lock has opened a file that is not at the path
         # any more, and notices (see _acquire).
         self._lock.unlink(missing_ok=True)
-        self._let_go()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the lock file."""
+        fd, self._lock_fd = self._lock_fd, -1
+        _held.discard(self)
+        if fd >= 0:
+            os.close(fd)
 
     def _make_directory(self) -> None:
         directory = self._path.parent
@@ -152,8 +153,9 @@ class UnixListener:
                 owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 os.close(fd)
                 raise CannotListen(self.address, f"another node server has it (process {owner})") from None
-            if _is_at(fd, self._lock):
-                break
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), self._lock.stat()):
+                    break
             # Its last owner removed the file after this process opened it.
             os.close(fd)
         os.ftruncate(fd, 0)
@@ -193,16 +195,6 @@ class UnixListener:
                 self._path.parent,
             )
 
-    def _let_go(self) -> None:
-        fd, self._lock_fd = self._lock_fd, -1
-        _held.discard(self)
-        if fd >= 0:
-            os.close(fd)
-
-    def forget(self) -> None:
-        """Close the lock file in a forked child."""
-        self._let_go()
-
 
 class TcpListener:
     """A TCP address, with TLS if there is something that makes credentials. Each gRPC server gets its own."""
@@ -213,11 +205,8 @@ class TcpListener:
         self._reserving: list[socket.socket] = []
 
     def hold(self) -> None:
-        """Reserve the port; for port 0, find a free one.
-
-        Raises:
-            CannotListen: the port is in use, or the address is not one of this host.
-        """
+        """Reserve the port; for port 0, find a free one. Raises `CannotListen` if the port is in use, or the address is
+        not one of this host."""
         for left in reversed(range(PORT_TRIES)):
             try:
                 port = self._reserve(self.address.port)
@@ -231,11 +220,7 @@ class TcpListener:
                 return
 
     def bind(self, server: Server) -> None:
-        """Make a gRPC server listen on the address.
-
-        Raises:
-            CannotListen: the address is in use.
-        """
+        """Make a gRPC server listen on the address; raises `CannotListen` if it is in use."""
         try:
             if self._credentials is None:
                 server.add_insecure_port(str(self.address))
@@ -247,14 +232,14 @@ class TcpListener:
 
     def close(self) -> None:
         """Give the port up. Idempotent."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the sockets."""
         _held.discard(self)
         for reserving in self._reserving:
             reserving.close()
         self._reserving.clear()
-
-    def forget(self) -> None:
-        """Close the sockets in a forked child."""
-        self.close()
 
     def _reserve(self, port: int) -> int:
         """Bind each address of the host without listening. Returns the port."""
@@ -283,23 +268,15 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def check_exposure(address: Address, tls: TlsConfig | None, *, insecure: bool, anonymous_tls: bool) -> None:
-    """Refuse to listen where every other host can connect, unless that was explicitly allowed.
-
-    Args:
-        address: the address to listen on.
-        tls: the TLS files; None: no TLS.
-        insecure: listening beyond loopback without TLS is allowed.
-        anonymous_tls: listening beyond loopback without client certificates is allowed.
-
-    Raises:
-        InvalidField: the address is not on loopback, and neither mTLS nor one of the two settings is on.
-    """
-    if insecure or is_on_loopback(address):
-        return
-    if tls is not None and (tls.ca is not None or anonymous_tls):
+def check_exposure(config: NodeConfig) -> None:
+    """Raise `InvalidField` for a TCP address at which every other host can connect, unless that was explicitly allowed:
+    it is not on loopback, and there is neither mTLS nor one of the settings `insecure` and `anonymous_tls`."""
+    address, tls = config.listen_address, config.tls
+    if address is None or config.insecure or is_on_loopback(address):
         return
     if tls is not None:
+        if tls.ca is not None or config.anonymous_tls:
+            return
         raise InvalidField(
             "tls_ca",
             None,
@@ -315,15 +292,11 @@ def check_exposure(address: Address, tls: TlsConfig | None, *, insecure: bool, a
 
 
 def advertised(wanted: str, listening: Address | None, unix: Address | None) -> str:
-    """Return the address to put into references.
+    """Return the address to put into references; raises `InvalidField` if there is none that others can connect to.
 
     Args:
         wanted: ``host:port``, ``host`` (the real port is added), or empty: the address of the listener.
-        listening: the reserved TCP address; None: no TCP.
-        unix: the reserved UNIX socket, advertised if there is no TCP address; None: none.
-
-    Raises:
-        InvalidField: these give no address that others can connect to.
+        listening, unix: the reserved TCP address and UNIX socket, if there are any. TCP is advertised first.
     """
     if wanted:
         # A host alone, which may be an IPv6 address in brackets, gets the port of the listener.
@@ -334,14 +307,16 @@ def advertised(wanted: str, listening: Address | None, unix: Address | None) -> 
             raise InvalidField("advertise", wanted, "host:port, because this server listens on no TCP port")
         return str(Address(address.path, address.host, port))
     if listening is not None:
-        if _is_wildcard(listening):
+        wildcard = False
+        with contextlib.suppress(ValueError):
+            wildcard = ipaddress.ip_address(listening.host).is_unspecified
+        if wildcard:
             raise InvalidField(
                 "advertise", "", f"the host at which other nodes reach this one: they cannot connect to {listening}"
             )
         return str(listening)
-    if unix is not None:
-        return str(unix)
-    raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
+    # `NodeConfig` refuses settings with neither.
+    return str(unix)
 
 
 def is_on_loopback(address: Address) -> bool:
@@ -351,22 +326,6 @@ def is_on_loopback(address: Address) -> bool:
     except OSError:
         return False
     return bool(found) and all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
-
-
-def _is_wildcard(address: Address) -> bool:
-    try:
-        return ipaddress.ip_address(address.host).is_unspecified
-    except ValueError:
-        return False
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        at_path = path.stat()
-    except FileNotFoundError:
-        return False
-    opened = os.fstat(fd)
-    return (opened.st_dev, opened.st_ino) == (at_path.st_dev, at_path.st_ino)
 
 
 def _why_not(address: Address) -> str:

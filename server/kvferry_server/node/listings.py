@@ -26,14 +26,8 @@ RETRY_FIRST = 0.2
 
 
 class Listings:
-    """What one home has listed in a directory. `run` it on the home's event loop, and `stop` it there.
-
-    Args:
-        directory: where it is listed.
-        home: the home.
-        labels: labels of all its engines.
-        ttl: seconds for which the directory keeps what is not renewed.
-    """
+    """What one home has listed in a directory, which keeps what is not renewed for `ttl` seconds. `run` it on the
+    home's event loop, and `stop` it there."""
 
     def __init__(self, directory: Directory, home: Home, labels: Mapping[str, str], ttl: float) -> None:
         self._directory = directory
@@ -73,7 +67,8 @@ class Listings:
         listed = []
         for ref, first in engines:
             model = first.identity.get(MODEL, "") if first is not None else ""
-            labels = {**({MODEL: model} if _fits(model) else {}), **self._labels}
+            fits = model and model.isprintable() and len(model.encode()) <= MAX_NAME_BYTES
+            labels = {**({MODEL: model} if fits else {}), **self._labels}
             listed.append(Listing(ref.engine_id, self._home.advertise, ref.incarnation, labels))
         return tuple(listed)
 
@@ -114,7 +109,3 @@ class Listings:
                 lambda: self._stopping or (not self._failing and self._version != self._done), pause or None
             )
             return not self._stopping
-
-
-def _fits(model: str) -> bool:
-    return bool(model) and model.isprintable() and len(model.encode()) <= MAX_NAME_BYTES

@@ -11,19 +11,30 @@ import argparse
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry.errors import InvalidField, KvferryError
-from kvferry_server.node.config import ENV_PREFIX, NodeConfig, shown
+from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
 
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
+
+CLIENT_PREFIX = "KVFERRY_"
+"""Begins the names of what the command line and engines read. Settings of kvferryd had it, too."""
+
+_NAMES = "SERVER ADDRESS ALLOWED_HOMES DIRECTORY ENGINE_ID LAYER_NAMES PROMPT_CHECK READ_TIMEOUT START_TIMEOUT"
+OF_CLIENTS = tuple(f"{CLIENT_PREFIX}{name}" for name in f"{_NAMES} TLS_CA TLS_CERT TLS_KEY".split())
+"""What the command line and engines read."""
+
+OF_KUBERNETES = re.compile(r"KVFERRY\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|KVFERRY\w*_PORT=\w+://.*")
+"""What Kubernetes sets in every container beside a Service whose name begins with kvferry: names and values."""
 
 
 class BadConfig(KvferryError):
@@ -50,56 +61,41 @@ class Loaded:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every setting to a parser, in groups, with the default and the name in the environment."""
-    groups: dict[str, Any] = {}
+    of_types: dict[Any, str] = {float: "SECONDS", int: "N", ByteSize: "SIZE"}
+    group: Any = parser
     for name, field in NodeConfig.model_fields.items():
-        extra = field.json_schema_extra
-        hints: Mapping[str, Any] = extra if isinstance(extra, dict) else {}
-        title = str(hints["group"])
-        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
         default = "none" if field.default in (None, "") else "no" if field.default is False else field.default
-        options: dict[str, Any] = {
-            "dest": name,
-            "default": argparse.SUPPRESS,
-            "help": f"{field.description} [{default}; {ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
-        }
+        metavar = next(
+            (each for each in field.metadata if isinstance(each, str)), of_types.get(field.annotation, "FILE")
+        )
+        options: dict[str, Any] = {"metavar": metavar}
         if field.annotation is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = hints.get("metavar", "SECONDS" if field.annotation is float else "LEVEL")
-        group.add_argument(_flag(name), **options)
+            options = {"action": argparse.BooleanOptionalAction}
+        text = f"{field.description} [{default}; {ENV_PREFIX}{name.upper()}]".replace("%", "%%")
+        group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=text, **options)
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
-    """Load the settings from all sources.
-
-    Args:
-        flags: the flags that were given, by setting.
-        file: the TOML file; None: none.
-
-    Raises:
-        BadConfig: settings are wrong; the message has a line for each.
-    """
-    sources: list[tuple[Mapping[str, Any], str]] = [
-        (flags, "flag"),
-        (EnvSettingsSource(NodeConfig)(), "environment"),
-        (_read_file(file) if file is not None else {}, str(file)),
-    ]
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(NodeConfig.model_fields, "default")
-    for source, kind in reversed(sources):
-        for name, value in source.items():
-            values[name] = value
-            origins[name] = {"flag": _flag(name), "environment": ENV_PREFIX + name.upper()}.get(kind, kind)
-    return Loaded(_validated(values, origins), origins)
+    """Load the settings from all sources: the flags that were given, by setting, the environment and a TOML file.
+    Raises `BadConfig`."""
+    in_file = _read_file(file) if file is not None else {}
+    given = {name.upper(): value for name, value in os.environ.items()}
+    variables = {name: ENV_PREFIX + name.upper() for name in NodeConfig.model_fields}
+    environment = {name: given[variable] for name, variable in variables.items() if variable in given}
+    origins = {
+        **dict.fromkeys(NodeConfig.model_fields, "default"),
+        **dict.fromkeys(in_file, str(file)),
+        **{name: variables[name] for name in environment},
+        **{name: _flag(name) for name in flags},
+    }
+    return Loaded(_validated({**in_file, **environment, **flags}, origins), origins)
 
 
 def configure(**settings: Any) -> NodeConfig:
     """Return the settings of a server that a program starts: what it passes, otherwise the defaults. Reads neither the
-    environment nor a file.
-
-    Raises:
-        BadConfig: settings are wrong; the message has a line for each.
-    """
+    environment nor a file. Raises `BadConfig`."""
     return _validated(settings, dict.fromkeys(settings, "the caller"))
 
 
@@ -107,6 +103,42 @@ def config_file(flag: str | None) -> Path | None:
     """Return the TOML file that ``--config`` names, otherwise the one that ``KVFERRYD_CONFIG`` names; None: neither."""
     name = flag if flag is not None else os.environ.get(CONFIG_FILE, "")
     return Path(name) if name else None
+
+
+def renamed_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable that sets a setting of kvferryd by its former name, in order. To ignore them
+    would be to serve without a policy that was set."""
+    return [
+        f"{name} is not read any more: its name is {ENV_PREFIX}{setting} now"
+        for name in sorted(environment)
+        if (setting := _setting(name)) and name.upper() not in OF_CLIENTS
+    ]
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable of the environment that begins as kvferry's do and that kvferryd does not
+    read though it may be meant for it, in order; it names the one that was probably meant. Values are not shown."""
+    settings = [ENV_PREFIX + name.upper() for name in NodeConfig.model_fields]
+    known = sorted({*settings, CONFIG_FILE, *OF_CLIENTS})
+    # Settings are found whatever their case.
+    given = {name.upper() for name in environment}
+    sentences = []
+    for name, value in sorted(environment.items()):
+        upper = name.upper()
+        if upper in OF_CLIENTS:
+            if (setting := _setting(name)) and ENV_PREFIX + setting not in given:
+                sentences.append(f"{name} is read by clients only; kvferryd reads {ENV_PREFIX}{setting}")
+            continue
+        if not upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) or upper in known:
+            continue
+        if OF_KUBERNETES.fullmatch(f"{name}={value}"):
+            continue
+        # The prefixes would make everything alike.
+        rest = [one.partition("_")[2] for one in known]
+        close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
+        meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
+        sentences.append(f"nothing reads the variable {name}{meant}")
+    return sentences
 
 
 def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeConfig:
@@ -125,7 +157,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     problem = f"{path} does not exist"
     try:
         if path.is_file():
-            return TomlConfigSettingsSource(NodeConfig, path)()
+            return TomlConfigSettingsSource(BaseSettings, path)()
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{path}: {error}"
     raise BadConfig(problem, setting="config", value=path, origin="--config", problem=problem)
@@ -152,3 +184,10 @@ def _explain(errors: Sequence[ErrorDetails], values: Mapping[str, Any], origins:
     error = BadConfig("\n".join(lines))
     error.values = found
     return error
+
+
+def _setting(name: str) -> str:
+    """Return the setting of kvferryd, in upper case, that a variable with the prefix of clients names; empty: none."""
+    setting = name.upper().removeprefix(CLIENT_PREFIX)
+    found = setting != name.upper() and (setting.lower() in NodeConfig.model_fields or setting == "CONFIG")
+    return setting if found else ""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvferry
@@ -74,10 +73,8 @@ def run(arguments: Sequence[str]) -> int:
     if not verbose:
         os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
-    from kvferry_server.node.loading import BadConfig, add_flags, config_file, load
-    from kvferry_server.node.named_files import file_problems, memory_problems, warnings
+    from kvferry_server.node import loading, named_files
     from kvferry_server.node.native_log import NativeLog
-    from kvferry_server.node.variables import renamed_variables, unknown_variables
 
     parser = argparse.ArgumentParser(
         "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
@@ -90,47 +87,48 @@ def run(arguments: Sequence[str]) -> int:
         help="Print every setting with its value and its origin, say what is wrong with them and with the files that "
         "they name, and exit: with 2, if anything is.",
     )
-    add_flags(parser)
+    loading.add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
     file, check_only = flags.pop("config"), flags.pop("check_config")
-    if renamed := renamed_variables(os.environ):
-        for line in renamed:
-            print(f"kvferryd: {line}", file=sys.stderr)
-        return 2
+    if renamed := loading.renamed_variables(os.environ):
+        return _refuse(renamed)
     try:
-        loaded = load(flags, config_file(file))
-    except BadConfig as error:
-        for line in error.message.splitlines():
-            print(f"kvferryd: {line}", file=sys.stderr)
-        return 2
+        loaded = loading.load(flags, loading.config_file(file))
+    except loading.BadConfig as error:
+        return _refuse(error.message.splitlines())
+    notes = (*named_files.warnings(loaded.config), *loading.unknown_variables(os.environ))
+    little_memory = named_files.memory_problems(loaded)
     if check_only:
         print(loaded.describe())
-        problems = file_problems(loaded) + memory_problems(loaded)
-        for line in (*problems, *warnings(loaded.config), *unknown_variables(os.environ)):
-            print(f"kvferryd: {line}", file=sys.stderr)
+        problems = named_files.file_problems(loaded) + little_memory
+        _refuse((*problems, *notes))
         return 2 if problems else 0
     # Or when it is first used; set any earlier, it would be warned of outside the log.
     os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     native = NativeLog()
     try:
-        return _run(loaded, native, verbose=verbose)
+        return _run(loaded, native, (*notes, *little_memory), verbose=verbose)
     finally:
         native.close()
 
 
-def _run(loaded: Loaded, native: NativeLog, *, verbose: bool) -> int:
+def _refuse(lines: Iterable[str]) -> int:
+    for line in lines:
+        print(f"kvferryd: {line}", file=sys.stderr)
+    return 2
+
+
+def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
     """Serve until told to stop. Returns the exit code."""
     import uvloop
 
     from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.memory import use_few_arenas
-    from kvferry_server.node.named_files import memory_problems, warnings
     from kvferry_server.node.times import SWITCH_INTERVAL
-    from kvferry_server.node.variables import unknown_variables
 
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
     native.start(verbose=verbose)
-    for line in (*warnings(loaded.config), *unknown_variables(os.environ), *memory_problems(loaded)):
+    for line in notes:
         logger.warning("%s", line)
     # Both here and not in NodeServer, because they apply to the whole process.
     use_few_arenas()
@@ -139,29 +137,22 @@ def _run(loaded: Loaded, native: NativeLog, *, verbose: bool) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         uvloop.run(_serve(loaded, native))
-    except InvalidInput as error:
-        _say(error, loaded)
-        return 2
     except InternalError as error:
         logger.critical("%s", error, exc_info=error.__cause__)
         return 1
     except KvferryError as error:
-        _say(error, loaded)
-        return 1
+        # To people as all commands do, otherwise as a line of the log.
+        if loaded.config.log_format == "json":
+            logger.critical("%s", error)
+        else:
+            print(f"kvferryd: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidInput) else 1
     except ModuleNotFoundError:
         raise
     except Exception:
         logger.critical("kvferryd has failed", exc_info=True)
         return 1
     return 0
-
-
-def _say(error: KvferryError, loaded: Loaded) -> None:
-    """Say why kvferryd cannot start: to people as all commands do, otherwise as a line of the log."""
-    if loaded.config.log_format == "json":
-        logger.critical("%s", error)
-    else:
-        print(f"kvferryd: {error}", file=sys.stderr)
 
 
 async def _serve(loaded: Loaded, native: NativeLog) -> None:
@@ -234,11 +225,10 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     drained = asyncio.ensure_future(server.stop())
     again = asyncio.ensure_future(signals.get())
     await asyncio.wait([drained, again], return_when=asyncio.FIRST_COMPLETED)
-    if again.done():
+    if again.done() and not drained.done():
         logger.warning("%s while draining: stopping at once", again.result().name)
         drained.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await drained
+        await asyncio.wait([drained])
         await server.stop(0)
     else:
         again.cancel()

@@ -10,7 +10,6 @@ import asyncio
 import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, WORKING_MEMORY
@@ -26,13 +25,8 @@ _M_ARENA_MAX = -8
 
 
 def memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may have: the least of what its memory cgroups allow, those above them, and
-    the host.
-
-    Args:
-        proc: where procfs is mounted.
-        cgroups: where cgroups are mounted.
-    """
+    """Return the bytes that this process may have: the least of what its memory cgroups, those above them, and the host
+    allow. The arguments are where procfs and cgroups are mounted."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -56,16 +50,19 @@ def home_memory(limit: int) -> int:
 def use_few_arenas() -> None:
     """Let this process have `ARENAS` arenas, however many threads it has. For processes that are a node server and
     nothing else."""
-    mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, ARENAS)
+    _of_glibc("mallopt", _M_ARENA_MAX, ARENAS)
 
 
 def trim() -> None:
     """Give back to the system what this process has freed."""
-    malloc_trim = getattr(_libc(), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(ctypes.c_size_t(0))
+    _of_glibc("malloc_trim", ctypes.c_size_t(0))
+
+
+def _of_glibc(name: str, *arguments: object) -> None:
+    """Call a function that only glibc has."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)
 
 
 class Trimmer:
@@ -121,8 +118,3 @@ def _limits_up(root: Path, path: str, name: str) -> list[int]:
         if folder == root:
             break
     return found
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

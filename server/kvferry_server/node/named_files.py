@@ -19,20 +19,14 @@ from kvferry_server.node.policy_file import read_policy
 def file_problems(loaded: Loaded) -> list[str]:
     """Return a line for each file that cannot be used, and for addresses with which kvferryd would not start: its
     setting, its value, where that comes from, and why."""
-    config, problems = loaded.config, list[InvalidField]()
-    if config.tls is not None:
-        problems.extend(tls_problems(config.tls))
-        if not problems:
-            problems.extend(_out_of_time(loaded))
-    if config.policy is not None:
+    config = loaded.config
+    problems = list[InvalidField]() if config.tls is None else tls_problems(config.tls)
+    checks = (_check_policy, _check_addresses) if problems else (_check_dates, _check_policy, _check_addresses)
+    for check in checks:
         try:
-            read_policy(config.policy)
+            check(config)
         except InvalidField as error:
             problems.append(error)
-    try:
-        _check_addresses(config)
-    except InvalidField as error:
-        problems.append(error)
     return [
         f"{error.values['field']} is {error.values['value']} (from {loaded.origins[error.values['field']]}): "
         f"expected {error.values['expected']}"
@@ -73,21 +67,18 @@ def warnings(config: NodeConfig) -> list[str]:
     ]
 
 
+def _check_dates(config: NodeConfig) -> None:
+    if config.tls is not None:
+        check_in_time(config.tls, validity(read_tls(config.tls), config.tls), time.time())
+
+
+def _check_policy(config: NodeConfig) -> None:
+    if config.policy is not None:
+        read_policy(config.policy)
+
+
 def _check_addresses(config: NodeConfig) -> None:
     """Raise `InvalidField` as kvferryd would at its start. No port is taken."""
-    listening, unix = config.listen_address, config.unix_path
-    if listening is not None:
-        check_exposure(listening, config.tls, insecure=config.insecure, anonymous_tls=config.anonymous_tls)
-    advertised(config.advertise, listening, Address(path=str(unix)) if unix is not None else None)
-
-
-def _out_of_time(loaded: Loaded) -> list[InvalidField]:
-    tls = loaded.config.tls
-    if tls is None:
-        return []
-    try:
-        start, end = validity(read_tls(tls), tls)
-        check_in_time(tls, start <= time.time() < end)
-    except InvalidField as error:
-        return [error]
-    return []
+    check_exposure(config)
+    unix = config.unix_path
+    advertised(config.advertise, config.listen_address, Address(path=str(unix)) if unix is not None else None)

@@ -79,11 +79,8 @@ class NativeLog:
         self._thread: threading.Thread | None = None
 
     def start(self, *, verbose: bool) -> None:
-        """Begin to write lines to the log, which is set up. Strangers cause lines, so the rate is bounded.
-
-        Args:
-            verbose: write also what gRPC does not count as a problem.
-        """
+        """Begin to write lines to the log, which is set up; `verbose`: also those that gRPC counts as no problem.
+        Strangers cause lines, so the rate is bounded."""
         self._thread = threading.Thread(target=self._read, args=(verbose,), name="kvferry-native-log", daemon=True)
         self._thread.start()
 
@@ -143,11 +140,8 @@ class NativeLog:
 
 def _keep_last_words(unread: socket.socket, writing: socket.socket, stderr: int) -> int | None:
     """Start a process that writes what is unread to stderr when this one has ended: what native code says when it
-    aborts. No thread of this process could. To be called before there are threads.
-
-    Returns:
-        A descriptor: that it is closed is the end that the process waits for. None: there may be no further process.
-    """
+    aborts. No thread of this process could. To be called before there are threads. Returns a descriptor whose end the
+    process waits for; None: there may be no further process."""
     ended, held = os.pipe()
     try:
         process = os.fork()

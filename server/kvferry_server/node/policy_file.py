@@ -28,6 +28,11 @@ class _Rule(BaseModel):
     observer: bool = False
     admin: bool = False
 
+    def rule(self) -> Rule:
+        """Return the rule as policies have it."""
+        grant = Grant(tuple(self.engine), tuple(self.reader), tuple(self.relay), self.observer, self.admin)
+        return Rule(tuple(self.identities), grant)
+
     @field_validator("identities", "engine", "reader", "relay")
     @classmethod
     def _no_empty_pattern(cls, patterns: list[str]) -> list[str]:
@@ -57,11 +62,8 @@ class _File(BaseModel):
 
 
 def read_policy(path: Path) -> Policy:
-    """Read a policy file. Whom none of its rules fits may do nothing.
-
-    Raises:
-        InvalidField: it cannot be read, is not TOML, or has something that no policy has. Names the setting `policy`.
-    """
+    """Read a policy file. Whom none of its rules fits may do nothing. Raises `InvalidField`, of the setting `policy`,
+    if the file cannot be read, is not TOML, or has something that no policy has."""
     try:
         # pydantic's source skips files that do not exist, but this one was named. Looking may fail, too: in a folder
         # that may not be entered any more.
@@ -78,7 +80,7 @@ def read_policy(path: Path) -> Policy:
         raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
     if found is None:
         raise InvalidField("policy", str(path), "a file")
-    return Policy(everyone=Grant(), rules=tuple(_rule(rule) for rule in found.rule))
+    return Policy(everyone=Grant(), rules=tuple(rule.rule() for rule in found.rule))
 
 
 def _problem(detail: ErrorDetails) -> str:
@@ -89,14 +91,3 @@ def _problem(detail: ErrorDetails) -> str:
     fields = _Rule.model_fields if len(detail["loc"]) > 1 else _File.model_fields
     close = difflib.get_close_matches(str(detail["loc"][-1]), fields, n=1)
     return "no such field" + (f"; did you mean {close[0]}?" if close else f": there are {', '.join(fields)}")
-
-
-def _rule(rule: _Rule) -> Rule:
-    grant = Grant(
-        engine=tuple(rule.engine),
-        reader=tuple(rule.reader),
-        relay=tuple(rule.relay),
-        observer=rule.observer,
-        admin=rule.admin,
-    )
-    return Rule(tuple(rule.identities), grant)

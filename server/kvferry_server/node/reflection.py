@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 
 # Imported for its descriptors: with them tools decode the details of errors.
 from google.rpc import error_details_pb2  # noqa: F401
@@ -25,12 +25,7 @@ REFLECTIONS = (V1, V1ALPHA)
 
 
 def add_reflection(server: Any, services: Sequence[str]) -> None:
-    """Add both reflection services to a server.
-
-    Args:
-        server: a server, or what stands in for one.
-        services: full names of the services that they list.
-    """
+    """Add both reflection services to a server; they list these services, by their full names."""
     # grpc_reflection ships no types.
     make: Any = reflection_aio.ReflectionServicer
     handlers = {
@@ -54,16 +49,8 @@ def _describe_v1() -> None:
         pass
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
-    file.name, file.package = (name.replace("v1alpha", "v1") for name in (file.name, file.package))
-    for message in file.message_type:
-        for field in message.field:
-            if field.HasField("type_name"):
-                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
-    for service in file.service:
-        for method in service.method:
-            method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
-            method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
-    pool.AddSerializedFile(file.SerializeToString())
+    renamed = text_format.MessageToString(file).replace("v1alpha", "v1")
+    pool.AddSerializedFile(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()).SerializeToString())
 
 
 _describe_v1()

@@ -4,35 +4,29 @@
 - What a request takes once it is decoded is found before that (`decoded_size`), is bounded by its size, and is shared
   out over hosts.
 - Of requests that take much, each host has one at a time. They are decoded by the worker thread.
+- A request holds a slot of its host while it is read, and a large one until it has been worked on. If others had to
+  wait for slow ones, a few slow request bodies would keep a host's renewals out until its leases are lost. So a call
+  whose peer neither sends nor takes data, while others wait for a slot, fails with `LimitReached` and a retry delay.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import grpc.aio
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, KvferryError, LimitReached
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.node.arrivals import Arrivals
+from kvferry_server.node import limits
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of
-from kvferry_server.node.limits import (
-    COUNTED_REQUEST,
-    HEAVY_REQUEST,
-    MAX_DECODED_QUERIES,
-    MAX_FIELDS,
-    MAX_LOCAL_REQUESTS,
-    MAX_REQUEST_MEMORY,
-    MAX_REQUESTS,
-    MAX_SMALL_REQUEST,
-    MAX_STREAMED_REQUEST,
-)
-from kvferry_server.node.times import RETRY_AFTER
+from kvferry_server.node.times import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 from kvferry_server.servicers.callers import Context
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES
 from kvferry_server.servicers.worker import Worker
@@ -52,58 +46,170 @@ MAX_REQUEST_BYTES = {
 }
 """Bytes of a request by method; `MAX_SMALL_REQUEST` of all other methods."""
 
-MAX_DECODED = {KV_TRANSFER + "ReadChecksums": MAX_DECODED_QUERIES}
+MAX_DECODED = {KV_TRANSFER + "ReadChecksums": limits.MAX_DECODED_QUERIES}
 """Bytes that a request may take once it is decoded, of methods whose lists hold less than their bytes could."""
 
-Decode: TypeAlias = Callable[[bytes], Any]
+Decode: TypeAlias = Any
+"""Decodes requests: the method `FromString` of a message's class."""
 
 
+@dataclass(eq=False, slots=True)
+class _Idle:
+    """A call that has a slot and waits for its peer."""
+
+    since: float
+    task: asyncio.Task[Any]
+    why_ended: KvferryError | None = None
+
+
+class Arrivals:
+    """The slots of one host. Belongs to one event loop.
+
+    Attributes:
+        turn: held by the one request of this host that takes much memory.
+        slots: held by requests.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.turn = asyncio.Lock()
+        self.slots = asyncio.Semaphore(most)
+        self._most = most
+        self._wanted = 0
+        # Calls that were ended and have not freed their slots yet.
+        self._ending = 0
+        # In the order in which they began to wait.
+        self._idle: dict[_Idle, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def read(self, context: Any) -> tuple[Any, bool]:
+        """Wait for a slot, first come first served, and read a call's next request; raises as `wait_for_peer`.
+
+        Returns:
+            The undecoded request, or `grpc.aio.EOF`; and whether it is large: then the caller still has the slot, and
+            releases it.
+        """
+        self._wanted += 1
+        try:
+            self._make_room()
+            await self.slots.acquire()
+        finally:
+            self._wanted -= 1
+        large = False
+        try:
+            raw = await self.wait_for_peer(context.read(), reads=True)
+            large = raw is not grpc.aio.EOF and len(raw) >= limits.LARGE_MESSAGE
+        finally:
+            if not large:
+                self.slots.release()
+        return raw, large
+
+    async def wait_for_peer(self, coming: Awaitable[Any], *, reads: bool = False) -> Any:
+        """Wait for something that depends on a call's peer, while the call has a slot, and return its result.
+
+        Raises:
+            InvalidField: it is the request that the call `reads`, and did not arrive within `REQUEST_TIMEOUT`.
+            LimitReached: others needed the slot meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        idle = _Idle(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
+        self._idle[idle] = None
+        late = loop.call_later(REQUEST_TIMEOUT, self._end, idle, _late_request) if reads else None
+        self._make_room()
+        try:
+            return await coming
+        except asyncio.CancelledError:
+            if idle.why_ended is None:
+                raise
+            raise idle.why_ended from None
+        finally:
+            if late is not None:
+                late.cancel()
+            self._idle.pop(idle, None)
+            self._ending -= idle.why_ended is not None
+
+    def _make_room(self) -> None:
+        """End as many calls that have waited too long for their peers as other calls wait for slots, and look again
+        when the next one has."""
+        if self._timer is not None or not self._wanted:
+            return
+        loop = asyncio.get_running_loop()
+        for idle in tuple(self._idle):
+            if not self.slots.locked() or self._wanted <= self._ending:
+                return
+            if loop.time() < idle.since + SLOW_PEER_TIMEOUT:
+                self._timer = loop.call_at(idle.since + SLOW_PEER_TIMEOUT, self._look_again)
+                return
+            self._end(idle, self._slow_peer)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._make_room()
+
+    def _end(self, idle: _Idle, why: Callable[[], KvferryError]) -> None:
+        if idle in self._idle:
+            del self._idle[idle]
+            idle.why_ended = why()
+            self._ending += 1
+            idle.task.cancel()
+
+    def _slow_peer(self) -> KvferryError:
+        return LimitReached(
+            f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
+            "call's peer was slow",
+            retry_after=RETRY_AFTER,
+            limit="requests",
+            value=self._most,
+        )
+
+
+def _late_request() -> KvferryError:
+    return InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
+
+
+@dataclass(eq=False, slots=True)
 class HeldRequest:
-    """What a request holds until it has been worked on. Free it once."""
+    """What a request holds until it has been worked on. Free it once.
 
-    def __init__(self, memory: Budget, host: str, arrivals: Arrivals, *, has_slot: bool) -> None:
-        self._memory = memory
-        self._host = host
-        self._arrivals = arrivals
-        self._has_slot = has_slot
-        self._size = 0
-        self._has_turn = False
+    Attributes:
+        memory: the budget of decoded requests.
+        host: the host that the call comes from.
+        arrivals, has_slot, has_turn: the slots of that host, and whether the request holds one, and the host's turn.
+        size: bytes of the budget that it holds.
+    """
+
+    memory: Budget
+    host: str
+    arrivals: Arrivals
+    has_slot: bool
+    size: int = 0
+    has_turn: bool = False
 
     def count(self, size: int) -> None:
         """Hold so many bytes of memory in all, if they are worth counting; raises `LimitReached` if this host's
         requests hold too many."""
-        more = size - self._size
-        if more <= 0 or size <= COUNTED_REQUEST:
+        more = size - self.size
+        if more <= 0 or size <= limits.COUNTED_REQUEST:
             return
-        check_budget("request_memory", self._memory, self._host, RETRY_AFTER, more)
-        self._memory.take(self._host, more)
-        self._size = size
+        check_budget("request_memory", self.memory, self.host, RETRY_AFTER, more)
+        self.memory.take(self.host, more)
+        self.size = size
 
-    async def wait_for_turn(self) -> None:
-        """Hold the turn of the caller's host."""
-        await self._arrivals.turn.acquire()
-        self._has_turn = True
-
-    async def wait_for_peer(self, what: Awaitable[Any]) -> None:
+    async def wait_for_peer(self, coming: Awaitable[Any]) -> None:
         """Do as `Arrivals.wait_for_peer`, if the request holds a slot."""
-        await (self._arrivals.wait_for_peer(what) if self._has_slot else what)
+        await (self.arrivals.wait_for_peer(coming) if self.has_slot else coming)
 
     def free(self) -> None:
         """Give all of it to the next request."""
-        if self._has_turn:
-            self._arrivals.turn.release()
-        if self._size:
-            self._memory.give(self._host, self._size)
-        if self._has_slot:
-            self._arrivals.give_back()
+        if self.has_turn:
+            self.arrivals.turn.release()
+        if self.size:
+            self.memory.give(self.host, self.size)
+        if self.has_slot:
+            self.arrivals.slots.release()
 
 
 class Requests:
-    """The requests of one listener. Belongs to one event loop.
-
-    Args:
-        worker: decodes those that take much.
-        time_slices: for what is worked out of others, on the event loop.
+    """The requests of one listener: those that take much are decoded by the worker. Belongs to one event loop.
 
     Attributes:
         memory: the budget of decoded requests.
@@ -111,23 +217,14 @@ class Requests:
     """
 
     def __init__(self, worker: Worker, time_slices: TimeSlices) -> None:
-        self.memory = Budget(MAX_REQUEST_MEMORY)
+        self.memory = Budget(limits.MAX_REQUEST_MEMORY)
         self.worked_on = 0
         self._worker = worker
         self._time_slices = time_slices
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
 
-    async def read(self, method: str, decode: Decode | None, context: Context, host: str) -> tuple[Any, HeldRequest]:
-        """Read and decode the one request of a call.
-
-        Args:
-            method: the path of the method.
-            decode: decodes a request; None: it stays as it is.
-            context: the call.
-            host: the host that the call comes from.
-
-        Returns:
-            The request, and what it holds.
+    async def read(self, method: str, decode: Decode, context: Context, host: str) -> tuple[Any, HeldRequest]:
+        """Read and decode the one request of a call from a host. Returns the request, and what it holds.
 
         Raises:
             InvalidField: there is no request, it is too large, or it does not decode.
@@ -135,46 +232,47 @@ class Requests:
         """
         arrivals = self._arrivals(host, geometries=method in GEOMETRIES)
         raw, large = await arrivals.read(context)
-        held = HeldRequest(self.memory, host, arrivals, has_slot=large)
+        held = HeldRequest(self.memory, host, arrivals, large)
         self.worked_on += len(raw) if large else 0
         try:
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
-            if decode is not None:
-                _check_size(raw, MAX_REQUEST_BYTES.get(method, MAX_SMALL_REQUEST))
+            _check_size(raw, MAX_REQUEST_BYTES.get(method, limits.MAX_SMALL_REQUEST))
             return await self._decoded(decode, raw, host, held, MAX_DECODED.get(method, sys.maxsize)), held
         except BaseException:
             held.free()
             raise
 
-    async def each(self, decode: Decode | None, context: Context, host: str) -> AsyncGenerator[Any, None]:
+    async def each(self, decode: Decode, context: Context, host: str) -> AsyncGenerator[Any, None]:
         """Yield the requests of a call that may have many, decoded; raises as `read`. gRPC keeps as much of a request
         as has arrived, however much a method takes, so that these wait for slots as well."""
-        while True:
-            arrivals = self._arrivals(host, geometries=False)
-            raw, large = await arrivals.read(context)
-            if large:
-                self.worked_on += len(raw)
-                arrivals.give_back()
-            if raw is grpc.aio.EOF:
-                return
-            _check_size(raw, MAX_STREAMED_REQUEST)
+        while (raw := await self.raw(context, host)) is not grpc.aio.EOF:
+            _check_size(raw, limits.MAX_STREAMED_REQUEST)
             yield _parsed(decode, raw)
 
-    async def _decoded(self, decode: Decode | None, raw: bytes, host: str, held: HeldRequest, most: int) -> Any:
-        shape = _shape(decode)
-        if shape is None:
-            return _parsed(decode, raw)
+    async def raw(self, context: Context, host: str) -> Any:
+        """Return the next request of a call, not decoded, or `grpc.aio.EOF`; raises as `read`."""
+        arrivals = self._arrivals(host, geometries=False)
+        raw, large = await arrivals.read(context)
+        if large:
+            self.worked_on += len(raw)
+            arrivals.slots.release()
+        return raw
+
+    async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, most: int) -> Any:
+        # A message's class decodes it.
+        shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
-        if size > COUNTED_REQUEST:
+        if size > limits.COUNTED_REQUEST:
             held.count(len(raw))
             size = await self._measured(raw, shape, host, most)
-        if size > COUNTED_REQUEST:
+        if size > limits.COUNTED_REQUEST:
             self.worked_on += size
-        if size <= HEAVY_REQUEST:
+        if size <= limits.HEAVY_REQUEST:
             held.count(size)
             return _parsed(decode, raw)
-        await held.wait_for_turn()
+        await held.arrivals.turn.acquire()
+        held.has_turn = True
         held.count(size)
         return await self._worker.run(host, len(raw), lambda: _parsed(decode, raw))
 
@@ -187,16 +285,15 @@ class Requests:
             if self._time_slices.over:
                 await self._time_slices.wait(host, short=short)
         if not found.fits:
-            expected = (
-                f"{len(raw)} bytes that take at most {found.most} bytes in {MAX_FIELDS} fields once they are decoded"
-            )
+            allowed = f"{found.most} bytes in {limits.MAX_FIELDS} fields"
+            expected = f"{len(raw)} bytes that take at most {allowed} once they are decoded"
             raise InvalidField("request", f"more than {found.size} bytes in {found.fields} fields", expected)
         return found.size
 
     def _arrivals(self, host: str, *, geometries: bool) -> Arrivals:
         arrivals = self._arriving.get((host, geometries))
         if arrivals is None:
-            arrivals = Arrivals(MAX_REQUESTS if host else MAX_LOCAL_REQUESTS)
+            arrivals = Arrivals(limits.MAX_REQUESTS if host else limits.MAX_LOCAL_REQUESTS)
             self._arriving[host, geometries] = arrivals
         return arrivals
 
@@ -206,18 +303,10 @@ def _check_size(raw: bytes, most: int) -> None:
         raise InvalidField("request", f"{len(raw)} bytes", f"at most {most} bytes for this method")
 
 
-def _shape(decode: Decode | None) -> Shape | None:
-    """Return the shape of what a function decodes: that of a message, whose class it belongs to."""
-    kind = getattr(decode, "__self__", None)
-    return None if kind is None else shape_of(kind.DESCRIPTOR)
-
-
-def _parsed(decode: Decode | None, raw: Any) -> Any:
-    if decode is None:
-        return raw
+def _parsed(decode: Decode, raw: Any) -> Any:
     try:
         return decode(raw)
     except Exception:
         # Usually protobuf's DecodeError, but its C code raises other errors as well.
-        name = getattr(getattr(decode, "__self__", None), "__name__", "message")
-    raise InvalidField("request", f"{len(raw)} bytes", f"an encoded {name}")
+        expected = f"an encoded {decode.__self__.__name__}"
+    raise InvalidField("request", f"{len(raw)} bytes", expected)

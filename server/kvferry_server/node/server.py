@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
-from functools import partial
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
@@ -21,19 +21,28 @@ from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
-from kvferry_server.domain.clock import BootClock, Clock
+from kvferry_server.admin.call_counts import CallCounts
+from kvferry_server.admin.node_state import NodeState, ShownListener
+from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import Policy
 from kvferry_server.home.home import Home
-from kvferry_server.node.admin import AdminServing, ShownState
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig
-from kvferry_server.node.connections import ConnectionLimiter, connections_each, file_limit
+from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
-from kvferry_server.node.listen import Listener, TcpListener, UnixListener, advertised, check_exposure
+from kvferry_server.node.listen import (
+    CannotListen,
+    Listener,
+    TcpListener,
+    UnixListener,
+    advertised,
+    check_exposure,
+    is_on_loopback,
+)
 from kvferry_server.node.listings import Listings
-from kvferry_server.node.memory import Trimmer
+from kvferry_server.node.memory import Trimmer, memory_limit
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.requests import Requests
@@ -42,9 +51,13 @@ from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED, UNKNOWN_CALLERS, Access
-from kvferry_server.servicers.callers import NamesOf, names_of, nobody
+from kvferry_server.servicers.callers import names_of, nobody
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
+
+if TYPE_CHECKING:
+    from kvferry_server.admin.listener import AdminListener
+    from kvferry_server.admin.service import AdminService
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +80,6 @@ class NodeServer:
 
     Args:
         config: the settings.
-        clock: where the home takes its time from; None: CLOCK_BOOTTIME.
         failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
 
     Attributes:
@@ -82,12 +94,9 @@ class NodeServer:
     advertise: str = ""
     admin: str = ""
 
-    def __init__(
-        self, config: NodeConfig, clock: Clock | None = None, failed_handshakes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, config: NodeConfig, failed_handshakes: Mapping[str, int] | None = None) -> None:
         self._config = config
         self._failed_handshakes = failed_handshakes
-        self._clock = clock if clock is not None else BootClock()
         self._health = health_aio.HealthServicer()
         self._worker = Worker()
         self._relays: Relays | None = None
@@ -99,10 +108,8 @@ class NodeServer:
         self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
         self._listings: Listings | None = None
-        self._unlisting: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._shown: ShownState | None = None
-        self._admin: AdminServing | None = None
+        self._admin: tuple[AdminListener, AdminService] | None = None
         self._tracing: Tracing | None = None
 
     async def start(self) -> None:
@@ -113,60 +120,78 @@ class NodeServer:
             InvalidField: settings contradict each other, or a TLS file or the policy cannot be used.
         """
         try:
-            if self._config.policy is not None:
-                self._policy = read_policy(self._config.policy)
-            # The advertised address depends on the ports, and the home on it. gRPC servers come last.
-            if self._config.trace_endpoint:
-                self._tracing = Tracing(self._config.trace_endpoint)
-            tcp = self._hold()
-            certificates = self._certificates
-            if certificates is not None:
-                self._begin(certificates.run(), "certificates")
-            self.home = Home(self._clock, self._config.times, self.advertise, Limits(memory=self._config.home_memory))
-            self._relays = Relays(
-                self.advertise,
-                self._config.tls,
-                anywhere=self._config.insecure,
-                patterns=self._config.relay_patterns,
-                content=(lambda: certificates.content) if certificates is not None else None,
-                events=self.home.journal.events,
-            )
-            self._driver = self._begin(self.home.run(), "home")
-            self._begin(Trimmer(self._worked_on, lambda: self.home.memory.used).run(), "trim")
-            connections = connections_each(self._config.max_connections, len(self._listeners), file_limit())
-            if tcp is not None:
-                self._begin(ConnectionLimiter(tcp.address.port, connections).run(), "connections")
-            await self._start_admin(self._relays, connections)
-            for listener in self._listeners:
-                await self._serve(listener, connections)
-            self._list()
+            await self._start()
         except BaseException:
             await self.stop(0)
             raise
         for service in ("", *SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
-    async def failed(self) -> None:
-        """Wait until the server cannot go on because of a bug, and raise it.
+    async def _start(self) -> None:
+        config = self._config
+        if config.policy is not None:
+            self._policy = read_policy(config.policy)
+        if config.trace_endpoint:
+            self._tracing = Tracing(config.trace_endpoint)
+        # The advertised address depends on the ports, and the home on it. gRPC servers come last.
+        self._hold()
+        certificates = self._certificates
+        if certificates is not None:
+            self._begin(certificates.run(), "certificates")
+        self.home = Home(BootClock(), config.times, self.advertise, Limits(memory=config.home_memory))
+        relays = self._relays = Relays(
+            self.advertise,
+            config.tls,
+            anywhere=config.insecure,
+            patterns=config.relay_patterns,
+            content=(lambda: certificates.content) if certificates is not None else None,
+            events=self.home.journal.events,
+        )
+        driver = self._driver = self._begin(self.home.run(), "home")
+        trimmer = Trimmer(
+            lambda: sum(guard.requests.worked_on for guard in self._guards), lambda: self.home.memory.used
+        )
+        self._begin(trimmer.run(), "trim")
+        connections = connections_each(config.max_connections, len(self._listeners), file_limit())
+        state = NodeState(
+            self.home,
+            self._worker,
+            relays,
+            lambda: not driver.done(),
+            certificates,
+            self._failed_handshakes,
+            {
+                **asdict(config.times),
+                **{name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")},
+                "max_connections": connections,
+            },
+            self.addresses,
+            memory_limit(),
+            CallCounts(self.home.journal.events),
+        )
+        self._begin(state.lag.run(), "loop-lag")
+        # Before anything else is served: operators are told why it is not ready yet.
+        await self._start_admin(state)
+        for listener in self._listeners:
+            if not listener.address.is_unix:
+                self._begin(ConnectionLimiter(listener.address.port, connections).run(), "connections")
+            await self._serve(listener, relays, state, connections)
+        if config.directory:
+            checked_home(self.advertise)
+            directory = open_directory(config.directory)
+            self._listings = Listings(directory, self.home, config.labels, config.directory_ttl)
+            self._begin(self._listings.run(), "listings")
 
-        Raises:
-            InternalError: the home's timers have stopped, so that nothing would be released any more, or gRPC servers
-                are not replaced any more. Also if the server was not started.
-        """
+    async def failed(self) -> None:
+        """Wait until the server cannot go on because of a bug, and raise `InternalError`: the home's timers have
+        stopped, so that nothing would be released any more, or gRPC servers are not replaced any more."""
         if self._driver is None:
             raise InternalError("the server was not started")
-        waited = [asyncio.create_task(serving.failed()) for serving in self._servings]
-        try:
-            await asyncio.wait([self._driver, *waited], return_when=asyncio.FIRST_COMPLETED)
-            ended = self._driver if self._driver.done() else next(task for task in waited if task.done())
-            what = "the home" if ended is self._driver else "gRPC"
-            cause = None if ended.cancelled() else ended.exception()
-        finally:
-            for task in waited:
-                task.cancel()
-            if waited:
-                await asyncio.wait(waited)
-        raise InternalError(f"{what} has stopped") from cause
+        running = [self._driver, *(serving.replacing for serving in self._servings if serving.replacing is not None)]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        ended = next(task for task in running if task.done())
+        cause = None if ended.cancelled() else ended.exception()
+        raise InternalError(f"{'the home' if ended is self._driver else 'gRPC'} has stopped") from cause
 
     async def drain(self) -> None:
         """Take no new work from now on, and go on with what is live; see `Home.drain`. `stop` ends the server.
@@ -179,23 +204,16 @@ class NodeServer:
         progress and open connections go on."""
         # One after the other, so that an earlier one does not put back what it has read.
         async with self._reloading:
-            await self._reload()
-
-    async def _reload(self) -> None:
-        path = self._config.policy
-        if path is not None:
-            try:
-                self._policy = await asyncio.to_thread(read_policy, path)
-            except InvalidField as error:
-                logger.error("the policy stays as it was: %s", error.message)
-            else:
-                logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
-        if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
-            logger.info("the certificate was read again from %s", self._config.tls_cert)
-
-    def certificate_expiry(self) -> float | None:
-        """Return when this server's certificate expires, in seconds since 1970; None: it has none."""
-        return None if self._certificates is None else self._certificates.expiry
+            path = self._config.policy
+            if path is not None:
+                try:
+                    self._policy = await asyncio.to_thread(read_policy, path)
+                except InvalidField as error:
+                    logger.error("the policy stays as it was: %s", error.message)
+                else:
+                    logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
+            if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
+                logger.info("the certificate was read again from %s", self._config.tls_cert)
 
     async def stop(self, grace: float | None = None) -> None:
         """Drain and stop; removes the socket's files. May be called again, to hurry an earlier call that was cancelled.
@@ -204,6 +222,7 @@ class NodeServer:
             grace: seconds for live leases and calls in progress; None: as configured; 0: none.
         """
         grace = self._config.drain if grace is None else grace
+        loop, unlisting = asyncio.get_running_loop(), None
         if self._servings and self._relays is not None:
             self._relays.stop()
             # The order matters: load balancers leave, then new work is refused, then readers report what they have read
@@ -211,29 +230,33 @@ class NodeServer:
             # health Watch, would make it wait for the whole grace.
             await self._health.enter_graceful_shutdown()
             self.home.drain()
-            # Beside the drain, which a directory out of reach shall not prolong.
-            self._unlisting = asyncio.create_task(self._unlist(), name="kvferry-unlisting")
-            until = asyncio.get_running_loop().time() + grace
+            if self._listings is not None:
+                # Beside the drain, which a directory out of reach shall not prolong.
+                unlisting = asyncio.create_task(self._listings.stop(), name="kvferry-unlisting")
+                self._listings = None
+            until = loop.time() + grace
             await self._leases_end(until)
             self.home.end_watches()
             if grace > 0:
                 await asyncio.gather(*(guard.streams_ended(DRAIN_STREAMS) for guard in self._guards))
             for guard in self._guards:
                 guard.end_streams()
-            grace = max(0.0, until - asyncio.get_running_loop().time())
+            grace = max(0.0, until - loop.time())
         await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
         if self._relays is not None:
             await self._relays.close()
-        if self._unlisting is not None:
-            await asyncio.wait([self._unlisting])
+        if unlisting is not None:
+            await asyncio.wait([unlisting])
         for task in self._tasks:
             task.cancel()
             await asyncio.wait([task])
-        for listener in self._listeners:
-            listener.close()
+        for held in self._listeners:
+            held.close()
         # Last, so that whoever asks is told of the drain to its end.
         if self._admin is not None:
-            await self._admin.close()
+            listener, service = self._admin
+            await listener.close()
+            service.close()
         self._worker.close()
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
@@ -244,98 +267,89 @@ class NodeServer:
         self._tasks.append(asyncio.create_task(running, name=f"kvferry-{name}"))
         return self._tasks[-1]
 
-    def _list(self) -> None:
-        """Begin to list this server in the directory, if there is one."""
-        config = self._config
-        if config.directory:
-            checked_home(self.advertise)
-            self._listings = Listings(open_directory(config.directory), self.home, config.labels, config.directory_ttl)
-            self._begin(self._listings.run(), "listings")
-
-    async def _unlist(self) -> None:
-        listings, self._listings = self._listings, None
-        if listings is not None:
-            await listings.stop()
-
     async def _leases_end(self, until: float) -> None:
         """Wait until no lease pins blocks, at most until a time of the event loop."""
-        loop = asyncio.get_running_loop()
         # Polled, because the domain has no asyncio events to wait for.
-        while self.home.records.pinning() and loop.time() < until:  # noqa: ASYNC110
+        while self.home.records.pinning() and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LEASE_POLL)
 
-    def _hold(self) -> TcpListener | None:
-        """Reserve all addresses, and read the TLS files. Returns the TCP listener; None: no TCP."""
-        config = self._config
-        unix: UnixListener | None = None
-        tcp: TcpListener | None = None
-        if config.listen_address is not None:
-            check_exposure(
-                config.listen_address, config.tls, insecure=config.insecure, anonymous_tls=config.anonymous_tls
-            )
+    def _hold(self) -> None:
+        """Reserve all addresses, and read the TLS files."""
+        config, path, address = self._config, self._config.unix_path, self._config.listen_address
+        check_exposure(config)
         if config.tls is not None:
             self._certificates = Certificates(config.tls)
-        if config.listen_address is not None:
-            tcp = TcpListener(
-                config.listen_address, self._certificates.credentials if self._certificates is not None else None
+        if path is not None:
+            self._listeners.append(UnixListener(path))
+        if address is not None:
+            self._listeners.append(
+                TcpListener(address, self._certificates.credentials if self._certificates is not None else None)
             )
-        if config.unix_path is not None:
-            unix = UnixListener(config.unix_path)
-        for listener in (unix, tcp):
-            if listener is not None:
-                self._listeners.append(listener)
-                listener.hold()
-        self.advertise = advertised(
-            config.advertise, tcp.address if tcp is not None else None, unix.address if unix is not None else None
-        )
+        for listener in self._listeners:
+            listener.hold()
+        held = {listener.address.is_unix: listener.address for listener in self._listeners}
+        self.advertise = advertised(config.advertise, held.get(False), held.get(True))
         self.addresses = tuple(str(listener.address) for listener in self._listeners)
-        return tcp
 
-    async def _start_admin(self, relays: Relays, connections: int) -> None:
-        """Listen for operators, before anything else is served: they are told why it is not ready yet."""
+    async def _start_admin(self, state: NodeState) -> None:
+        """Listen for operators, unless the default address is in use."""
+        address = self._config.admin_address
+        if address is None:
+            return
+        # Imported here, because a node server without this listener needs none of its packages.
+        from kvferry_server.admin.listener import AdminListener
+        from kvferry_server.admin.service import AdminService
 
-        def home_runs() -> bool:
-            return self._driver is not None and not self._driver.done()
+        local = is_on_loopback(address)
+        if not local and not self._config.admin_insecure:
+            raise InvalidField(
+                "admin",
+                str(address),
+                "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
+                "meant, allow it with --admin-insecure",
+            )
+        service = AdminService(state, local=local)
+        listener = AdminListener(address, service.answer)
+        self._admin = listener, service
+        try:
+            await listener.start()
+        except OSError as error:
+            if "admin" in self._config.model_fields_set:
+                raise CannotListen(address, f"{error.strerror or error} (setting admin)") from None
+            logger.warning("no metrics and no page: %s is in use, so set another address with --admin", address)
+        else:
+            self.admin = str(listener.address)
 
-        shown = ShownState(self._config, self.home, self._worker, relays, connections, home_runs, self._certificates)
-        shown.addresses = self.addresses
-        shown.failed_handshakes = self._failed_handshakes
-        self._shown = shown
-        self._begin(shown.lag.run(), "loop-lag")
-        if self._config.admin_address is not None:
-            self._admin = AdminServing(self._config, shown)
-            self.admin = await self._admin.start()
-
-    async def _serve(self, listener: Listener, connections: int) -> None:
-        shown = self._shown
-        counts = shown.calls if shown is not None else None
-        traced = untraced if self._tracing is None else self._tracing.traced
+    async def _serve(self, listener: Listener, relays: Relays, state: NodeState, connections: int) -> None:
+        config, on_unix = self._config, listener.address.is_unix
+        mutual = not on_unix and config.tls_ca is not None
+        access = TRUSTED if on_unix else Access(lambda: self._policy) if mutual else UNKNOWN_CALLERS
+        names = nobody if on_unix or config.tls is None else names_of
+        limits = {name: getattr(config, name) for name in ("max_calls", "max_streams", "max_connections")}
         requests = Requests(self._worker, self.home.time_slices)
-        guard = Guard(self._config.call_limits, self._access(listener), requests, counts, traced)
+        traced = untraced if self._tracing is None else self._tracing.traced
+        guard = Guard(config.call_limits, access, requests, state.calls, traced)
+
+        def add_services(server: Any) -> None:
+            add_servicers(server, self.home, relays, self._worker, names, drain=self.drain, call_limits=limits)
+            add_HealthServicer_to_server(self._health, server)
+            add_reflection(server, OFFERED)
+
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
-        with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
-        add_services = partial(self._add_services, names_of if with_tls else nobody)
-        serving = Serving(listener, lambda: make_server(guard, options, OFFERED, add_services))
+        serving = Serving(listener, lambda: make_server(guard, options, add_services))
         self._guards.append(guard)
         self._servings.append(serving)
         await serving.start()
-        if shown is not None:
-            shown.listeners.append((serving, guard))
-
-    def _worked_on(self) -> int:
-        return sum(guard.request_bytes for guard in self._guards)
-
-    def _access(self, listener: Listener) -> Access:
-        if not isinstance(listener, TcpListener):
-            return TRUSTED
-        if self._config.tls_ca is None:
-            return UNKNOWN_CALLERS
-        return Access(lambda: self._policy)
-
-    def _add_services(self, names_of: NamesOf, server: Any) -> None:
-        if self._relays is None:
-            raise InternalError("the server was not started")
-        calls = {name: getattr(self._config, name) for name in ("max_calls", "max_streams", "max_connections")}
-        add_servicers(server, self.home, self._relays, self._worker, names_of, drain=self.drain, call_limits=calls)
-        add_HealthServicer_to_server(self._health, server)
-        add_reflection(server, OFFERED)
+        address = listener.address
+        state.listeners.append(
+            ShownListener(
+                address,
+                lambda: serving.is_serving,
+                guard.calls,
+                guard.streams,
+                guard.answers,
+                requests.memory,
+                lambda: count_connections(address),
+                connections,
+            )
+        )

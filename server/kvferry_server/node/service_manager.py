@@ -30,11 +30,7 @@ class ServiceManager:
         self._address = f"\0{path[1:]}" if path.startswith("@") else path
 
     def ready(self, status: str) -> None:
-        """Say that the server serves; what waits for the unit may start.
-
-        Args:
-            status: what `systemctl status` shows.
-        """
+        """Say that the server serves, and what `systemctl status` shows; what waits for the unit may start."""
         self._tell("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
@@ -43,11 +39,8 @@ class ServiceManager:
         self._tell("RELOADING=1", f"MONOTONIC_USEC={now}")
 
     def stopping(self, drain: float) -> None:
-        """Say that a drain has begun, and ask for the time that it may take, so that systemd does not kill it earlier.
-
-        Args:
-            drain: seconds for live leases and calls in progress.
-        """
+        """Say that a drain has begun, with `drain` seconds for live leases and calls in progress, and ask for the time
+        that it may take, so that systemd does not kill it earlier."""
         longest = drain + DRAIN_STREAMS + STOP_MARGIN
         self._tell("STOPPING=1", f"STATUS=draining for at most {drain:g} s", f"EXTEND_TIMEOUT_USEC={longest * 1e6:.0f}")
 

@@ -24,40 +24,35 @@ class Serving:
     Args:
         listener: holds the address; `stop` closes it.
         make: makes a gRPC server with all its services, without an address.
+
+    Attributes:
+        replacing: replaces the server; ends only with `stop`, or by a bug.
     """
+
+    replacing: asyncio.Task[None] | None = None
 
     def __init__(self, listener: Listener, make: Callable[[], Server]) -> None:
         self.listener = listener
         self._make = make
         self._server: Server | None = None
-        self._replacing: asyncio.Task[None] | None = None
         self._problems, self._logged = 0, float("-inf")
 
     async def start(self) -> None:
-        """Start to serve.
-
-        Raises:
-            CannotListen: the server cannot listen on the address.
-        """
+        """Start to serve; raises `CannotListen`."""
         self._server = await self._started()
-        self._replacing = asyncio.create_task(self._replace(), name=f"kvferry-serving-{self.listener.address}")
+        self.replacing = asyncio.create_task(self._replace(), name=f"kvferry-serving-{self.listener.address}")
 
     @property
     def is_serving(self) -> bool:
         """Whether a gRPC server is there; not while one replaces another."""
         return self._server is not None
 
-    async def failed(self) -> None:
-        """Wait until replacing servers fails, which would be a bug, and raise its exception."""
-        if self._replacing is not None:
-            await asyncio.shield(self._replacing)
-
     async def stop(self, grace: float) -> None:
         """Stop the server after at most `grace` seconds for calls in progress, and close the listener. May be called
         again, to hurry an earlier call."""
-        if self._replacing is not None:
-            self._replacing.cancel()
-            await asyncio.wait([self._replacing])
+        if self.replacing is not None:
+            self.replacing.cancel()
+            await asyncio.wait([self.replacing])
         if self._server is not None:
             await self._server.stop(grace)
         self.listener.close()

@@ -93,7 +93,8 @@ class Tracing:
                 with calling_under(below.get("traceparent", "")):
                     return await behaviour(requests, context)
             finally:
-                code = _code(context)
+                status: Any = context.code()
+                code = int(status.value[0] if hasattr(status, "value") else status or 0)
                 span.set_attribute("rpc.grpc.status_code", code)
                 if code:
                     span.set_status(Status(StatusCode.ERROR))
@@ -111,9 +112,3 @@ class Tracing:
 def untraced(_: str, behaviour: Behaviour) -> Behaviour:
     """Return the handler as it is."""
     return behaviour
-
-
-def _code(context: Context) -> int:
-    """Return the number of the status that the call ends with; 0: OK."""
-    code: Any = context.code()
-    return int(code.value[0] if hasattr(code, "value") else code or 0)

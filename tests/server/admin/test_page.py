@@ -15,7 +15,7 @@ import pytest
 
 from kvferry._wire.channel import connect
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.admin.markup import Html, each, html
+from kvferry_server.admin.page import Html, each, html
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get
 from tests.support.node_servers import Kvferryd

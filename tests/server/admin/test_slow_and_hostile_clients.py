@@ -17,9 +17,8 @@ from aiohttp import web
 from kvferry._wire.channel import Address
 from kvferry_server.admin import listener, page
 from kvferry_server.admin.limits import MAX_CONNECTIONS
-from kvferry_server.admin.markup import Html
-from kvferry_server.admin.node_state import ListenerLoad
-from kvferry_server.node.admin import ShownState
+from kvferry_server.admin.node_state import NodeState
+from kvferry_server.admin.page import Html
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
@@ -175,12 +174,12 @@ async def test_clients_that_ask_for_metrics_and_leave_cost_one_measurement(
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     begun, goes_on = list[float](), threading.Event()
 
-    def slow(_: ShownState) -> list[ListenerLoad]:
+    def slow(_: NodeState) -> dict[str, int]:
         begun.append(time.monotonic())
         goes_on.wait(30)
-        return []
+        return {}
 
-    monkeypatch.setattr(ShownState, "loads", slow)
+    monkeypatch.setattr(NodeState, "open_connections", slow)
     await node.start()
     try:
         for _ in range(5):

@@ -13,8 +13,15 @@ import pytest
 
 from kvferry_server.domain.times import Times
 from kvferry_server.node.config import NodeConfig
-from kvferry_server.node.loading import BadConfig, add_flags, config_file, configure, load
-from kvferry_server.node.variables import OF_CLIENTS, unknown_variables
+from kvferry_server.node.loading import (
+    OF_CLIENTS,
+    BadConfig,
+    add_flags,
+    config_file,
+    configure,
+    load,
+    unknown_variables,
+)
 from tests.support.node_servers import Kvferryd, command, environment
 from tests.support.repository import ROOT
 
@@ -48,6 +55,12 @@ def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
     }
 
 
+def test_a_variable_of_the_environment_may_be_written_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("kvferryd_Hold", "30")
+    loaded = load({})
+    assert (loaded.config.hold, loaded.origins["hold"]) == (30, "KVFERRYD_HOLD")
+
+
 def test_settings_of_others_in_the_environment_are_nothing_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_SERVER", "unix:/run/kvferry/node.sock")
     assert load({}).config == configure()
@@ -72,6 +85,9 @@ def test_every_setting_has_a_flag_with_help_and_its_name_in_the_environment() ->
         assert f"--{name.replace('_', '-')}" in text
         assert f"KVFERRYD_{name.upper()}" in text
         assert field.description
+    for flag in ("--listen HOST:PORT", "--tls-cert FILE", "--ttl SECONDS", "--max-calls N", "--memory SIZE"):
+        assert flag in text
+    assert "--no-insecure" in text
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -28,13 +28,10 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
 from kvferry_server.home.time_slices import TimeSlices
-from kvferry_server.node.arrivals import Arrivals
-from kvferry_server.node.call_budget import CallBudget
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import UNKNOWN_METHOD, Guard
 from kvferry_server.node.limits import CallLimits
-from kvferry_server.node.requests import Requests
-from kvferry_server.node.server import SERVICES
+from kvferry_server.node.requests import Arrivals, Requests
 from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.worker import Worker
 from tests.support.stubs import KVTransferStub
@@ -92,17 +89,15 @@ class Servicer(KVTransferServicer):
 
 @asynccontextmanager
 async def guarded(
-    limits: CallLimits | None = None,
+    limits: CallLimits | None = None, socket: Path | None = None
 ) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
     worker = Worker()
     guard, servicer = Guard(limits or CallLimits(), TRUSTED, Requests(worker, TimeSlices())), Servicer()
-    server = make_server(
-        guard, SERVER_OPTIONS, SERVICES[:1], lambda server: add_KVTransferServicer_to_server(servicer, server)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
+    server = make_server(guard, SERVER_OPTIONS, lambda server: add_KVTransferServicer_to_server(servicer, server))
+    port = server.add_insecure_port("127.0.0.1:0" if socket is None else f"unix:{socket}")
     await server.start()
     try:
-        async with connect_async(f"127.0.0.1:{port}") as channel:
+        async with connect_async(f"127.0.0.1:{port}" if socket is None else f"unix:{socket}") as channel:
             yield cast("KVTransferAsyncStub", KVTransferStub(channel)), servicer, guard, channel
     finally:
         await server.stop(0)
@@ -117,6 +112,11 @@ async def failure(call: Awaitable[Any]) -> KvferryError:
     with pytest.raises(grpc.RpcError) as caught:
         await asyncio.wait_for(call, 10)
     return from_rpc_error(caught.value, "server")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
 
 
 async def read_blocks(stub: KVTransferAsyncStub, how: str) -> list[Any]:
@@ -247,25 +247,34 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
         assert await guard.streams_ended(10)
 
 
-def test_hosts_share_the_calls_and_the_socket_has_all() -> None:
-    def fill(budget: CallBudget, host: str) -> int:
-        started = 0
-        with contextlib.suppress(LimitReached):
-            while True:
-                budget.start(host)
-                started += 1
-        return started
+@pytest.mark.parametrize(("over", "allowed"), [("TCP", 4), ("UNIX", 8)])
+async def test_a_host_has_half_of_the_calls_and_the_socket_all(over: str, allowed: int, tmp_path: Path) -> None:
+    """Callers on the UNIX socket cannot be told apart."""
+    socket = tmp_path / "s" if over == "UNIX" else None
+    async with guarded(CallLimits(calls=8, streams=8), socket) as (stub, servicer, guard, _):
+        waiting = [asyncio.ensure_future(CALLS[0](stub, "wait")) for _ in range(allowed)]
+        await asyncio.wait_for(until(lambda: guard.calls.used == allowed), 10)
+        error = await failure(CALLS[0](stub, ""))
+        assert isinstance(error, LimitReached)
+        assert error.values == {"limit": "max_calls", "value": "8"}
+        servicer.go_on.set()
+        await asyncio.gather(*waiting)
+        assert await CALLS[0](stub, "")
 
-    budget = CallBudget("max_calls", 100)
-    first = fill(budget, "a")
-    second = fill(budget, "b")
-    third = fill(budget, "c")
-    assert (first, second, third) == (50, 25, 13)
-    for _ in range(first):
-        budget.end("a")
-    # What one gives back the others may have.
-    assert fill(budget, "b") > 0
-    assert fill(CallBudget("max_calls", 100), "") == 100
+
+def test_hosts_share_the_calls() -> None:
+    budget, shares = Guard(CallLimits(calls=100), TRUSTED, Requests(Worker(), TimeSlices())).calls, []
+    for host in "abc":
+        while budget.fits(host):
+            budget.take(host)
+        shares.append(budget.held(host))
+    assert shares == [50, 25, 12]
+    budget.give("a", 50)
+    # A host may have what another one gives back, and one is free for a host that has none.
+    assert budget.fits("b")
+    while budget.fits("b"):
+        budget.take("b")
+    assert budget.fits("new")
 
 
 async def unfinished(channel: Any, count: int) -> list[Any]:
@@ -277,7 +286,7 @@ async def unfinished(channel: Any, count: int) -> list[Any]:
 
 
 async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry_server.node.arrivals.REQUEST_TIMEOUT", 0.5)
+    monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.5)
     async with guarded() as (stub, _, __, channel):
         # Fewer than the places of a host, so that nobody waits for one.
         slow = await unfinished(channel, 10)
@@ -350,7 +359,7 @@ async def test_geometries_that_are_worked_on_keep_no_renewal_out() -> None:
 
 async def test_a_client_that_takes_nothing_keeps_no_late_request_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits to be taken is not a late request, and does not hide those that began after it."""
-    monkeypatch.setattr("kvferry_server.node.arrivals.REQUEST_TIMEOUT", 0.2)
+    monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.2)
     arrivals, loop = Arrivals(2), asyncio.get_running_loop()
     untaken = asyncio.ensure_future(arrivals.wait_for_peer(loop.create_future()))
     await asyncio.sleep(0)
@@ -388,5 +397,5 @@ async def test_slots_come_back_whatever_becomes_of_a_request() -> None:
     waiting = asyncio.ensure_future(arrivals.read(Peer(b"next")))
     await asyncio.sleep(0)
     assert not waiting.done()
-    arrivals.give_back()
+    arrivals.slots.release()
     assert await asyncio.wait_for(waiting, 10) == (b"next", False)

@@ -52,9 +52,9 @@ HANDSHAKE = "/kvferry.v1.KVTransfer/Handshake"
 ATTACKS = 100
 
 UNMENDED = """
-import functools, sys
-from kvferry_server.node import server
-server.make_server = functools.partial(server.make_server, mended=False)
+import sys
+from kvferry_server.node import grpc_server
+grpc_server._CAN_MEND = False
 from kvferry_server.node.main import run
 sys.exit(run(sys.argv[1:]))
 """
