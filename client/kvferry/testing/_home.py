@@ -61,7 +61,7 @@ class InProcessHome:
     @property
     def waiting(self) -> int:
         """How many reads wait for a publication under a router's key."""
-        return sum(len(book.router_keys.who_waits()) for book in self._home.records.books.values())
+        return sum(len(engine.router_keys.who_waits()) for engine in self._home.records.engines.values())
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Add handlers of methods. The generated code calls this, as on a `grpc.aio.Server`."""

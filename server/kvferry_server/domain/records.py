@@ -82,11 +82,6 @@ class Records:
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
 
-    @property
-    def books(self) -> Mapping[EngineRef, EnginePublications]:
-        """The former name of `engines`, for `kvferry.testing`."""
-        return self.engines
-
     # Time.
 
     def advance(self, most: int | None = None) -> float:
