@@ -1,1 +1,1 @@
-"""The memory of a rank: what it registers, and access to it: copying, summing and clearing blocks."""
+"""The memory of a rank: how it is declared and checked, and how blocks in it are copied, summed and cleared."""

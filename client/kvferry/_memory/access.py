@@ -1,5 +1,4 @@
-"""What can be done with the memory of one address space, the host's or a device's, and the strided arrays of equal
-cells that a copy reads and writes, a sum reads, and that are cleared."""
+"""Access to the memory of one address space, the host's or a device's, as strided arrays of equal cells."""
 
 from __future__ import annotations
 
@@ -31,22 +30,17 @@ class MemoryAccess(Protocol):
         """Make copies. They have ended when this returns or raises, unless it raises `StillCopying`."""
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        """The sums of some units of some blocks of a plane, ``uint32[blocks, units]``."""
+        """The sums of these units of these blocks of a plane, ``uint32[blocks, units]``."""
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """Write zeros over all units of some blocks of a plane. They are written when this returns or raises, unless it
-        raises `StillCopying`."""
+        """Write zeros over all units of these blocks of a plane. The zeros are written when this returns or raises,
+        unless it raises `StillCopying`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingSpace:
-    """Staging memory in one address space, mapped for as long as this is referenced.
-
-    Attributes:
-        region: its address and length.
-        memory: the address space.
-        owner: the array or tensor that it is made of.
-    """
+    """Staging memory in one address space, mapped while this object is referenced: `owner`, an array or a tensor,
+    keeps the memory."""
 
     region: MemoryRegion
     memory: MemoryAccess
@@ -58,14 +52,7 @@ class StagingSpace:
 
 
 class Cells(NamedTuple):
-    """A strided array of cells.
-
-    Attributes:
-        address: of the first cell.
-        shape: cells along each axis.
-        strides: bytes from each cell to the next along each axis.
-        size: contiguous bytes of a cell.
-    """
+    """A strided array of cells of `size` contiguous bytes each; strides are in bytes."""
 
     address: int
     shape: tuple[int, ...]
@@ -79,8 +66,8 @@ class Cells(NamedTuple):
 
 
 def copy_cells(copy: Copy) -> tuple[Cells, Cells]:
-    """What a copy reads, from place 0 to its last place, ``[places, *axes]``; and what it writes, from block 0 to its
-    highest block, ``[blocks, *axes]``."""
+    """The cells that a copy reads, from place 0 to its last place, ``[places, *axes]``; and the cells that the copy
+    writes, from block 0 to its highest block, ``[blocks, *axes]``."""
     counts = tuple(count for count, _, _ in copy.axes)
     strides = (copy.source_stride, *(stride for _, stride, _ in copy.axes))
     own_strides = (copy.destination_stride, *(stride for _, _, stride in copy.axes))
@@ -91,16 +78,16 @@ def copy_cells(copy: Copy) -> tuple[Cells, Cells]:
 
 
 def selection(indices: AnyIds) -> slice | AnyIds:
-    """What selects these indices of an axis: a slice, which copies nothing, where each is one more than the one before,
-    else the indices."""
+    """The index for these positions of an axis: a slice, which copies nothing, where the positions are consecutive,
+    else the array itself."""
     first, last = int(indices[0]), int(indices[-1])
     is_run = last - first + 1 == len(indices) and bool((np.diff(indices) == 1).all())
     return slice(first, last + 1) if is_run else indices
 
 
 def block_cells(plane: Plane, units: Interval, blocks: AlikeBlocks) -> Iterator[tuple[int, Cells]]:
-    """The states of alike blocks, cut where a page ends: the index of each run, and its cells in all blocks from 0 to
-    the highest: ``[blocks, units, cells of a unit]``."""
+    """The states of alike blocks, cut where a page ends: the index of each run, and the run's cells in all blocks from
+    0 to the highest: ``[blocks, units, cells of a unit]``."""
     count_of_blocks = int(blocks.ids.max()) + 1
     first_unit = plane.base + (units.begin - plane.units.begin) * plane.unit_stride
     for index, run in enumerate(blocks.runs):

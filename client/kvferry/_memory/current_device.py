@@ -8,10 +8,10 @@ A thread of kvferry's own is also taken out of other threads' captures of CUDA g
 in the mode "global", torch's default, CUDA refuses "potentially unsafe" calls on all threads, e.g. allocating memory
 or querying an event, and such a call spoils the capture. This protects threads that may take part in the capture.
 kvferry's take no part: they use streams of their own, which nobody captures, and nothing captured depends on them. A
-thread says so with ``cuThreadExchangeStreamCaptureMode`` and the mode "thread local" (CUDA driver API, stream
-management; HIP has the same function).
+thread leaves captures by calling ``cuThreadExchangeStreamCaptureMode`` with the mode "thread local" (CUDA driver API,
+stream management; HIP has the same function).
 
-None of this could be run on a GPU here.
+None of this has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ THREAD_LOCAL = 1
 CUDA = ("cuThreadExchangeStreamCaptureMode", ("libcuda.so.1",))
 HIP = ("hipThreadExchangeStreamCaptureMode", ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"))
 """The function with which a thread leaves captures, and the libraries that may have it: torch's wheels and the system's
-packages give that of HIP different names."""
+packages name HIP's library differently."""
 
 
 def device_of(regions: Iterable[MemoryRegion]) -> int | None:
-    """Return the device that memory lies on; None: it is all host memory.
+    """The device on which the regions lie; None: all of them are host memory.
 
     Raises:
-        InvalidField: it lies on several devices, or there is no torch by which the device can be set.
+        InvalidField: the regions lie on several devices, or torch, which sets the device, is missing.
     """
     devices = sorted({region.device for region in regions if region.memory_kind is MemoryKind.VRAM})
     if not devices:
@@ -60,7 +60,7 @@ def device_of(regions: Iterable[MemoryRegion]) -> int | None:
 
 @contextmanager
 def on_device(device: int | None) -> Iterator[None]:
-    """Make a device the current one of the calling thread for a while; None: leave it as it is."""
+    """Make a device the current one of the calling thread inside the context; None: change nothing."""
     if device is None:
         yield
         return
@@ -70,7 +70,8 @@ def on_device(device: int | None) -> Iterator[None]:
 
 
 def enter_device(device: int | None) -> None:
-    """Make a device the current one of the calling thread, one of kvferry's own, for good; None: do nothing."""
+    """Make a device the current one of the calling thread for good. The thread is kvferry's own. None: change
+    nothing."""
     if device is None:
         return
     torch: Any = sys.modules["torch"]
@@ -79,7 +80,7 @@ def enter_device(device: int | None) -> None:
 
 
 def ignore_captures(*, hip: bool) -> None:
-    """Take the calling thread out of other threads' captures of graphs. Logs if the driver has no such function."""
+    """Take the calling thread out of other threads' captures of graphs. Log a warning if the driver cannot do that."""
     function, libraries = HIP if hip else CUDA
     problem: object = ""
     for library in libraries:

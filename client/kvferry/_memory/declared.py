@@ -18,7 +18,7 @@ ONE_OF = "one of heads, holding with its units, and replicated=True"
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """Which heads a rank declares that it holds; see `Client.register_cache`."""
+    """The heads that a rank declares to hold; see `Client.register_cache`."""
 
     heads: range | Interval | None
     total_heads: int | None
@@ -26,10 +26,10 @@ class Declared:
     replicated: bool
 
     def of_tensors(self, num_ranks: int) -> Holding | None:
-        """What the rank's tensors hold; None: all of the model.
+        """What the rank's tensors hold; None: the whole model.
 
         Raises:
-            InvalidField: it is declared in two ways, or, where the engine has several ranks, in none.
+            InvalidField: the heads are declared in two ways, or, in an engine of several ranks, in none.
         """
         if self.heads is None and self.total_heads is not None:
             raise InvalidField("heads", None, "the heads that this rank holds of total_heads")
@@ -55,8 +55,8 @@ class Declared:
     def check_planes(self, num_ranks: int, planes: Sequence[Plane]) -> None:
         """Raise `InvalidField` if planes hold a whole axis on one rank of several, and `replicated` is not set.
 
-        A plane declares its units itself, but one that was made without units holds the whole axis. Then probably every
-        rank's plane does, by mistake.
+        A plane declares its units itself, but a plane that was made without units holds the whole axis. Then probably
+        every rank's plane does, by mistake.
         """
         for name in ("heads", "total_heads", "holding"):
             if getattr(self, name) is not None:

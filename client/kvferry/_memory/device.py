@@ -1,11 +1,11 @@
 """Device memory: copied, summed and cleared with torch, on the device.
 
-Each thread has a stream of its own there, and waits for it. It is ordered with nothing else on the device, and has no
-need to be:
+Each thread has a stream of its own there, and waits for this stream. The stream is ordered with nothing else on the
+device, and needs no order:
 
-- what is read has arrived or was published, so nothing writes to it;
-- the blocks that are written to belong to a read, and the engine runs no kernel on them until it hears of its end;
-- a kernel that the engine launches afterwards sees what was written, because the end of a kernel makes its writes
+- the bytes that it reads have arrived or were published, so nothing writes to them;
+- the blocks that it writes belong to a read, and the engine runs no kernel on them before the read's end is reported;
+- a kernel that the engine launches afterwards sees the written bytes, because the end of a kernel makes its writes
   visible to the whole device.
 
 On the default stream a copy would wait for the engine's steps, and they for it. torch's other streams do not wait for
@@ -14,8 +14,8 @@ torch has only 32 streams of each priority, and gives them out in turns (c10/cud
 priority may be the stream that an engine captures on, and copies would become part of its graph. So kvferry's streams
 have a priority that engines leave alone.
 
-The threads are kvferry's own: engines call none of this from theirs. None of it could be run on a GPU here; the tests
-play torch's stream and allocator.
+The threads are kvferry's own: engines call none of this from theirs. None of this has run on a GPU yet; the tests play
+torch's stream and allocator.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ from kvferry.planner.staged_read import Copy
 from kvferry.planner.summed_blocks import AlikeBlocks
 
 BYTES_AT_ONCE = 16 << 20
-"""Bytes that are gathered at a time to be summed; the sum takes five times this. Each step costs a launch, so this is
-much more than on the host."""
+"""Bytes that are gathered at a time to be summed; the sum takes five times this memory. Each step costs a launch, so
+this is much more than on the host."""
 
 STREAM_PRIORITY = -2
-"""Of kvferry's streams. The default is 0; programs that want a higher one take -1, and NCCL, if told to, takes the
-highest, -3."""
+"""The default is 0; programs that want a higher priority take -1, and NCCL, if configured so, takes the highest, -3."""
 
 INDICES = 4096
-"""Places for indices in a thread's pinned memory, at first."""
+"""Initial size of a thread's pinned memory for indices, in indices."""
 
 
 class DeviceAccess:
-    """`MemoryAccess` to the memory of one device. An address is found by the tensor that it lies in.
+    """`MemoryAccess` to the memory of one device. An address is found by the tensor in which it lies.
 
     Args:
         device: as torch names it.
@@ -60,8 +59,8 @@ class DeviceAccess:
 
     Raises:
         InvalidField: by `copy`, `sums` and `clear`, for memory that lies in none of the tensors.
-        TransferFailed: by `allocate`, `copy`, `sums` and `clear`: the device has no memory left. Nothing is writing to
-            any memory then.
+        TransferFailed: by `allocate`, `copy`, `sums` and `clear`: the device has no memory left. Nothing writes to any
+            memory then.
     """
 
     def __init__(self, device: str, tensors: Iterable[Any]) -> None:
@@ -70,12 +69,12 @@ class DeviceAccess:
         self._lock = threading.Lock()
         self._threads = threading.local()
         self._storages: dict[int, Any] = {}
-        """What the tensors are made of, by address. Replaced, never changed, so that it is read without the lock."""
+        """The tensors' storages, by address. Replaced, never changed, so that readers need no lock."""
         for tensor in tensors:
             self._keep(tensor)
 
     def allocate(self, size: int) -> StagingSpace:
-        """See `MemoryAccess`. Allocated at once, and kept for as long as this object."""
+        """See `MemoryAccess`. The memory is kept for as long as this object."""
         with self._queue():
             tensor = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
         kind = MemoryKind.DRAM if self._device.type == "cpu" else MemoryKind.VRAM
@@ -128,7 +127,7 @@ class DeviceAccess:
     def _copy(self, copy: Copy, queue: _Queue) -> None:
         source, destination = copy_cells(copy)
         there, here = self._storage_of(source), self._storage_of(destination)
-        # One word for both sides: the widest that divides every step of them.
+        # Both sides are copied in words of one size: the widest that divides all their steps and addresses.
         steps = [copy.cell, *source.strides, *destination.strides]
         steps += [source.address, there.data_ptr(), destination.address, here.data_ptr()]
         words = {8: self._torch.int64, 4: self._torch.int32, 2: self._torch.int16, 1: self._torch.uint8}
@@ -143,7 +142,7 @@ class DeviceAccess:
         return self._view(self._storage_of(cells), cells, self._torch.uint8, 1)
 
     def _view(self, storage: Any, cells: Cells, word: Any, size: int) -> Any:
-        """Cells of a storage as a tensor of words of `size` bytes."""
+        """Cells of a storage as a tensor of type `word`, of `size` bytes each."""
         offset = (cells.address - storage.data_ptr()) // size
         shape = (*cells.shape, cells.size // size)
         strides = (*(stride // size for stride in cells.strides), 1)
@@ -159,7 +158,7 @@ class DeviceAccess:
 
     @contextmanager
     def _queue(self) -> Iterator[_Queue]:
-        """The calling thread's stream as the current one. It has ended when the context ends."""
+        """The calling thread's stream as the current one. Its work has ended when the context ends."""
         queue: _Queue | None = getattr(self._threads, "queue", None)
         if queue is None:
             queue = self._threads.queue = _Queue(self._torch, self._device)
@@ -168,13 +167,13 @@ class DeviceAccess:
             with queue.current():
                 yield queue
         except full as error:
-            # torch's message has the numbers, and nothing of the process.
+            # torch's message has the sizes, and nothing else about the process.
             problem = str(error).splitlines()[0]
             raise TransferFailed(f"{self._device} has no memory left: {problem}") from None
 
 
 class _Queue:
-    """What one thread gives the device to do: on a stream of its own, by way of pinned memory of its own."""
+    """The work that one thread gives the device: on a stream, and with pinned memory, of the thread's own."""
 
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch = torch
@@ -183,7 +182,7 @@ class _Queue:
         self._pinned: Any = None
         self._used = 0
         self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
-        """The indices on the device, by the identity of their array, which is kept so that no other one gets its
+        """The uploaded indices by the identity of their array. The array is kept, so that no other array gets its
         identity."""
         if device.type != "cpu":
             ignore_captures(hip=torch.version.hip is not None)
@@ -191,8 +190,8 @@ class _Queue:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make its stream the current one, and wait for it at the end, also after an error, since what came before the
-        error is queued. Raises `StillCopying` if the device does not say that it has ended."""
+        """Make the stream the current one, and wait for it at the end, also after an error: the work queued before the
+        error goes on. Raises `StillCopying` if the device does not confirm the end of that work."""
         try:
             with nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream):
                 yield
@@ -200,8 +199,8 @@ class _Queue:
             self._finish()
 
     def index(self, array: npt.NDArray[Any]) -> Any:
-        """What selects these places of an axis. Consecutive ones take no memory, and those of each array are uploaded
-        once, however many copies share them."""
+        """The index for these positions of an axis. Consecutive positions take no memory, and an array is uploaded
+        once, however many copies share it."""
         selected = selection(array)
         if isinstance(selected, slice):
             return selected
@@ -216,7 +215,7 @@ class _Queue:
             return host
         end = self._used + len(array)
         if self._pinned is None or end > len(self._pinned):
-            # What is on its way keeps the old memory referenced, in torch's allocator of pinned memory.
+            # torch's allocator of pinned memory keeps the old memory until its indices have been copied.
             count = max(INDICES, 2 * end)
             self._pinned, self._used = self._torch.empty(count, dtype=self._torch.int64, pin_memory=True), 0
             end = len(array)
@@ -231,8 +230,8 @@ class _Queue:
             if self._stream is not None:
                 self._stream.synchronize()
         except Exception as error:
-            # Indices may still be on their way: the next ones must not take their place, or blocks of another read
-            # would be written to. torch's allocator reuses the memory when the device has copied it.
+            # The device may still copy indices from the pinned memory: new ones in their place would direct its writes
+            # into another read's blocks. torch's allocator reuses the memory when the device has copied it.
             self._pinned = None
             raise StillCopying(f"{self._device}: {error!r}") from error
         finally:

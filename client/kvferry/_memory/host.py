@@ -17,18 +17,18 @@ from kvferry.planner.staged_read import Copy
 from kvferry.planner.summed_blocks import AlikeBlocks
 
 ALIGNMENT = 2 << 20
-"""Of staging memory: a huge page's, so that it lies in as few as possible."""
+"""Alignment of staging memory: to a huge page, so that the memory lies in as few huge pages as possible."""
 
 BYTES_AT_ONCE = 256 << 10
-"""Bytes that are gathered at a time to be summed: small enough for a processor's cache."""
+"""Bytes that are gathered at a time to be summed: they fit into a processor's cache."""
 
 
 class HostAccess:
-    """`MemoryAccess` to the host's memory. Callers have checked that what they name lies in registered memory."""
+    """`MemoryAccess` to the host's memory. Callers have checked that all blocks lie in registered memory."""
 
     def allocate(self, size: int) -> StagingSpace:
-        """See `MemoryAccess`. It takes no room until it is used."""
-        # numpy's own alignment, 16 bytes, makes what the kernel copies into it (CMA) 2.4 times as slow.
+        """See `MemoryAccess`. The memory takes no room until it is used."""
+        # With numpy's own alignment, 16 bytes, the kernel's copies into the memory (CMA) are 2.4 times as slow.
         array = np.empty(size + ALIGNMENT, np.uint8)
         array = array[-array.ctypes.data % ALIGNMENT :][:size]
         return StagingSpace(MemoryRegion(MemoryKind.DRAM, 0, array.ctypes.data, size), self, array)
@@ -44,7 +44,7 @@ class HostAccess:
         rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
         found = np.empty((len(blocks.places), len(units)), np.uint32)
         buffer = np.zeros((min(rows, len(found)), len(units), padded(length)), np.uint8)
-        # One contiguous cell of whole words is summed as it is gathered.
+        # A block of one contiguous cell of whole words is summed as gathered, without the buffer.
         as_gathered = len(parts) == 1 and parts[0][1].size == length == padded(length)
         for first in range(0, len(found), rows):
             ids = blocks.ids[first : first + rows]
@@ -73,6 +73,6 @@ class HostAccess:
 def _view(cells: Cells) -> npt.NDArray[Any]:
     """Cells as an array of numbers or opaque values."""
     memory = memoryview((ctypes.c_char * cells.length).from_address(cells.address))
-    # As one opaque value a cell of any size is copied by one memmove; integers are faster only up to a word.
+    # One opaque value of any size is copied by one memmove; integers are faster only up to a word.
     kind = np.dtype(f"u{cells.size}") if cells.size in (1, 2, 4, 8) else np.dtype((np.void, cells.size))
     return np.ndarray(cells.shape, kind, memory, 0, cells.strides)

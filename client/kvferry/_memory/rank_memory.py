@@ -1,4 +1,4 @@
-"""All memory of one rank: the host's, and that of each device on which it has tensors."""
+"""All memory of one rank: the host's, and that of each device on which the rank has tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class RankMemory:
     """The memory of one rank, by address space. Thread-safe.
 
     Args:
-        tensors: those that the rank was registered with. Device memory is reached by way of them only; host memory
-            needs none.
+        tensors: the rank's registered tensors. Device memory is reached only through them; host memory needs none.
     """
 
     def __init__(self, tensors: Iterable[Any] = ()) -> None:
@@ -32,7 +31,7 @@ class RankMemory:
 
     @property
     def devices(self) -> frozenset[int]:
-        """The devices on which it has tensors."""
+        """The devices on which the rank has tensors."""
         return frozenset(self._devices)
 
     def at(self, kind: MemoryKind, device: int) -> MemoryAccess | None:
@@ -40,5 +39,5 @@ class RankMemory:
         return self._host if kind is MemoryKind.DRAM else self._devices.get(device)
 
     def of(self, plane: Plane) -> MemoryAccess | None:
-        """The memory that a plane lies in; None for a device on which no tensor is known."""
+        """The memory in which a plane lies; None for a device on which no tensor is known."""
         return self.at(plane.memory_kind, plane.device)

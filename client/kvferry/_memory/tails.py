@@ -1,5 +1,5 @@
-"""The tail of a read: the tokens of its blocks behind the last one that it moved, and, where a window begins inside a
-block, those before the first."""
+"""The tail of a read: the tokens of its blocks behind the last token that it moved, and, where a window begins inside a
+block, the tokens before the first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvferry.planner.token_line import StateLayout
 
 
 class Tails(enum.Enum):
-    """Whether the tokens of a read's blocks that it did not move are kept or cleared: those behind the last one moved,
-    and, in the block in which a window begins, those before the first."""
+    """Whether the tokens of a read's blocks that the read did not move are kept or cleared: those behind the last token
+    moved, and, in the block in which a window begins, those before the first."""
 
     KEEP = "keep"
-    """They stay as they were."""
+    """These tokens stay as they were."""
     ZERO = "zero"
     """They are cleared once every byte has arrived: for kernels that read whole blocks, since old bytes may be NaNs."""
 
@@ -33,14 +33,7 @@ def clear_tails(
     moved: Mapping[str, GroupRequest],
     memory: RankMemory,
 ) -> None:
-    """Clear the tails of a read.
-
-    Args:
-        planes: of the destination rank.
-        groups: of the destination, by name.
-        blocks: the read's destination blocks, by group.
-        moved: what the read moved, by group; a group of which nothing was moved has no tail.
-        memory: the rank's.
+    """Clear the tails of a read. A group of which nothing was moved has no tail.
 
     Raises:
         InvalidField: a plane lies in device memory that is not backed by a registered tensor.
@@ -57,8 +50,8 @@ def clear_tails(
 
 
 def _unmoved(plane: Plane, group: Group, blocks: Blocks, moved: GroupRequest) -> Iterator[AlikeBlocks]:
-    """The states of a plane, in whole granules, that are the read's and that it does not write: in the block of its
-    first token those before this token, and all behind its last one."""
+    """The states of a plane that the read's blocks hold and the read does not write, in whole granules: in the block of
+    the read's first token those before this token, and all behind its last token."""
     layout = StateLayout.of(plane, group)
     per_block, first_block = layout.held_per_block, blocks.first_token // group.block_tokens
     begin, _ = whole_granules(layout, plane, moved.begin)

@@ -6,8 +6,8 @@ mapped, or is read-only, fails halfway or kills the process.
 Device memory has to stay where it is mapped. With ``expandable_segments:True``, torch maps physical memory into its
 segments as they grow, with CUDA's functions for virtual memory. ``cuda_ipc`` cannot export such memory, so reads on one
 host silently become several hundred times slower (NIXL, issue 1754). Pages that torch maps anew are not those that were
-registered for RDMA; vLLM refuses the setting for every connector (vLLM 0.32.0, ``vllm/config/vllm.py``). torch's list
-of segments is asked, and not the environment: it knows of settings made in the program, and of pools without such
+registered for RDMA; vLLM refuses the setting for every connector (vLLM 0.32.0, ``vllm/config/vllm.py``). The check asks
+torch's list of segments, not the environment: the list also shows settings made in the program, and pools without such
 segments, e.g. that of vLLM's sleep mode.
 """
 
@@ -27,11 +27,11 @@ MAPS = Path("/proc/self/maps")
 
 
 def check_mapped(regions: Iterable[MemoryRegion], planes: Iterable[Plane]) -> None:
-    """Raise `InvalidField` for host memory that is not mapped readable and writable in this process, naming a plane in
-    it. Device memory is not checked, nor is any memory on systems without ``/proc/self/maps``.
+    """Raise `InvalidField`, naming a plane, for host memory that is not mapped readable and writable in this process.
+    Device memory is not checked, nor is any memory on systems without ``/proc/self/maps``.
 
-    The memory of a rank that is only read from has to be writable as well: NIXL registers all memory for remote reads
-    and writes, and devices that pin pages refuse read-only ones.
+    The memory of a rank that only serves reads has to be writable as well: NIXL registers all memory for remote reads
+    and writes, and devices that pin pages refuse read-only pages.
     """
     host = [region for region in regions if region.memory_kind is MemoryKind.DRAM]
     if not host:
@@ -51,7 +51,7 @@ def check_mapped(regions: Iterable[MemoryRegion], planes: Iterable[Plane]) -> No
 def _usable() -> list[tuple[int, int]] | None:
     """Ranges of memory that may be read and written, rising, neighbours joined; None where the system has no map."""
     try:
-        # As bytes: the names of mapped files may be anything but a newline.
+        # Read as bytes: the names of mapped files may contain any byte but a newline.
         lines = MAPS.read_bytes().split(b"\n")
     except OSError:
         return None

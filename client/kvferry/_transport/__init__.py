@@ -1,1 +1,1 @@
-"""Moves bytes between memories with NIXL. Knows descriptors and peers, and neither requests nor leases."""
+"""Moves bytes between memories with NIXL. Knows descriptors and peers, but neither requests nor leases."""

@@ -1,8 +1,8 @@
 """Checks every descriptor against the registered regions before it reaches NIXL (R7). Pure, vectorised.
 
-The planner checks block ids; this checks the addresses that it made of them. NIXL's own check adds address and length
-and wraps: a length of 2**64 - 4096 kills the process, a stride of that size reads below the region and reports success
-(both measured). Here two numbers are added only when their sum is known not to wrap.
+The planner checks block ids; this module checks the addresses computed from them. NIXL's own check adds address and
+length and wraps: a length of 2**64 - 4096 kills the process, a stride of that size reads below the region and reports
+success (both measured). Here two numbers are added only when their sum is known not to wrap.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
 
 METADATA_LIMIT = 16 << 20
-"""Bytes of agent metadata: 44 per region on CPU, some hundreds with RDMA keys, 335 for the connection."""
+"""Bytes of agent metadata. A region takes 44 on CPU, some hundreds with RDMA keys; the connection takes 335."""
 
 REGIONS_LIMIT = 1 << 16
 NAME_LIMIT = 512
 METADATA_HEADER = b"nixlSerDes|Agent"
-"""NIXL's metadata begin with this; the length of the agent's name and the name follow."""
+"""NIXL's metadata begin with this header, then the length of the agent's name, then the name."""
 
 FEW = 32
-"""Ranges up to which a loop is faster than numpy: after a copy of megabytes, each of its functions has to be loaded
-from memory again."""
+"""Ranges up to which a loop is faster than numpy: after a copy of megabytes, each numpy function has to be loaded from
+memory again."""
 
-# Methods of arrays find these by way of Python, which takes longer than the search of a short array.
+# The methods of arrays find these functions through Python, which takes longer than the search of a short array.
 _least, _most = np.minimum.reduce, np.maximum.reduce
 
 INDEX_LIMIT = 1 << 31
@@ -40,7 +40,7 @@ INDEX_LIMIT = 1 << 31
 
 
 class RegionMap:
-    """The regions of one agent, to check that ranges lie inside one of them. Immutable, so thread-safe.
+    """The regions of one agent; checks that ranges lie inside one region each. Immutable, so thread-safe.
 
     Regions that touch are not joined: NIXL refuses a descriptor that spans two.
     """
@@ -53,8 +53,9 @@ class RegionMap:
             space = spaces.setdefault((region.memory_kind, region.device), [])
             space.append((region.base, region.base + region.length))
         self._ranges: dict[tuple[MemoryKind, int], tuple[Addresses, Addresses]] = {}
-        """By address space, where its regions begin, and the furthest end of all regions that begin there or before: so
-        it is right also where regions overlap. The first end is for addresses below every region."""
+        """By address space: where its regions begin, and for each begin the furthest end of all regions that begin
+        there or before, which is right also where regions overlap. The first end, 0, is for addresses below every
+        region."""
         for key, ranges in spaces.items():
             both = np.array(sorted(ranges), np.uint64)
             ends = np.concatenate((np.zeros(1, np.uint64), np.maximum.accumulate(both[:, 1])))
@@ -84,7 +85,7 @@ class RegionMap:
         )
 
     def check_rows(self, field: str, kind: MemoryKind, device: int, rows: Addresses) -> None:
-        """Raise `InvalidField` unless every entry of every strided row lies inside one region per row."""
+        """Raise `InvalidField` unless all entries of each strided row lie inside one region."""
         address, length, devices, stride, count = (rows[:, column] for column in range(5))
         if bool((devices != device).any()):
             raise InvalidField(f"{field} device", sorted(set(devices.tolist())), str(device))
@@ -99,7 +100,7 @@ class RegionMap:
         self._refuse(field, several & (room // np.maximum(stride, 1) < count - 1), address, length)
 
     def _ends_at(self, field: str, kind: MemoryKind, device: int, address: Addresses) -> Addresses:
-        """For each address the end of the region it lies in; 0 if it lies in none."""
+        """For each address the end of the region in which it lies; 0 if it lies in none."""
         if (kind, device) not in self._ranges:
             raise InvalidField(f"{field} memory", f"{kind.name} {device}", f"memory registered by {self.owner}")
         bases, ends = self._ranges[kind, device]
@@ -150,7 +151,7 @@ def check_table(table: DescriptorTable, local: RegionMap, remote: RegionMap) -> 
 
 
 def check_indices(prepared: PreparedDescriptors) -> None:
-    """Raise `InvalidField` unless every index is one of its table. An empty list passes."""
+    """Raise `InvalidField` unless every index is within its table. An empty list passes."""
     _check_arrays("indices", np.int32, prepared.source, prepared.destination)
     if prepared.count == 0:
         return
@@ -165,7 +166,7 @@ def check_indices(prepared: PreparedDescriptors) -> None:
 
 
 def check_agent(name: str, metadata: bytes, sha256: bytes, regions: Sequence[MemoryRegion]) -> None:
-    """Raise `BadAgentMetadata` unless the metadata are those that their agent announced.
+    """Raise `BadAgentMetadata` unless the metadata are the announced ones.
 
     NIXL cannot check this: one flipped bit can kill the process, and after truncated metadata the agent's name cannot
     be used again in this process (both measured). NIXL takes the name from the metadata, so damaged metadata of one

@@ -1,10 +1,10 @@
 """Measures the constants of the cost model (`kvferry.planner.path_choice`).
 
-It takes about a tenth of a second, once for each home that small pieces are read from. It makes small reads of the
-kinds that the constants are to predict, through all that a read goes through: pieces of two lengths read directly, and
-rows read through staging memory, of which all or a part is copied on. Their destination is staging memory. No byte is
-read or written twice in a row: bytes in a processor's cache would seem faster than those of an engine. What only the
-first read of a process costs comes before and is not measured: counted, it made staging seem 8 times as dear.
+A measurement takes about a tenth of a second, once for each home from which small pieces are read. It makes small reads
+of the kinds that the constants predict, through the whole path of a read: pieces of two lengths read directly, and rows
+read through staging memory, of which all or a part is copied on. Their destination is staging memory. No byte is read
+or written twice in a row: bytes in a processor's cache would seem faster than those of an engine. Costs of only the
+first read of a process are paid before and not measured: counted, they made staging seem 8 times as dear.
 """
 
 from __future__ import annotations
@@ -32,60 +32,61 @@ from kvferry.planner.staged_read import Copy
 logger = logging.getLogger(__name__)
 
 TIMES = 8
-"""Measurements of each kind, in turns. The fastest counts, since any disturbance makes one slower."""
+"""Measurements of each kind, in turns. The fastest counts, since a disturbance only slows a measurement."""
 
 ENOUGH = 0.15
-"""Seconds after which no other turn begins: over a slow network one takes longer, and the first read waits. Making the
-agent and connecting do not count, or they would leave time for one turn only."""
+"""Seconds after which no other turn begins: over a slow network a turn takes longer, and the first read waits. Making
+the agent and connecting do not count, or they would leave time for one turn only."""
 
 REPEATS = 2
 """Measurements of the smallest kinds in each turn."""
 
 SHORT_BYTES = 4 << 10
 LONG_BYTES = 16 << 10
-"""Lengths of the pieces that are read: mostly it is around these that one path becomes cheaper than the other."""
+"""Lengths of the pieces that are read: mostly one path becomes cheaper than the other around these lengths."""
 
 TOKENS, UNITS = 2, 4
-"""Pieces of a block: by token at the source, by unit at the destination, so that none touch on both sides."""
+"""Pieces of a block: by token at the source, by unit at the destination, so that no two touch on both sides."""
 
 HALF = UNITS // 2
 """Units that are read directly. Pieces with gaps between them take up to a quarter longer than pieces without, since
-what comes next is no longer fetched ahead. Half of a block lies between the two."""
+the processor no longer fetches ahead. Half of a block lies between the two."""
 
 SHARE = 2 * LONG_BYTES * TOKENS * UNITS
-"""Bytes. What is read is a multiple of this."""
+"""Bytes. The memory that is read is a multiple of this."""
 
 SHORT, LONG, STAGED = 1, 4, 4
-"""The proportions of the blocks that are read in short pieces, in long ones, and twice through staging memory: of all
-their units, and of one. The last are equal: the shorter a measurement, the less disturbed is its fastest, and the more
-of what it wrote reaches the memory only in the course of the next."""
+"""The proportions of the blocks that are read in short pieces, in long pieces, and twice through staging memory: of all
+their units, and of one unit. The last two are equal: the shorter a measurement, the less disturbed is its fastest, and
+the more of its written bytes reach the memory only during the next measurement."""
 
 PARTS = SHORT + LONG + 2 * STAGED
 
 MOST = 8
-"""Shares of short pieces. More would take longer and tell no more. So many are, through staging memory, two slots of
-the default size: what a slot costs after the first is what counts."""
+"""Shares of short pieces. More would take longer and show no more. Through staging memory, 8 shares are two slots of
+the default size: the cost of a slot after the first counts."""
 
 SLOTS = 4
-"""Slots that are borrowed, to be read into and copied into. Two more at least are left for what the measurement itself
-reads through staging memory, and for other reads."""
+"""Slots that are borrowed, to be read into and copied into. At least two more are left for the measurement's own reads
+through staging memory, and for other reads."""
 
 CELLS = (64, SHORT_BYTES)
 COLUMNS = 32
-"""Runs that are copied within staging memory: bytes, and how many of them become neighbours. So many of the longest
-take half of the smallest slot that is measured, `SHARE`: one slot is copied from one half to the other."""
+"""Runs that are copied within staging memory: bytes of a run, and the number of runs that become neighbours. This
+number of the longest runs takes half of the smallest slot that is measured, `SHARE`: one slot is copied from one half
+to the other."""
 
 
 def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
-    """Measure the constants for reads from one peer; None if that is not possible now. Waits; called on the thread of a
-    read.
+    """Measure the constants for reads from one peer; None if no measurement is possible now. Waits, so only the thread
+    of a read calls it.
 
     Raises:
-        BadAgentMetadata: the peer is not what it announced.
+        BadAgentMetadata: the peer's metadata are not the announced ones.
         Closed: the transport was closed.
     """
     region = max(peer.regions, key=lambda region: region.length)
-    # No byte is read twice in a turn.
+    # Each turn reads no byte twice.
     shares = min(MOST, (region.length // SHARE - 2 * REPEATS) // PARTS)
     if shares < 1 or pool.slot_bytes < SHARE:
         return None
@@ -105,21 +106,10 @@ class _Failed(Exception):
 class _Reads:
     """Small reads of one kind.
 
-    Args:
-        path: how they are read.
-        run: bytes of a piece.
-        units: of a block's units, how many are read.
-        shares: how much the blocks hold; 0: one block.
-        region, space: what they read from, and into.
-        slot_bytes: bytes of a slot.
-
-    Attributes:
-        block: bytes of a block at the source.
-        place: bytes of a block at the destination.
-        size: bytes of the blocks that are read from.
-        descriptors, bytes, staged_bytes, runs: of the last read: descriptors, bytes that were read into blocks and into
-            staging memory, and runs to copy from there.
-        seconds: of the fastest.
+    They read `units` of the units of each block from `region` into `space`, in pieces of `run` bytes: from `size` bytes
+    of blocks, `shares` times `SHARE`, or one block if `shares` is 0. `block` and `place` are the bytes of a block at
+    the source and at the destination. `descriptors`, `bytes` (into blocks), `staged_bytes` (into staging memory) and
+    `runs` (copied from there) are those of the last read; `seconds` is the time of the fastest.
     """
 
     def __init__(
@@ -139,7 +129,7 @@ class _Reads:
         self._plan = plan_read(source, destination, 0, rule=rule)
 
     def _engine(self, memory: MemoryRegion, units: int, *, token_stride: int, unit_stride: int) -> EngineGeometry:
-        """An engine with one plane, which takes all of a region."""
+        """An engine with one plane, which fills a region."""
         block = self.block * units // UNITS
         blocks = memory.length // block
         plane = Plane(
@@ -166,7 +156,7 @@ class _Reads:
         return EngineGeometry("measured", (group,), (RankGeometry(0, (plane,)),))
 
     def part(self, shares: Int64s, places: Int64s) -> SourceDescriptors:
-        """A read of these shares of the source into these blocks of staging memory; of as many as there are places."""
+        """A read of these shares of the source into these blocks of staging memory, at most one per place."""
         within = np.arange(SHARE // self.block, dtype=np.int64)
         blocks = (shares[:, None] * len(within) + within).ravel()
         count = min(self.size // self.block, len(places))
@@ -213,7 +203,7 @@ class _Measurement:
             self._slots.append(slot)
 
     def give_back(self) -> None:
-        """Give back the slots, but for those that something may still write to."""
+        """Give back the slots to which nothing writes any more."""
         for slot in self._slots:
             self._pool.release(slot)
 
@@ -227,7 +217,7 @@ class _Measurement:
             if turn and now() > until:
                 break
             for reads in self._kinds:
-                # Of one block only, a read is mostly waking threads, which varies; and it costs little to repeat.
+                # A read of one block is mostly waking threads, which varies, and repeating it costs little.
                 for _ in range(REPEATS if reads.size == reads.block else 1):
                     reads.seconds = min(reads.seconds, self._read(reads, deadline))
             for cell, fastest in self._copies.items():
@@ -235,8 +225,8 @@ class _Measurement:
         return self._costs()
 
     def _warm(self, deadline: float) -> None:
-        """Do once what only the first does: make the reading agent, which takes half a second, connect to the peer, and
-        touch memory that was never touched, which is several times as slow."""
+        """Pay the costs of the first read only: making the reading agent, which takes half a second, connecting to the
+        peer, and touching new memory, which is several times as slow."""
         self._read(self._kinds[0], deadline)
         borrowed = len(self._slots)
         while (slot := self._pool.borrow()) is not None:
@@ -249,10 +239,10 @@ class _Measurement:
                 self._pool.release(self._slots.pop())
 
     def _costs(self) -> Costs:
-        """The constants by which all that was measured takes as long as it did. What a read costs however little it
-        reads is the same on both paths, nearly, and left out."""
+        """The constants that explain the measured times. The cost of a read that does not depend on its size is nearly
+        the same on both paths, and left out."""
         few, short, long, *staged = self._kinds
-        # Both kinds of direct read cost by number and by bytes: two equations.
+        # The costs of both kinds of direct read depend on number and bytes: two equations.
         per_short = max(0.0, short.seconds - few.seconds) / max(1, short.descriptors - few.descriptors)
         per_long = max(0.0, long.seconds - few.seconds + few.descriptors * per_short) / long.descriptors
         byte = max(1e-12, (per_long - per_short) / (LONG_BYTES - SHORT_BYTES))
@@ -263,7 +253,7 @@ class _Measurement:
         staged_byte = byte
         if staged:
             few, *others = staged
-            # Both kinds of staged read cost by the bytes that are read and by those that are copied: two more.
+            # The costs of both kinds of staged read depend on the bytes read and the bytes copied: two more equations.
             (read, copied, took), (read_too, copied_too, took_too) = (
                 (
                     reads.staged_bytes - few.staged_bytes,
@@ -276,7 +266,7 @@ class _Measurement:
                 for reads in others
             )
             apart = copied * read_too - copied_too * read
-            # None are apart where a slot has room for one block only.
+            # The equations are the same where a slot has room for one block only.
             if apart > 0:
                 copied_byte = max(0.0, (took * read_too - took_too * read) / apart)
                 staged_byte = max(1e-12, (took - copied * copied_byte) / read)
@@ -300,15 +290,14 @@ class _Measurement:
         )
         if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
             transfer.cancel()
-            # Until then it may write to the first slots.
+            # Until the transfer is quiet it may write to the first slots.
             for slot in [self._slots.popleft() for _ in range(slots)]:
                 transfer.add_quiet_callback(partial(_release, self._pool, slot))
             raise _Failed
         return (transfer.ended_at or now()) - began
 
     def _copied(self, cell: int) -> float:
-        """Seconds per run of `cell` bytes, copied from the slot that was written to last into the one that was not for
-        the longest time."""
+        """Seconds per run of `cell` bytes, copied from the slot written last into the slot written longest ago."""
         size = self._pool.slot_bytes
         source, target = self._slots[0], self._slots[-1]
         if len(self._slots) == 1:
@@ -316,7 +305,7 @@ class _Measurement:
             target += size
         rows = size // (cell * COLUMNS)
         places = np.arange(rows, dtype=np.int64)
-        # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay together.
+        # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay neighbours.
         copy = Copy(source, cell, places, target, COLUMNS * cell, places, ((COLUMNS, rows * cell, cell),), cell)
         began = now()
         try:
@@ -324,7 +313,7 @@ class _Measurement:
         except Exception as error:
             logger.exception("copies in staging memory were not measured")
             if isinstance(error, StillCopying):
-                # The device may write to it at any time.
+                # The device may write to this slot at any time.
                 self._slots.pop()
             raise _Failed from error
         took = now() - began

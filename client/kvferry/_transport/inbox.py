@@ -1,4 +1,4 @@
-"""What other threads ask of a reading thread."""
+"""The messages of other threads to a reading thread."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ Message: TypeAlias = "PeerWork | AgentInfo | str"
 class Inbox:
     """The messages for one reading thread, in the order they came. Thread-safe; only `wait` waits.
 
-    The thread sleeps on a lock and not on a condition: whoever is woken by a condition first has to wait for the
-    condition's own lock, which the thread that woke it still holds.
-
-    Attributes:
-        open: whether it takes messages.
-        woken: whether `wake` was called since `take_wake` was.
+    The thread sleeps on a lock and not on a condition: a thread that a condition wakes first waits for the condition's
+    own lock, which the waking thread still holds. `open`: whether the inbox accepts messages. `woken`: whether `wake`
+    was called since `take_wake` was.
     """
 
     def __init__(self) -> None:
@@ -30,16 +27,16 @@ class Inbox:
         self._lock = threading.Lock()
         self._messages: list[Message] = []
         self._bell = threading.Lock()
-        """Released when something has come, and taken by `wait` and `take`."""
+        """Released when a message or `wake` has come, and taken by `wait` and `take`."""
         self._bell.acquire()
 
     @property
     def empty(self) -> bool:
-        """Whether no message waits to be taken."""
+        """Whether no message waits."""
         return not self._messages
 
     def put(self, message: Message) -> bool:
-        """Add a message. False: it is closed, and takes none."""
+        """Add a message. False: the inbox is closed."""
         with self._lock:
             if not self.open:
                 return False
@@ -53,13 +50,13 @@ class Inbox:
         self._ring()
 
     def close(self) -> None:
-        """Take no more messages; those that wait can still be taken. Idempotent."""
+        """Accept no more messages; waiting messages can still be taken. Idempotent."""
         with self._lock:
             self.open = False
 
     def take(self) -> list[Message]:
-        """The messages that wait."""
-        # What comes after this rings again, so that nothing is left behind.
+        """The waiting messages."""
+        # A later message rings again, so no message is left behind.
         self._bell.acquire(blocking=False)
         if not self._messages:
             return []
@@ -68,18 +65,18 @@ class Inbox:
             return messages
 
     def take_wake(self) -> bool:
-        """Whether `wake` was called since the last time."""
+        """Whether `wake` was called since the last call."""
         if not self.woken:
             return False
         self.woken = False
         return True
 
     def wait(self, seconds: float | None) -> None:
-        """Wait for a message or `wake`, at most so many seconds; None: for ever."""
+        """Wait for a message or `wake`, at most this many seconds; None: without a limit."""
         if not self._messages and not self.woken:
             self._bell.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
 
     def _ring(self) -> None:
-        # A lock that is free already raises: the bell was rung before.
+        # Releasing a free lock raises: the bell was rung before.
         with suppress(RuntimeError):
             self._bell.release()
