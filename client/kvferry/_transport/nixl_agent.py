@@ -26,24 +26,20 @@ from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors
 
-# Some are here for callers that need nothing else of this folder.
+# Some names are re-exported for callers that need nothing else of this folder.
 __all__ = ["AgentInfo", "HandleState", "NixlError", "NixlMissing", "NixlOptions", "ReadHandle", "ReadingAgent"]
 __all__ += ["ServingAgent", "WrongThread"]
 
 WARM_UP_BYTES = 64
 TABLES_PER_PEER = 64
-"""Prepared tables kept per peer. A plan has a few; more are left over from plans that were replaced."""
+"""Prepared tables kept per peer. A plan has a few; replaced plans leave more behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentInfo:
-    """A serving agent, as its rank announces it.
+    """A serving agent, as its rank announces it. Nothing outside `regions`, its registered memory, is ever read.
 
-    Attributes:
-        name: unique per incarnation.
-        metadata: opaque bytes, from NIXL.
-        sha256: digest of metadata; checked before they are given to NIXL.
-        regions: the memory it registered; nothing else of it is ever read.
+    `metadata` are NIXL's opaque bytes; their digest is checked before NIXL gets them.
     """
 
     name: str
@@ -52,7 +48,7 @@ class AgentInfo:
     regions: tuple[MemoryRegion, ...]
 
     def check(self) -> None:
-        """Raise `BadAgentMetadata` if this is not what was announced."""
+        """Raise `BadAgentMetadata` if the metadata are not the announced ones."""
         check_agent(self.name, self.metadata, self.sha256, self.regions)
 
 
@@ -63,16 +59,16 @@ class HandleState(enum.Enum):
     """Every byte has arrived; the read writes no more."""
     MOVING = "moving"
     ERROR = "error"
-    """It failed, and may still write (PROTOCOL, Quiet)."""
+    """The read failed, and may still write (PROTOCOL, Quiet)."""
 
 
 class ServingAgent:
     """Makes a rank's memory readable. It starts no transfers itself.
 
     The caller keeps the regions mapped for the life of the process. NIXL revokes nothing: peers that have the metadata
-    can read after this was closed, and unmapping memory while it is read kills this process on TCP.
+    can read after `close`, and unmapping memory while it is read kills this process on TCP.
 
-    Threading: made and closed on any thread; the device of its memory is set there meanwhile. NIXL's own progress
+    Threading: made and closed on any thread; the device of the memory is set there meanwhile. NIXL's own progress
     thread does the work, and sleeps when there is none.
 
     Args:
@@ -82,7 +78,7 @@ class ServingAgent:
         binding: called in place of NIXL; see `kvferry._transport.agents`.
 
     Raises:
-        InvalidField: there are no regions, or they lie on several devices, or on one that torch cannot set.
+        InvalidField: there are no regions, or they lie on several devices, or on a device that torch cannot set.
         NixlMissing: NIXL is not installed.
         NixlError: NIXL could not register the memory.
     """
@@ -93,7 +89,7 @@ class ServingAgent:
         if not regions:
             raise InvalidField("regions", (), "at least one")
         options = options or NixlOptions()
-        # Only NIXL has devices.
+        # Other bindings know no devices.
         self._device = chosen_device(regions, options) if binding is None else None
         self._agent: Any = None
         with on_device(self._device):
@@ -112,18 +108,18 @@ class ServingAgent:
 
 
 def chosen_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> int | None:
-    """Return the device that threads set which call NIXL about this memory; None: they set none."""
+    """The device that a thread sets before it calls NIXL about this memory; None: no device is set."""
     device = device_of(regions)
     return device if device is None or options.cuda_device is None else options.cuda_device
 
 
 class ReadHandle:
-    """One read: made, posted once, checked until it has ended, released.
+    """One read: made, posted once, checked until it has ended, and released.
 
     Releasing stops nothing: bytes of a posted read go on arriving. Only `HandleState.DONE`, or the end of the agent,
-    proves that nothing writes any more.
+    proves that the read writes no more.
 
-    Threading: on its agent's thread only. After its release, or its agent's end, `post` and `check` raise `Closed`,
+    Threading: on its agent's thread only. After the release, or the agent's end, `post` and `check` raise `Closed`,
     where NIXL would crash.
     """
 
@@ -135,15 +131,15 @@ class ReadHandle:
         self.peer = peer
 
     def post(self) -> HandleState:
-        """Start it. May copy all bytes before it returns (CMA). Raises `NixlError`; the read may still write."""
+        """Start the read. May copy all bytes before returning (CMA). Raises `NixlError`; the read may still write."""
         return self._ask("post", "postXferReq", b"")
 
     def check(self) -> HandleState:
-        """Its state. This also makes the agent's reads progress. Raises `NixlError`; the read may still write."""
+        """The read's state. Checking also moves the agent's reads on. Raises `NixlError`; the read may still write."""
         return self._ask("check", "getXferStatus")
 
     def release(self) -> None:
-        """Give it back to NIXL. Idempotent."""
+        """Give the handle back to NIXL. Idempotent."""
         if self._number is not None and not self._agent.destroyed:
             self._agent.check_owner("release")
             self._agent.call("releaseXferReq", "", self._number)
@@ -158,12 +154,8 @@ class ReadHandle:
 
 @dataclass(slots=True)
 class _Peer:
-    """An added peer.
-
-    Attributes:
-        regions: what it may be read from.
-        tables: those prepared for it, by identity: the table, and NIXL's numbers of its local and remote lists.
-        sockets: those of this process before it was added; None: that is not known.
+    """An added peer: its readable regions, and the tables prepared for it by the identity of the table, with NIXL's
+    numbers of the local and remote lists. `sockets` are those of this process before the peer was added; None: unknown.
     """
 
     regions: RegionMap
@@ -175,12 +167,12 @@ class ReadingAgent:
     """Reads other ranks' memory into this rank's.
 
     Threading: owned by the thread that makes it, which every method checks, because NIXL's locks are off. With the
-    locks on, a call would wait for the whole copy of another thread while it holds the interpreter's lock. There is no
+    locks on, a call would wait for the whole copy of another thread while holding the interpreter's lock. There is no
     progress thread, which would cost twice the CPU: `ReadHandle.check` makes progress.
 
     Args:
         name: unique in the cluster.
-        regions: memory that is read into. The caller keeps it mapped, and unused, while reads into it are not quiet.
+        regions: memory that is read into. The caller keeps it mapped, and unused, until all reads into it are quiet.
         options: how bytes move.
         binding: as of `ServingAgent`.
     """
@@ -194,7 +186,7 @@ class ReadingAgent:
         self._ucx = binding is None and options.backend == "UCX"
         self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
-        # For the bytes of a first read. Kept until the agent is gone: a first read that is stuck may still write.
+        # Receives the bytes of first reads. Kept until the agent is gone: a stuck first read may still write.
         self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)
         self._agent, self._backend = nixl_binding.new_agent(self._nixl, name, options, progress_thread=False)
         start = self._scratch.ctypes.data
@@ -205,11 +197,11 @@ class ReadingAgent:
 
     @property
     def destroyed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the agent has ended."""
         return self._agent is None
 
     def check_owner(self, call: str) -> None:
-        """Raise `WrongThread` on any thread but the owner, `Closed` after the end. `call` is for the error."""
+        """Raise `WrongThread` on any thread but the owner, `Closed` after the end. `call` names the call in errors."""
         if threading.get_ident() != self._owner:
             raise WrongThread(
                 f"{call} of agent {self.name!r} on another thread than its own", agent=self.name, call=call
@@ -218,7 +210,7 @@ class ReadingAgent:
             raise Closed(f"agent {self.name!r} was destroyed")
 
     def add_space(self, space: StagingSpace) -> None:
-        """Register more memory that is read into. Idempotent; raises `NixlError`."""
+        """Register more memory to read into. Idempotent; raises `NixlError`."""
         self.check_owner("add_space")
         if space not in self._spaces:
             nixl_binding.register(self._nixl, self._agent, self._backend, (space.region,))
@@ -226,10 +218,10 @@ class ReadingAgent:
             self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
     def add_peer(self, info: AgentInfo) -> None:
-        """Load a peer's metadata, after checking them.
+        """Check a peer's metadata and load them.
 
         Raises:
-            BadAgentMetadata: they are not those that were announced.
+            BadAgentMetadata: the metadata are not the announced ones.
             NixlError: the peer cannot be reached.
         """
         self.check_owner("add_peer")
@@ -248,14 +240,13 @@ class ReadingAgent:
         self._added[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), sockets, OrderedDict())
 
     def over_tcp(self, peer: str) -> bool:
-        """Whether the connection to a peer that has answered may be one of TCP. True also where that is not known:
-        something else of this process may have opened a TCP connection meanwhile, and only of UCX it is known that it
-        opens one for each peer."""
+        """Whether the connection to a peer that has answered may use TCP. Also True where this is unknown: another part
+        of this process may have opened a TCP connection meanwhile, and only UCX is known to open one for each peer."""
         self.check_owner("over_tcp")
         return not self._ucx or tcp_since(self._added[peer].sockets)
 
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer. Only when no read from it is under way, since this stops none."""
+        """Forget a peer. Only when no read from the peer is under way, since this stops none."""
         self.check_owner("remove_peer")
         added = self._added.pop(peer)
         for _, local, remote in added.tables.values():
@@ -263,7 +254,7 @@ class ReadingAgent:
         self.call("invalidateRemoteMD", peer, peer)
 
     def warm_up(self, peer: str) -> ReadHandle:
-        """A read of a few bytes into the agent's own memory. The first read from a peer connects, which takes the
+        """Make a read of a few bytes into the agent's own memory. The first read from a peer connects, which takes the
         peer's progress thread."""
         self.check_owner("warm_up")
         region = self._added[peer].regions.regions[0]
@@ -274,11 +265,11 @@ class ReadingAgent:
         return self._initialize(peer, local, remote)
 
     def make(self, peer: str, descriptors: Descriptors) -> ReadHandle:
-        """A read, checked and not posted.
+        """Make a read, checked and not posted.
 
         Raises:
-            InvalidField: a descriptor lies outside of what is registered here, or of what the peer announced.
-            NixlError: NIXL refused it. Nothing was posted.
+            InvalidField: a descriptor lies outside the memory registered here, or outside the peer's announced regions.
+            NixlError: NIXL refused the read. Nothing was posted.
         """
         self.check_owner("make")
         if isinstance(descriptors, PreparedDescriptors):
@@ -290,21 +281,21 @@ class ReadingAgent:
         return self._initialize(peer, local, remote)
 
     def state(self, status: Any) -> HandleState:
-        """Convert NIXL's status of a read."""
+        """NIXL's status of a read as a `HandleState`."""
         if status == self._nixl.NIXL_SUCCESS:
             return HandleState.DONE
         return HandleState.MOVING if status == self._nixl.NIXL_IN_PROG else HandleState.ERROR
 
     def call(self, name: str, peer: str, *given: object) -> Any:
         """Call a method of NIXL's agent. Raises `NixlError`, which names the peer."""
-        # Looked up inside: in a frame of the error's traceback the method would keep the agent alive.
+        # The method is looked up inside: in a frame of the error's traceback it would keep the agent alive.
         return nixl_binding.call(name, peer, lambda: getattr(self._agent, name)(*given))
 
     def destroy(self) -> bool:
-        """End the agent, and release its handles. After that nothing that it posted writes any more.
+        """End the agent, and release its handles. If it is gone, nothing that it posted writes any more.
 
         Returns:
-            Whether it is gone. False: something still refers to it, and its reads may still write.
+            Whether the agent is gone. False: something still refers to it, and its reads may still write.
         """
         self.check_owner("destroy")
         gone = weakref.ref(self._agent)
@@ -326,7 +317,7 @@ class ReadingAgent:
         return ReadHandle(self, int(self.call("createXferReq", peer, *given)), peer)
 
     def _table(self, peer: str, table: DescriptorTable) -> tuple[int, int]:
-        """NIXL's numbers of a table's local and remote lists, which are prepared on first use."""
+        """NIXL's numbers of a table's local and remote lists, prepared on first use."""
         tables = self._added[peer].tables
         known = tables.get(id(table))
         if known is not None:
@@ -336,10 +327,10 @@ class ReadingAgent:
         memory = table.memory
         local = self._prepare(self._nixl.NIXL_INIT_AGENT, memory.destination_kind, table.destination, peer)
         remote = self._prepare(peer, memory.source_kind, table.source, peer)
-        # The table itself is kept, so that no other one gets its identity.
+        # The table is kept, so that no other table gets its identity.
         tables[id(table)] = (table, local, remote)
         if len(tables) > TABLES_PER_PEER:
-            # Handles made from a prepared list have their own copy of it.
+            # Handles made from a prepared list have their own copy of the list.
             _, (_, old_local, old_remote) = tables.popitem(last=False)
             self._release_table(old_local, old_remote)
         return local, remote
@@ -353,7 +344,7 @@ class ReadingAgent:
         self.call("releasedDlistH", "", remote)
 
     def _unknown(self, info: AgentInfo) -> str:
-        """An announced region that the loaded metadata do not contain, in words; empty if there is none."""
+        """An announced region that the loaded metadata lack, in words; empty if they lack none."""
         for region in info.regions:
             segments = self._segments(region.memory_kind, region.device, region.base, region.length)
             if self.call("checkRemoteMD", info.name, info.name, segments) != self._nixl.NIXL_SUCCESS:

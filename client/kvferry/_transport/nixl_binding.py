@@ -1,10 +1,10 @@
-"""NIXL's Python binding: the only file that imports it. UCX's options are in `kvferry._transport.nixl_options`.
+"""NIXL's Python binding: the only file that imports NIXL. UCX's options are in `kvferry._transport.nixl_options`.
 
-What is below NIXL's Python API is used directly, for two reasons:
+The layer below NIXL's Python API is used directly, for two reasons:
 
 - that API fixes the progress thread's delay at 0, which burns a core per idle agent;
-- its handle objects release themselves when they are collected, on whatever thread that happens. With NIXL's locks off,
-  as they are here, that is a crash; with them on it stops the whole interpreter. Here handles are plain numbers.
+- its handle objects release themselves when they are collected, on whatever thread collects them. With NIXL's locks
+  off, as here, that is a crash; with the locks on it stops the whole interpreter. Here handles are plain numbers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ENVIRONMENT = {
     # UCX's cache of registrations was seen to leak without a limit (vLLM 0.32.0, vllm/distributed/nixl_utils.py).
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
-"""What UCX finds in its environment when it is loaded, unless it is set already."""
+"""Settings that UCX finds in its environment when it is loaded, unless the user has set them."""
 
 
 def load() -> Any:
-    """NIXL's binding; raises `NixlMissing`. Loading it takes a second or two, so this is called on first use."""
+    """NIXL's binding; raises `NixlMissing`. Loading takes a second or two, so this is called on first use."""
     packages = packages_for(sys.modules.get("torch"))
     loaded = [package for package in packages if package in sys.modules]
     for variable, value in ENVIRONMENT.items():
@@ -80,25 +80,25 @@ def _load_verbs_of_system() -> None:
     NIXL's wheel brings libibverbs and libnl of its own, and UCX loads the distribution's beside them, which
     `libefa.so.1` needs. Loaded by UCX, the distribution's libnl calls functions of the wheel's: its destructor takes an
     entry off a list that the entry was never on, and the process ends with SIGSEGV (docs/nixl.md, Libraries loaded
-    twice). A library that is loaded by itself finds its own functions first. UCX loads its modules when the first agent
-    is made, so this helps also where NIXL was imported before.
+    twice). A library loaded alone finds its own functions first. UCX loads its modules when the first agent is made, so
+    this helps also where NIXL was imported before.
     """
     with suppress(OSError):
         ctypes.CDLL("libibverbs.so.1")
 
 
 def packages_for(torch: Any) -> tuple[str, ...]:
-    """Return the packages that may hold NIXL, the best first.
+    """The packages that may hold NIXL, the best first.
 
-    The package ``nixl`` chooses among ``nixl_cu12`` and ``nixl_cu13``; where it is not installed they are tried. ROCm
-    has a build under a name of its own, as vLLM knows (vLLM 0.32.0, ``vllm/distributed/nixl_utils.py``).
+    The package ``nixl`` chooses among ``nixl_cu12`` and ``nixl_cu13``; where ``nixl`` is not installed, those are
+    tried. The build for ROCm has its own name, as vLLM knows (vLLM 0.32.0, ``vllm/distributed/nixl_utils.py``).
 
     Args:
-        torch: the module, if it is imported: it knows the machine's CUDA or ROCm. None: it is not. While another thread
-            imports it, it may not know yet.
+        torch: the module, which knows the machine's CUDA or ROCm; None: torch is not imported. While another thread
+            imports it, the module may not know yet.
     """
     if not hasattr(torch, "version"):
-        # To learn that there is no CUDA, ``nixl`` would import a CPU build of torch: for seconds, in each process.
+        # To learn that there is no CUDA, ``nixl`` would import a CPU build of torch: seconds in each process.
         return (*BUILDS, "nixl") if _is_cpu_build() else ("nixl", *BUILDS)
     if torch.version.hip is not None:
         return "nixl_rocm", "nixl"
@@ -108,7 +108,7 @@ def packages_for(torch: Any) -> tuple[str, ...]:
 
 
 def _is_cpu_build() -> bool:
-    """Return whether torch is installed, and a build without CUDA and ROCm."""
+    """Whether torch is installed as a build without CUDA and ROCm."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version("torch").endswith("+cpu")
     return False
@@ -117,9 +117,9 @@ def _is_cpu_build() -> bool:
 def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bool) -> tuple[Any, Any]:
     """A new agent and its backend; raises `NixlError`.
 
-    NIXL's own threads for transfers stay off. Each would be a UCX worker more, which takes doorbell pages (UARs) of an
-    InfiniBand card, and other libraries fail when there are none left: vLLM limits them for that reason. A rank of
-    kvferry has two workers, that of its serving agent and that of its reading agent.
+    NIXL's own threads for transfers stay off. Each would be another UCX worker, which takes doorbell pages (UARs) of an
+    InfiniBand card, and other libraries fail when none are left: vLLM limits them for that reason. A rank of kvferry
+    has two workers, of its serving agent and of its reading agent.
     """
     problem = too_little_to_begin(options.ucx_tls) if options.backend == "UCX" else ""
     if problem:
@@ -146,13 +146,13 @@ def register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion
 
 
 def memory_type(nixl: Any, kind: MemoryKind) -> Any:
-    """NIXL's name of a memory kind."""
+    """NIXL's name for a memory kind."""
     return nixl.VRAM_SEG if kind is MemoryKind.VRAM else nixl.DRAM_SEG
 
 
 def call(name: str, peer: str, function: Callable[[], T]) -> T:
-    """Call `function`, NIXL's function `name` on `peer` or, where that is empty, on none. Whatever it raises becomes a
-    `NixlError`: NIXL's exceptions have no common base."""
+    """Call `function`, NIXL's function `name` for `peer` (empty: for no peer). Any exception becomes a `NixlError`:
+    NIXL's exceptions have no common base."""
     problem = ""
     try:
         return function()
@@ -160,6 +160,6 @@ def call(name: str, peer: str, function: Callable[[], T]) -> T:
         problem = f"{type(error).__name__}: {error}"
     if name == "registerMem" and (limit := too_little()):
         problem += f"; {limit}"
-    # Raised here, without a cause: a traceback would keep the agent alive that the caller may be about to destroy.
+    # Raised here, without a cause: a traceback would keep alive the agent that the caller may be about to destroy.
     about = f" (peer {peer!r})" if peer else ""
     raise NixlError(f"NIXL {name}{about}: {problem}", call=name, peer=peer, problem=problem)

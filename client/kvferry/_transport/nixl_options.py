@@ -10,11 +10,11 @@ from kvferry._arguments import integer, seconds, string_map, text
 from kvferry.errors import InvalidField
 
 PROGRESS_DELAY_US = 100_000
-"""The serving agent's progress thread sleeps this long unless the event of an arriving message wakes it, which it does:
-1 microsecond and 100 ms measure the same."""
+"""The serving agent's progress thread sleeps this long unless an arriving message wakes it. Messages do: 1 microsecond
+and 100 ms measure the same."""
 
 CORES_FOR_TWO = 4
-"""Cores from which two agents read at once if nothing else is said: an engine's own threads need the others."""
+"""Cores from which two agents read at once by default: an engine's own threads need the others."""
 
 _LEAST = {"reading_agents": 1, "tcp_segment": 1, "chunk_bytes": 1, "chunk_descriptors": 1, "bytes_in_flight": 1}
 _LEAST |= {"bytes_in_flight_total": 1, "retired_agents": 0, "cuda_device": 0}
@@ -28,33 +28,33 @@ class NixlOptions:
     the engine before that, as vLLM does for each worker by ``VLLM_NIC_SELECTION_VARS``.
 
     Attributes:
-        backend: NIXL's backend, by NIXL's name. It must be able to read memory of other processes. Only UCX has been
-            run. The options of UCX and TCP mean nothing to others.
-        backend_parameters: parameters of the backend, by NIXL's names. They replace those that kvferry sets for UCX.
+        backend: NIXL's backend, by NIXL's name. The backend must be able to read memory of other processes. Only UCX
+            has been run. The options of UCX and TCP mean nothing to others.
+        backend_parameters: parameters of the backend, by NIXL's names. They replace kvferry's parameters for UCX.
         ucx_tls: one UCX transport, as ``UCX_TLS``: ``tcp`` in tests. Empty: UCX chooses. For a list set ``UCX_TLS``
             instead, because NIXL separates options by commas. A list must contain ``tcp``: UCX's shared memory cannot
             report a peer's death and is refused in error mode "peer".
-        tcp_segment: bytes per segment of UCX's TCP. Its own default is 8 KiB; 256 KiB reads 3 times as fast.
+        tcp_segment: bytes per segment of UCX's TCP. UCX's default is 8 KiB; 256 KiB reads 3 times as fast.
         tcp_user_timeout: seconds until a cut TCP connection is reported; 0: the kernel decides, after minutes. The
-            transfer's deadline ends the wait in any case. Not on by default: an agent on either side of a cut that
-            heals was seen to abort its process when both had set it.
+            transfer's deadline ends the wait in any case. Off by default: when both agents of a connection had set
+            it, one was seen to abort its process after a cut that healed.
         reading_agents: agents that read at once, each with a thread and a core while bytes move. Peers are spread over
             them; where posts copy synchronously (CMA, same host) they also share each large read, and two are up to 1.8
             times as fast as one on idle cores. None: one, and a second for such reads where the process may run on
             `CORES_FOR_TWO` cores.
         chunk_bytes: bytes per NIXL handle. Deadlines, cancelling and fairness act between chunks. Where posts copy
-            synchronously a chunk has up to four times as many bytes, but no more than take about 10 ms.
+            synchronously a chunk has up to four times as many bytes, but no more than about 10 ms of copying.
         chunk_descriptors: descriptors per NIXL handle; each costs 3 microseconds, on TCP 10.
         bytes_in_flight: posted and unfinished bytes per peer; at least two chunks are always allowed.
-        bytes_in_flight_total: the same over all peers, so that many sources do not flood one destination. It is divided
-            equally among the reading agents; one chunk is always allowed.
+        bytes_in_flight_total: the same over all peers, so that many sources do not flood one destination. The reading
+            agents share this equally; one chunk is always allowed.
         warm_up_timeout: seconds for a new peer to answer a first read of a few bytes.
-        fence_time: seconds after the end of a transfer until a chunk of it that is still under way counts as stuck, and
-            its agent is retired. This is long, because destroying an agent while it reads was seen to kill the source
-            on TCP. Where no TCP connection was made to the source, it is one second at most.
+        fence_time: seconds after the end of a transfer until a chunk that is still under way counts as stuck, and its
+            agent is retired. This is long, because destroying an agent while it reads was seen to kill the source on
+            TCP. Without a TCP connection to the source, it is one second at most.
         retired_agents: the most agents that are retired and not destroyed yet; they finish their other reads first.
-        cuda_device: the device that is set where NIXL is called; None: that of the memory. It is set by torch, which a
-            process whose cache is on a device must have imported.
+        cuda_device: the device that is set where NIXL is called; None: the device of the memory. torch sets the device,
+            so a process whose cache is on a device must have imported torch.
     """
 
     backend: str = "UCX"
@@ -87,13 +87,13 @@ class NixlOptions:
 
     @property
     def most_reading_agents(self) -> int:
-        """How many agents read at once at most."""
+        """The most agents that read at once."""
         if self.reading_agents is not None:
             return self.reading_agents
         return 2 if len(os.sched_getaffinity(0)) >= CORES_FOR_TWO else 1
 
     def parameters(self) -> dict[str, str]:
-        """The parameters of NIXL's backend. UCX's error handling mode stays "peer": the other one hangs for ever when a
+        """The parameters of NIXL's backend. UCX's error handling mode stays "peer": mode "none" hangs for ever when a
         peer dies or cannot be reached."""
         if self.backend != "UCX":
             return dict(self.backend_parameters)

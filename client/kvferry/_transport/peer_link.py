@@ -1,5 +1,5 @@
-"""The connection of one reading agent to one peer: the work that is queued for it, the chunks that are posted, and
-whether those can still write.
+"""The connection of one reading agent to one peer: the work queued for the peer, the posted chunks, and whether posted
+chunks can still write.
 
 Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`) and never waits.
 """
@@ -23,32 +23,33 @@ logger = logging.getLogger(__name__)
 POLL_FIRST = 50e-6
 POLL_LAST = 1e-3
 POLL_ABANDONED = 10e-3
-"""Seconds between two polls: right after a chunk was posted; at most; at most while all posted chunks are of transfers
-that have ended."""
+"""Seconds between two polls: right after a post; at most; and at most while all posted chunks belong to transfers that
+have ended."""
 
 WORKED = 4
-"""How many times the CPU time of the cheapest check one takes, at least, that has moved bytes, as over TCP (3 and 15 to
-300 microseconds). The next check follows at once, while a network card that moves bytes by itself is left alone."""
+"""A check has moved bytes, as over TCP, if it took at least this many times the CPU time of the cheapest check (3 and
+15 to 300 microseconds). The next check follows at once; a network card, which moves bytes without checks, is not
+checked more often."""
 
 CHECKS_AT_ONCE = 8
-"""How often a peer is checked without a pause, at most, before others have their turn."""
+"""The most checks of a peer without a pause, before other peers have their turn."""
 
 COPIED = 64 << 10
 """Bytes of a chunk from which its post shows whether posts copy."""
 
 COPIES = 4
-"""Posts in a row, at least, that were done when they returned, where posts copy. Over TCP some are, too, by chance, and
-over CMA the first one may not be."""
+"""Posts in a row, at least, that were done when they returned, where posts copy. Over TCP some posts are, by chance;
+over CMA the first post may not be."""
 
 STALLED = 0.25
-"""Seconds after which a peer from which no chunk has arrived counts as stalled."""
+"""Seconds without an arriving chunk after which a peer counts as stalled."""
 
 CARD_FENCE = 1.0
-"""Seconds after the end of a transfer until a chunk of it counts as stuck, at most, where a network card moves the
-bytes: nobody at the source takes part, so the end of the agent harms nobody, and a chunk takes milliseconds."""
+"""Seconds after the end of a transfer until a chunk counts as stuck, at most, where a network card moves the bytes: no
+thread of the source takes part, so the end of the agent harms nobody, and a chunk takes milliseconds."""
 
 RATE_FIRST = 1e9
-"""Bytes per second that are assumed of a peer before its first chunk was measured."""
+"""Bytes per second that are assumed of a peer until its first chunk is measured."""
 
 
 class PostedChunk:
@@ -61,30 +62,22 @@ class PostedChunk:
         self.owner = owner
         self.size = size
         self.lost = False
-        """NIXL reported an error for it. It may still write, and no later answer of NIXL's proves that it does not."""
+        """NIXL reported an error for the chunk. It may still write, and no later answer of NIXL disproves that."""
 
 
 class LinkState(enum.Enum):
-    """The state of a link."""
+    """How far the connection to a peer is."""
 
     NEW = "new"
     WARMING = "warming"
-    """The peer's answer to the first read is awaited."""
+    """The peer has not answered the first read yet."""
     READY = "ready"
     BROKEN = "broken"
-    """There was an error. Nothing more is posted; what is posted is still polled."""
+    """There was an error. Nothing more is posted; posted chunks are still polled."""
 
 
 class Link:
-    """One reading agent's connection to one peer.
-
-    Args:
-        info: the peer.
-        agent: the agent.
-        options: how bytes move.
-        clock: seconds, monotonic.
-        cpu_time: CPU seconds of the calling thread.
-    """
+    """One reading agent's connection to one peer. `clock` is monotonic; `cpu_time` is that of the calling thread."""
 
     def __init__(
         self,
@@ -97,11 +90,11 @@ class Link:
         self.info = info
         self.state = LinkState.NEW
         self.leaving = False
-        """It takes no new work, and is dropped when the work that it has is done."""
+        """The link takes no new work, and is dropped when its work is done."""
         self.queued: deque[PeerWork] = deque()
         self.posted: list[PostedChunk] = []
         self.moved = 0
-        """Bytes seen to have arrived."""
+        """Bytes that have arrived."""
         self._copied = 0
         """Posts in a row that were done when they returned."""
         self._agent = agent
@@ -116,43 +109,42 @@ class Link:
         self._in_flight = 0
         self._rate = RATE_FIRST
         self._busy_since = 0.0
-        """When a chunk last arrived, or was posted where none was under way."""
+        """When a chunk last arrived, or was posted while no other was under way."""
         self._flowing_since = 0.0
         self._flowed = 0
-        """Since when there is always a chunk under way, and the bytes that have arrived since."""
+        """Since when at least one chunk has always been under way, and the bytes that have arrived since."""
         self._cheapest = math.inf
         """CPU seconds of the cheapest check so far."""
         self._pause = POLL_FIRST
         self._poll_at = 0.0
 
     def flowing(self, now: float) -> int:
-        """Bytes that are posted and not seen DONE; 0 while the peer has stalled, so that it takes no room from others
-        (R10)."""
+        """Bytes posted and not seen DONE; 0 while the peer has stalled, so that it takes no room from others (R10)."""
         return self._in_flight if now < self._busy_since + STALLED else 0
 
     @property
     def copies(self) -> bool:
-        """Whether its posts return only when the bytes are here (CMA)."""
+        """Whether posts return only when the bytes have arrived (CMA)."""
         return self._copied >= COPIES
 
     @property
     def lost(self) -> bool:
-        """Whether it has reads for which only the end of the agent proves that they write no more."""
+        """Whether, for some reads, only the end of the agent proves that they write no more."""
         return self._warming_lost or any(chunk.lost for chunk in self.posted)
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing that was posted to it can write any more."""
+        """Whether nothing posted to the peer can write any more."""
         return not self.posted and self._warming is None
 
     @property
     def over(self) -> bool:
-        """Whether it can be dropped."""
+        """Whether the link can be dropped."""
         return (self.leaving or self.state is LinkState.BROKEN) and self.quiet and not self.queued
 
     def stuck(self, now: float) -> bool:
         """Whether a chunk is under way whose transfer ended more than the fence time ago, or the first read has taken
-        more than its time-out and the fence time."""
+        longer than its time-out and the fence time."""
         if self._warming is not None and now > self._opened_at + self._options.warm_up_timeout + self._fence:
             return True
         ended = (chunk.owner.ended_at for chunk in self.posted if not chunk.lost)
@@ -178,14 +170,14 @@ class Link:
             self._added = True
             handle = self._agent.warm_up(self.info.name)
         except Exception as error:
-            # Whatever it is, it concerns this peer only (R10).
+            # Any error concerns this peer only (R10).
             self._break(self._unreadable(error))
             return
         self._warming = handle
         self._on_warming(handle, *_answer(handle.post))
 
     def post_next(self) -> bool:
-        """Post one chunk of the work whose turn it is. False: there was none, or no room."""
+        """Post one chunk of the work whose turn it is. False: there was no chunk, or no room."""
         for _ in range(len(self.queued)):
             if self.state is not LinkState.READY:
                 return False
@@ -199,7 +191,7 @@ class Link:
             try:
                 chunk = work.next(self._options)
             except Exception as error:
-                # What cannot be divided fails its own transfer; the others go on (R10).
+                # Work that cannot be divided fails its own transfer; the others go on (R10).
                 work.owner.fail(self._unreadable(error))
                 continue
             if chunk is not None or work.blocked:
@@ -210,12 +202,12 @@ class Link:
         return False
 
     def step_back(self) -> None:
-        """No work is asked for a chunk for now."""
+        """Tell all queued work that no chunk is taken for now."""
         for work in self.queued:
             work.step_back()
 
     def poll(self, now: float) -> bool:
-        """Check what is under way, if it is time to. Returns whether anything has ended."""
+        """Check the reads under way if a check is due. Returns whether any has ended."""
         if now < self._poll_at or self.quiet:
             return False
         worked = news = False
@@ -231,14 +223,14 @@ class Link:
         if news:
             self._pause = POLL_FIRST
         elif now > self._busy_since + 2 * self._in_flight / self._rate + POLL_LAST:
-            # Polling is also what makes a TCP read progress, so it backs off only once the read is later than expected.
+            # Polling also moves a TCP read on, so polling backs off only once the read is later than expected.
             waited_for = any(chunk.owner.ended_at is None for chunk in self.posted)
             self._pause = min(2 * self._pause, POLL_LAST if waited_for else POLL_ABANDONED)
         self._poll_at = now if worked else now + self._pause
         return news
 
     def _check_all(self) -> tuple[int, bool]:
-        """Check everything under way once. Returns how much that was, and whether anything has ended."""
+        """Check all reads under way once. Returns the number of checks, and whether any read has ended."""
         checks, news = 0, False
         if self._warming is not None and not self._warming_lost:
             checks, news = 1, self._on_warming(self._warming, *_answer(self._warming.check))
@@ -248,12 +240,12 @@ class Link:
         return checks, news
 
     def next_poll(self) -> float | None:
-        """When `poll` is due again; None if nothing is under way that could answer."""
+        """When `poll` is due again; None if no read under way can answer."""
         waiting = (self._warming is not None and not self._warming_lost) or any(not chunk.lost for chunk in self.posted)
         return self._poll_at if waiting else None
 
     def settle(self, now: float) -> None:
-        """Judge deadlines, give up waiting for the first answer, and drop work that has ended."""
+        """Judge deadlines, fail work whose wait for the first answer is over, and drop ended work."""
         for work in tuple(self.queued):
             if self.state is LinkState.WARMING and now > self.answer_due(work):
                 work.owner.fail(self._error(f"no answer within {self._options.warm_up_timeout:g} s"))
@@ -264,16 +256,16 @@ class Link:
             chunk.owner.settle(now)
 
     def answer_due(self, work: PeerWork) -> float:
-        """Until when some work waits for the peer's first answer."""
+        """Until when this work waits for the peer's first answer."""
         return max(work.since, self._opened_at) + self._options.warm_up_timeout
 
     def drop(self) -> None:
-        """Remove the peer from the agent. Only when `over`."""
+        """Remove the peer from the agent. Only when the link is `over`."""
         if self._added:
             self._agent.remove_peer(self.info.name)
 
     def fenced(self) -> None:
-        """The agent was destroyed: nothing that was posted writes any more."""
+        """End all posted chunks: the agent was destroyed, so nothing that it posted writes any more."""
         posted, self.posted = self.posted, []
         self._in_flight = 0
         self._warming = None
@@ -281,7 +273,7 @@ class Link:
             chunk.owner.fenced()
 
     def fail_all(self, error: KvferryError) -> None:
-        """Fail all work that is queued or posted."""
+        """Fail all queued and posted work."""
         self._fail_queued(error)
         for chunk in tuple(self.posted):
             chunk.owner.fail(error)
@@ -291,7 +283,7 @@ class Link:
         try:
             handle = self._agent.make(self.info.name, chunk.descriptors)
         except Exception as error:
-            # Nothing was posted. A descriptor that was refused says nothing about the peer; NIXL's refusal does.
+            # Nothing was posted. A refused descriptor says nothing about the peer; NIXL's refusal of the read does.
             owner.fail(self._unreadable(error))
             if isinstance(error, NixlError):
                 self._break(error)
@@ -324,7 +316,7 @@ class Link:
         self._in_flight -= chunk.size
         self.posted.remove(chunk)
         if state is HandleState.DONE:
-            # Chunks that are under way together arrive together: one by one they would seem to take no time.
+            # Chunks that are under way together arrive together: measured singly they would seem to take no time.
             self._busy_since = self._clock()
             self._flowed += chunk.size
             self._landed(chunk, self._flowed, self._busy_since - self._flowing_since)
@@ -333,8 +325,8 @@ class Link:
         return True
 
     def _landed(self, chunk: PostedChunk, size: int, seconds: float) -> None:
-        """A chunk has arrived, the last of so many bytes that took so long."""
-        # First: somebody may be waiting for it.
+        """Record an arrived chunk, the last of `size` bytes that took `seconds`."""
+        # First, because a thread may be waiting for the chunk.
         chunk.owner.landed(chunk.size)
         self._release(chunk.handle)
         self.moved += chunk.size
@@ -374,7 +366,7 @@ class Link:
             work.owner.fail(error)
 
     def _failed(self, error: KvferryError) -> KvferryError:
-        """The error as the transfer reports it: NIXL's as a `TransferFailed`, others unchanged."""
+        """The error for the transfer: NIXL's as a `TransferFailed`, others unchanged."""
         if not isinstance(error, NixlError):
             return error
         call, problem = error.values.get("call", "NIXL"), error.values.get("problem", error.message)
@@ -398,7 +390,7 @@ class Link:
 
 
 def _answer(ask: Callable[[], HandleState]) -> tuple[HandleState, NixlError | None]:
-    """Return the state that a handle answers, and why it answers none, if NIXL raised an error."""
+    """The state that a handle answers, or `HandleState.ERROR` and the error that NIXL raised."""
     try:
         return ask(), None
     except NixlError as error:
@@ -406,7 +398,7 @@ def _answer(ask: Callable[[], HandleState]) -> tuple[HandleState, NixlError | No
 
 
 def _called(name: str) -> str:
-    """A peer's name in messages: rank and engine. Agents are named ``kvferry.agent/digest/engine/rank``."""
+    """A peer as messages name it: rank and engine. Agents are named ``kvferry.agent/digest/engine/rank``."""
     parts = name.split("/")
     if len(parts) < 4 or parts[0] != "kvferry.agent":
         return f"peer {name!r}"

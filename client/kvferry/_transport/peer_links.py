@@ -1,7 +1,7 @@
-"""The connections of one reading agent to all its peers, and the work that waits until one of them can be made again.
+"""The connections of one reading agent to all its peers, and the work that waits until a peer can be added again.
 
-Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`), but for `of`, `len` and iterating,
-and never waits.
+Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`) and never waits; only `of`, `len`
+and iterating may be used on other threads.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerLinks:
-    """All links of one reading agent, by the name of the peer. Iterating takes those that are there when it begins.
-
-    Args:
-        options: how bytes move.
-        clock: seconds, monotonic.
-    """
+    """All links of one reading agent, by the name of the peer. Iterating takes the links that exist when it begins."""
 
     def __init__(self, options: NixlOptions, clock: Callable[[], float]) -> None:
         self._options = options
@@ -46,39 +41,39 @@ class PeerLinks:
         return bool(self._waiting)
 
     def of(self, info: AgentInfo) -> Link | None:
-        """The link to this peer; None if there is none, or to another agent of its name."""
+        """The link to this peer; None if there is no link, or one to another agent of the same name."""
         link = self._links.get(info.name)
         return link if link is not None and link.info.sha256 == info.sha256 else None
 
     def room(self) -> bool:
-        """Whether one more chunk keeps within this agent's part of what may be in flight to this destination."""
+        """Whether one more chunk keeps within this agent's part of `bytes_in_flight_total`."""
         now = self._clock()
         flying = sum(link.flowing(now) for link in self._links.values())
-        # An agent beside the one that is there by default has nothing in flight: it reads where posts copy.
+        # A second agent beside the default one has nothing in flight: it reads where posts copy.
         most = self._options.bytes_in_flight_total // (self._options.reading_agents or 1)
         return flying == 0 or flying + self._options.chunk_bytes <= most
 
     def take_turns(self) -> None:
-        """Let another peer be the first to be asked next time, in case there is room for one only."""
+        """Make another peer the first in turn next time, in case there is room for one chunk only."""
         if len(self._links) > 1:
             first = next(iter(self._links))
             self._links[first] = self._links.pop(first)
 
     def add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        """Return the link to the peer of this name, which is added if there is none. It is opened later, when all work
-        that has come for it is attached: if that fails, all of it fails."""
+        """The link to the peer of this name, added if there is none. The link is opened later, when all work that has
+        come for the peer is attached: if opening fails, all this work fails."""
         link = self._links.get(info.name)
         if link is None:
             link = self._links[info.name] = Link(info, agent, self._options, self._clock)
         return link
 
     def leave(self, name: str) -> None:
-        """Drop a peer as soon as what is read from it has ended and is quiet."""
+        """Drop a peer as soon as all reads from it have ended and are quiet."""
         if name in self._links:
             self._links[name].leaving = True
 
     def attach(self, agent: ReadingAgent, work: PeerWork) -> bool:
-        """Queue work for its peer, which is added if it is not there. Returns whether it was: else it has failed."""
+        """Queue work for its peer, which is added if needed. False: that was impossible, and the work has failed."""
         try:
             for space in work.spaces:
                 agent.add_space(space)
@@ -87,7 +82,7 @@ class PeerLinks:
             return False
         link = self.add(agent, work.info)
         if link.info.sha256 != work.info.sha256 or link.info.regions != work.info.regions:
-            # Another agent under the same name: NIXL would go on with what it knows of the old one.
+            # Another agent has the same name: NIXL would go on with the old agent's metadata.
             link.leaving = True
         if link.state is LinkState.BROKEN or link.leaving:
             self._waiting.setdefault(work.info.name, deque()).append(work)
@@ -96,7 +91,7 @@ class PeerLinks:
         return True
 
     def settle(self, agent: ReadingAgent, now: float) -> bool:
-        """Judge deadlines, drop peers, and queue the work that waited for that. Returns whether any was queued."""
+        """Judge deadlines, drop peers, and queue the work that waited for that. Returns whether any work was queued."""
         for link in self:
             link.settle(now)
             if link.over:
@@ -111,7 +106,7 @@ class PeerLinks:
         return attached
 
     def take_unposted(self, given_up: Sequence[Link]) -> list[PeerWork]:
-        """Give out the work of these peers, and all that waits for one to be dropped."""
+        """Take out the work of these peers, and all work that waits for a peer to be dropped."""
         unposted: list[PeerWork] = []
         for link in given_up:
             unposted.extend(link.queued)
@@ -134,17 +129,17 @@ class PeerLinks:
             link.fail_all(error)
 
     def fenced(self) -> None:
-        """The agent was destroyed: nothing that was posted writes any more."""
+        """End all posted chunks: the agent was destroyed, so nothing that it posted writes any more."""
         links = tuple(self)
         self._links.clear()
         for link in links:
             link.fenced()
 
     def alarms(self) -> Iterator[float]:
-        """When something is due for a peer even if nothing is heard of it."""
+        """When something is due for a peer even if the peer sends nothing."""
         unposted = [work for waiting in self._waiting.values() for work in waiting]
         for link in self:
-            # Deadlines of what is posted, and fence times, are checked between polls.
+            # Deadlines of posted chunks, and fence times, are checked between polls.
             poll = link.next_poll()
             if poll is not None:
                 yield poll
@@ -156,7 +151,7 @@ class PeerLinks:
                 yield work.owner.deadline
 
     def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> bool:
-        """Attach the work that waits for a peer to be dropped, once it is, and add the peer again."""
+        """Attach the work that waits for a peer to be dropped, once the peer is dropped, and add the peer again."""
         for work in tuple(waiting):
             work.owner.settle(now)
             if work.owner.ended_at is not None:

@@ -1,4 +1,4 @@
-"""What one transfer reads from one peer, given out chunk by chunk to the thread that posts it."""
+"""What one transfer reads from one peer, divided into chunks for the threads that post them."""
 
 from __future__ import annotations
 
@@ -19,57 +19,59 @@ from kvferry.planner.footprint import Footprint
 logger = logging.getLogger(__name__)
 
 COPY_TIME = 10e-3
-"""Seconds that a chunk takes, about, where its post copies it. After such a post the thread's code and data have to
-come from memory again, which takes 0.3 ms."""
+"""Seconds of a chunk, about, where its post copies it. After such a post the thread's code and data have to come from
+memory again, which takes 0.3 ms."""
 
 COPY_RATE = 8e9
 DESCRIPTOR_TIME = 3e-6
 """Bytes per second of such a copy, and seconds for each descriptor (measured over CMA)."""
 
 COPIED_CHUNKS = 4
-"""How many times `NixlOptions.chunk_bytes` such a chunk has at most."""
+"""The most bytes of such a chunk, in `NixlOptions.chunk_bytes`."""
 
 SHARED_CHUNK = 1 << 20
-"""Bytes of a chunk, at least, where several threads share a transfer: each is some tens of microseconds of Python."""
+"""The fewest bytes of a chunk where several threads share a transfer: a chunk costs some tens of microseconds of
+Python."""
 
 SHARED_CHUNKS = 4
-"""Chunks per thread, at least, where several threads share a transfer, so that they end together."""
+"""The fewest chunks per thread where several threads share a transfer, so that the threads end together."""
 
 
 class ChunkOwner(Protocol):
-    """What a chunk belongs to: a transfer, or one batch of it in a staging slot. Thread-safe; its calls return at once,
-    callbacks included."""
+    """The owner of a chunk: a transfer, or one batch of a transfer in a staging slot. Thread-safe; calls return at
+    once, callbacks included."""
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Names the owner in messages."""
 
     @property
     def deadline(self) -> float | None:
-        """When it ends by itself; None if it does not."""
+        """When the owner expires; None: never."""
 
     @property
     def ended_at(self) -> float | None:
-        """When it ended, well or not; None while it goes on."""
+        """When the owner ended, well or not; None while it goes on."""
 
     def begin(self) -> bool:
-        """A chunk is about to be posted, and may write from now on. False: the owner has ended, post nothing."""
+        """Announce a chunk that is about to be posted, and may write from now on. False: the owner has ended, post
+        nothing."""
 
     def landed(self, size: int) -> None:
-        """A chunk was seen DONE: it writes no more."""
+        """Record that a chunk was seen DONE: it writes no more."""
 
     def fenced(self) -> None:
-        """The agent of a chunk was destroyed: the chunk writes no more, and its bytes may be anything."""
+        """Record that a chunk's agent was destroyed: the chunk writes no more, and its bytes may be anything."""
 
     def fail(self, error: KvferryError) -> None:
-        """End it with an error. Chunks that are neither landed nor fenced may still write."""
+        """End the owner with an error. Chunks that are neither landed nor fenced may still write."""
 
     def settle(self, now: float) -> None:
-        """Judge the deadline, and run callbacks that are due."""
+        """Judge the deadline, and run due callbacks."""
 
 
 def as_kvferry_error(error: Exception, failed: str) -> KvferryError:
-    """Return an error as a transfer reports it: any but kvferry's own is logged, and becomes a `TransferFailed`."""
+    """An error as a transfer reports it: an error that is not kvferry's is logged, and becomes a `TransferFailed`."""
     if isinstance(error, KvferryError):
         return error
     logger.error("%s failed", failed, exc_info=error)
@@ -78,7 +80,7 @@ def as_kvferry_error(error: Exception, failed: str) -> KvferryError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """What one NIXL handle reads, and for whom."""
+    """The descriptors of one NIXL handle, and their owner."""
 
     descriptors: Descriptors
     owner: ChunkOwner
@@ -88,13 +90,11 @@ class PeerWork:
     """What one transfer reads from one peer.
 
     Attributes:
-        owner: the transfer.
-        info: the peer.
-        since: when it began to wait for the peer's first answer.
-        spaces: staging memory that it is read into, beside the rank's own memory.
-        footprint: the blocks that may be touched, checked chunk by chunk; None: that was checked before.
+        since: when the work began to wait for the peer's first answer.
+        spaces: staging memory that is read into, beside the rank's own memory.
+        footprint: the blocks that may be touched, checked chunk by chunk; None: they were checked before.
         copies: whether posts to the peer copy.
-        threads: how many reading threads take chunks of it, each with work of its own (`shared`).
+        threads: how many reading threads take chunks, each through work of its own (`shared`).
         blocked: `next` returned None, but will have a chunk later; the thread is woken then.
     """
 
@@ -125,17 +125,17 @@ class PeerWork:
         return work
 
     def step_back(self) -> None:
-        """`next` will not be called for now: other work that waits for the same staging slots goes first."""
+        """Let other work that waits for the same staging slots go first: `next` will not be called for now."""
 
     def next(self, options: NixlOptions) -> Chunk | None:
-        """The next chunk, to be posted now; None if there is none, at least for now."""
+        """The next chunk, to be posted now; None if there is none for now, or none any more."""
         chunk = self._undivided.next(options)
         return None if chunk is None else Chunk(chunk, self.owner)
 
 
 @dataclass(slots=True)
 class _Undivided:
-    """What has not been given out yet of a transfer's descriptors at one peer. Thread-safe."""
+    """A transfer's descriptors at one peer that no thread has taken yet. Thread-safe."""
 
     _descriptors: Sequence[Descriptors]
     _footprint: Footprint | None
@@ -145,10 +145,10 @@ class _Undivided:
     _chunks: deque[Descriptors] | None = None
 
     def next(self, options: NixlOptions) -> Descriptors | None:
-        """The next chunk; None: all were given out."""
+        """The next chunk; None: all were taken."""
         with self._lock:
             if self._chunks is None:
-                # All at once: between two copies of megabytes, each step takes ten times as long.
+                # All chunks are made at once: between two copies of megabytes, each step takes ten times as long.
                 self._chunks = deque(
                     chunk
                     for some in self._descriptors
@@ -163,7 +163,7 @@ class _Undivided:
 def divide(
     descriptors: Descriptors, options: NixlOptions, *, copies: bool = False, threads: int = 1
 ) -> Iterator[Descriptors]:
-    """Descriptors in chunks that suit the transport, and are small enough to keep so many threads busy."""
+    """Descriptors in chunks that suit the transport, and small enough to keep this many threads busy."""
     if not descriptors.count:
         return
     total = descriptors.total_bytes
@@ -171,7 +171,7 @@ def divide(
     if copies:
         most = min(COPIED_CHUNKS * options.chunk_bytes, int(COPY_TIME / (DESCRIPTOR_TIME / mean + 1 / COPY_RATE)))
     else:
-        # Short descriptors cost by number, so that a chunk of a given size would hold up everything else.
+        # Short descriptors cost by number, so a chunk limited by bytes only would hold up everything else.
         most = min(options.chunk_bytes, mean * options.chunk_descriptors)
     if threads > 1:
         most = min(most, max(SHARED_CHUNK, total // (SHARED_CHUNKS * threads)))

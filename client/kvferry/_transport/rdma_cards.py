@@ -1,4 +1,4 @@
-"""The RDMA cards of the host, as NIXL's UCX sees them. Where it can open none it uses TCP without a word."""
+"""The RDMA cards of the host, as NIXL's UCX sees them. Where UCX can open none it uses TCP without a message."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def expected() -> Iterator[None]:
-    """Make an agent of UCX inside: if the host has active cards and UCX opens none of them, that is logged once in a
-    process. UCX keeps the files open of exactly those that it may use."""
+    """Context in which an agent of UCX is made: if the host has active cards and UCX opens none of them, log that once
+    in a process. UCX keeps the device files open of exactly the cards that it may use."""
     before = opened() if active() else None
     yield
     if before is not None and opened() == before:
@@ -26,7 +26,7 @@ def expected() -> Iterator[None]:
 
 
 def active() -> list[str]:
-    """Return the devices that have an active port, such as ``mlx5_0``."""
+    """The devices that have an active port, such as ``mlx5_0``."""
     found = set()
     for state in Path("/sys/class/infiniband").glob("*/ports/*/state"):
         with suppress(OSError):
@@ -36,21 +36,21 @@ def active() -> list[str]:
 
 
 def opened() -> int:
-    """Return how many device files of RDMA cards this process has open."""
+    """The number of device files of RDMA cards that this process has open."""
     return sum(name.startswith("/dev/infiniband/uverbs") for name in (open_files() or {}).values())
 
 
 def mapped(name: str) -> list[Path]:
-    """Return the files that this process has mapped whose path contains `name`."""
+    """The files that this process has mapped whose path contains `name`."""
     with suppress(OSError), Path("/proc/self/maps").open() as lines:
         return [Path(path) for path in dict.fromkeys(line[line.find("/") : -1] for line in lines if name in line)]
     return []
 
 
 def with_driver() -> list[str] | None:
-    """Return the devices that UCX's libibverbs has a driver for; None: it is not loaded, as before the first agent.
+    """The devices for which UCX's libibverbs has a driver; None: UCX's module is not loaded, as before the first agent.
 
-    Several of these libraries may be loaded. A symbol that is looked up in UCX's module is that of its own.
+    Several libibverbs may be loaded. A symbol looked up in UCX's module belongs to the libibverbs that UCX uses.
     """
     module = next(iter(mapped("/libuct_ib.so")), None)
     if module is None:
@@ -71,7 +71,7 @@ def with_driver() -> list[str] | None:
 def _warn() -> None:
     cards = active()
     known: list[str] | None = None
-    # NIXL may bring another UCX, without this module or with the library inside it.
+    # NIXL may bring another UCX, without this module or with the library inside the module.
     with suppress(OSError, AttributeError):
         known = with_driver()
     unknown = [card for card in cards if known is not None and card not in known]

@@ -1,11 +1,11 @@
-"""A reading agent and the one thread on which everything about it happens.
+"""A reading agent and the one thread on which all its work happens.
 
-The thread posts chunks in turn, peer by peer and transfer by transfer, polls what is under way, judges deadlines, and
+The thread posts chunks in turn, peer by peer and transfer by transfer, polls posted chunks, judges deadlines, and
 sleeps when there is nothing to do. It does nothing else, because a copy may happen inside a post (CMA).
 
-An agent ends in one of two ways. Closed, it is destroyed when all is quiet. Or it is retired, because a peer's read
-gave an error or is stuck: from then on it gets no new work, its reads from other peers go on to their end, and then it
-is destroyed. After that nothing it posted writes any more (PROTOCOL, Quiet).
+An agent ends in one of two ways. A closed agent is destroyed when all is quiet. A retired agent, one with a peer's read
+that gave an error or is stuck, gets no new work; its reads from other peers go on to their end, and then it is
+destroyed. After that nothing it posted writes any more (PROTOCOL, Quiet).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXIT_PATIENCE = 2.0
 """Seconds that the interpreter's exit waits for a thread to come out of NIXL: the time of one chunk, with margin."""
 
 FAILURES = 3
-"""Unexpected errors of a thread, after which it no longer waits for what is posted."""
+"""Unexpected errors of a thread after which it no longer waits for posted chunks."""
 
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
@@ -55,11 +55,11 @@ class ReadingThread:
         regions: memory that is read into.
         options: how bytes move.
         clock: seconds, monotonic.
-        may_retire: asked before the agent is retired; False leaves it as it is.
+        may_retire: asked before the agent is retired; if False, the agent stays as it is.
         moved_on: called with each piece of unposted work when the agent is retired.
         gone: called when the thread has ended, with whether all that it posted is quiet.
         agents: makes the agent, on the thread.
-        keep: referenced until the agent is destroyed: the owner of the regions.
+        keep: the owner of the regions; referenced until the agent is destroyed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ReadingThread:
         self.name = name
         self.retired = False
         self.moved = 0
-        """Bytes seen to have arrived."""
+        """Bytes that have arrived."""
         self._regions = tuple(regions)
         self._options = options
         self._clock = clock
@@ -89,17 +89,17 @@ class ReadingThread:
         self._keep = keep
         self._inbox = Inbox()
         self._refusal: KvferryError | None = None
-        """Why no agent could be made."""
+        """The error that prevented making the agent."""
         self._closing = False
         self._parking = False
         self._out_of_nixl = threading.Event()
         self._made = threading.Event()
-        """Set when the agent is made, or cannot be made."""
-        # Only the thread uses what follows.
+        """Set when the agent is made, or making it has failed."""
+        # Only the thread uses the attributes from here on.
         self._taken: deque[Message] = deque()
         self._links = PeerLinks(options, clock)
         self._news = False
-        """Something changed since `_settle` ran."""
+        """Whether anything changed since `_settle` ran."""
         self._settle_at = 0.0
         self._retire_at = 0.0
         _living.add(self)
@@ -108,39 +108,39 @@ class ReadingThread:
 
     def send(self, message: Message) -> bool:
         """Send work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon
-        as what is read from it has ended and is quiet.
+        as all reads from it have ended and are quiet.
 
         Returns:
-            False: the agent is retired or closed, and nothing was done. Where no agent could be made, work fails.
+            False: the agent is retired or closed, and nothing was done. If no agent could be made, work fails.
         """
         if self._inbox.put(message):
             return True
         if self._refusal is None:
             return False
-        # Another thread would get no agent either, and the work would be handed from one to the next for ever.
+        # Another thread would get no agent either, and would hand the work on for ever.
         if isinstance(message, PeerWork):
             message.owner.fail(self._refusal)
         return True
 
     def wake(self) -> None:
-        """Look at the transfers at once: one was cancelled."""
+        """Look at the transfers at once, because one was cancelled."""
         self._inbox.wake()
 
     def close(self) -> None:
         """End when all is quiet. The caller cancels the transfers that have not ended."""
-        # Closed first: whatever it has accepted it still takes before it ends.
+        # Closed first, so that the thread still takes every accepted message before it ends.
         self._inbox.close()
         self._closing = True
         self._inbox.wake()
 
     def park(self) -> threading.Event:
-        """Stop calling NIXL, for ever: the interpreter exits. The event is set when the thread is out of NIXL."""
+        """Stop calling NIXL, because the interpreter exits. The event is set when the thread is out of NIXL."""
         self._parking = True
         self._inbox.wake()
         return self._out_of_nixl
 
     def wait_made(self, timeout: float) -> None:
-        """Wait until the agent is made; raises why it could not be made, or `NixlError` if the time is over."""
+        """Wait until the agent is made; raises the error that prevented it, or `NixlError` if the time is over."""
         if not self._made.wait(timeout):
             problem = f"it was not made within {timeout:.0f} s"
             raise NixlError(f"agent {self.name!r}: {problem}", call="nixlAgent", peer="", problem=problem)
@@ -148,13 +148,13 @@ class ReadingThread:
             raise self._refusal
 
     def join(self, timeout: float) -> bool:
-        """Wait for the thread's end; whether it has ended."""
+        """Wait for the thread's end. Returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     @property
     def accepting(self) -> bool:
-        """Whether it takes new work."""
+        """Whether the thread takes new work."""
         return self._inbox.open
 
     @property
@@ -163,7 +163,7 @@ class ReadingThread:
         return self._refusal is not None
 
     def copies(self, info: AgentInfo) -> bool:
-        """Whether posts to this peer were seen to return only when their bytes had arrived."""
+        """Whether posts to this peer return only when their bytes have arrived, by experience."""
         link = self._links.of(info)
         return link is not None and link.copies
 
@@ -174,12 +174,12 @@ class ReadingThread:
 
     @property
     def peer_count(self) -> int:
-        """Peers that are added, or being added."""
+        """Peers that are added or are being added."""
         return len(self._links)
 
     @property
     def chunks_in_flight(self) -> int:
-        """Chunks that are posted and not seen DONE."""
+        """Chunks posted and not seen DONE."""
         return sum(len(link.posted) for link in self._links)
 
     def _run(self) -> None:
@@ -206,8 +206,8 @@ class ReadingThread:
                 self._work(agent)
                 return
             except BaseException as error:
-                # Also a callback's `SystemExit`. Everything fails, but what is posted is waited for: destroying an
-                # agent while it reads can kill a source.
+                # Includes a callback's `SystemExit`. All work fails, but the thread waits for posted chunks: destroying
+                # an agent while it reads can kill a source.
                 self._fail(self._failed(error))
                 self._closing = True
 
@@ -218,7 +218,8 @@ class ReadingThread:
     def _work(self, agent: ReadingAgent) -> None:
         while True:
             if self._parking:
-                # Not destroyed: while it reads, that could kill the source. The system closes its connections.
+                # The agent is not destroyed: while it reads, that could kill the source. The system closes its
+                # connections.
                 self._out_of_nixl.set()
                 threading.Event().wait()
             busy = self._take_inbox(agent)
@@ -233,8 +234,8 @@ class ReadingThread:
                 else:
                     link.step_back()
                 busy |= link.poll(now)
-                # Also if no work is left to be posted: a peer that leaves, and the agent's end, wait for that, and
-                # nothing else may happen here while another agent reads the rest.
+                # True also if no work is left to be posted: dropping a leaving peer and ending the agent wait for that,
+                # and nothing else may happen here while another agent reads the rest.
                 busy |= len(link.queued) < queued
                 self.moved += link.moved - before
             self._links.take_turns()
@@ -255,7 +256,7 @@ class ReadingThread:
             self._settle_at = 0.0
         busy = bool(self._taken)
         while self._taken:
-            # Removed only afterwards: if this raises, the work fails instead of being forgotten.
+            # Removed only afterwards: if the step raises, the work fails instead of being forgotten.
             message = self._taken[0]
             if isinstance(message, PeerWork):
                 self._links.attach(agent, message)
@@ -267,7 +268,7 @@ class ReadingThread:
         return busy
 
     def _settle(self, agent: ReadingAgent, now: float) -> None:
-        """What is done only every `SETTLE_EVERY` seconds: judge deadlines, drop peers, retire the agent."""
+        """Judge deadlines, drop peers, retire the agent: every `SETTLE_EVERY` seconds."""
         self._news |= self._links.settle(agent, now)
         if not self.retired and now >= self._retire_at:
             given_up = [link for link in self._links if link.lost or link.stuck(now)]
@@ -275,7 +276,7 @@ class ReadingThread:
                 self._retire(given_up, now)
 
     def _retire(self, given_up: Sequence[Link], now: float) -> None:
-        """Give the agent no new work: reads from these peers end only with it."""
+        """Give the agent no new work: reads from these peers end only when the agent is destroyed."""
         names = ", ".join(link.info.name for link in given_up)
         if not self._may_retire():
             self._retire_at = now + RETIRE_AGAIN
@@ -294,7 +295,7 @@ class ReadingThread:
             self._moved_on(work)
 
     def _may_end(self, now: float) -> bool:
-        """Whether the agent may be destroyed: nothing to do, and every fence time over."""
+        """Whether the agent may be destroyed: it has nothing to do, and every fence time is over."""
         if not (self.retired or self._closing) or self._links.waiting or not self._inbox.empty:
             return False
         if any(link.queued for link in self._links):
@@ -303,7 +304,7 @@ class ReadingThread:
         return all(fence is None or now > fence for fence in fences)
 
     def _sleep(self, now: float) -> None:
-        """Wait until something is due, or a message comes."""
+        """Wait until something is due or a message comes."""
         alarms = list(self._links.alarms())
         if self._news or self._inbox.woken:
             alarms.append(self._settle_at)
@@ -313,7 +314,7 @@ class ReadingThread:
         self._inbox.wait(None if until is None else max(0.0, until - now))
 
     def _fail(self, error: KvferryError) -> None:
-        """Fail everything: the agent cannot go on."""
+        """Fail all work: the agent cannot go on."""
         self._inbox.close()
         messages = [*self._taken, *self._inbox.take()]
         self._taken.clear()
@@ -332,8 +333,8 @@ class ReadingThread:
 
 
 def _park_all(process: int = os.getpid()) -> None:
-    """Wait until no reading thread is inside NIXL: at its exit the interpreter kills daemon threads wherever they are,
-    and inside C++ that aborts the process."""
+    """Wait until no reading thread is inside NIXL: at exit the interpreter kills daemon threads anywhere, and killing a
+    thread inside C++ aborts the process."""
     if os.getpid() != process:
         return
     for event in [thread.park() for thread in tuple(_living)]:

@@ -1,7 +1,7 @@
-"""The reading threads of one rank: which of them reads from a peer, which others help with a large read, and what
-replaces one that is retired.
+"""The reading threads of one rank: the thread that reads from a peer, the threads that help with a large read, and the
+replacement of a retired thread.
 
-Threading: everything may be called from any thread, and nothing waits but `wait_made` and `join`.
+Threading: everything may be called from any thread, and only `wait_made` and `join` wait.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class ReadingThreads:
-    """All reading threads of one rank. Each is made when it is needed.
-
-    Args:
-        regions, options, agents, keep, clock: as `Transport` has them.
+    """All reading threads of one rank, each made when it is needed. See `Transport` for the arguments.
 
     Attributes:
-        places: the threads that get new work; None where none was needed so far.
-        living: all that have not ended, with those that are retired.
+        places: the threads that get new work; None where no thread was needed so far.
+        living: all threads that have not ended, retired ones included.
     """
 
     def __init__(
@@ -55,14 +52,14 @@ class ReadingThreads:
         self._closed = False
         self.places: list[ReadingThread | None] = [None] * options.most_reading_agents
         self._spread = options.reading_agents or 1
-        """Threads over which peers are spread. The others only take part in large reads."""
+        """Threads over which peers are spread. The other threads only take part in large reads."""
         self.living: set[ReadingThread] = set()
         self._moved_before = 0
         self._agents_retired = 0
 
     def submit(self, work: PeerWork) -> None:
-        """Hand work to the thread that reads from its peer. Where there is none, the work fails: a retired thread calls
-        this for its unposted work, and has to go on."""
+        """Hand work to the thread that reads from its peer. If there is no such thread, the work fails and nothing is
+        raised: a retired thread hands on its unposted work here, and must go on."""
         try:
             while not self.of(work.info.name).send(work):
                 pass
@@ -82,17 +79,17 @@ class ReadingThreads:
             thread.wait_made(max(0.0, until - self._clock()))
 
     def of(self, peer_name: str) -> ReadingThread:
-        """The thread that reads from a peer; a fresh one where the last was retired."""
+        """The thread that reads from a peer; a new thread if the last was retired."""
         return self._at(self._place_of(peer_name))
 
     def copies(self, peer: AgentInfo) -> bool:
-        """Whether posts to this peer were seen to return only when their bytes had arrived."""
+        """Whether posts to this peer return only when their bytes have arrived, by experience."""
         home = self.places[self._place_of(peer.name)]
         return home is not None and home.copies(peer)
 
     def helpers(self, peer: AgentInfo) -> list[ReadingThread]:
-        """The other threads that take part in a large read from a peer: those that are connected to it. The others
-        connect meanwhile, for the next."""
+        """The other threads that take part in a large read from a peer: those connected to the peer. The rest connect
+        meanwhile, for the next read."""
         home = self._place_of(peer.name)
         ready = []
         for place in range(len(self.places)):
@@ -104,7 +101,7 @@ class ReadingThreads:
         return ready
 
     def retire_peer(self, name: str) -> None:
-        """Drop a peer as soon as what is read from it has ended and is quiet."""
+        """Drop a peer as soon as all reads from it have ended and are quiet."""
         for thread in self._all():
             thread.send(name)
 
@@ -114,7 +111,7 @@ class ReadingThreads:
             thread.wake()
 
     def counts(self) -> TransportGauges:
-        """What they are doing, and have done; the rest is for `Transport.gauges`."""
+        """The gauges of the threads; `Transport.gauges` adds the others."""
         with self._lock:
             threads, moved, retired = tuple(self.living), self._moved_before, self._agents_retired
         return TransportGauges(
@@ -127,13 +124,10 @@ class ReadingThreads:
         )
 
     def close(self, until: float) -> bool:
-        """End each when all is quiet, and make no other. The caller has cancelled the transfers.
-
-        Args:
-            until: when to wait no longer.
+        """End each thread when all is quiet, and make no other. The caller has cancelled the transfers.
 
         Returns:
-            Whether all have ended.
+            Whether all threads have ended by `until`.
         """
         with self._lock:
             self._closed = True
@@ -151,10 +145,10 @@ class ReadingThreads:
         return zlib.crc32(peer_name.encode()) % self._spread
 
     def _helper_at(self, place: int) -> ReadingThread | None:
-        """A thread that may take part in reads; None: it cannot, and the reads go on without it."""
+        """A thread that may take part in reads; None: no thread can be had, and reads go on without it."""
         known = self.places[place]
         if known is not None and known.refused:
-            # To try again takes long, and would not be worth it for each large read.
+            # Another attempt takes long, and is not worth it for each large read.
             return None
         try:
             return self._at(place)

@@ -1,4 +1,4 @@
-"""Open files of this process: they show whether UCX has connected to a peer over TCP, which UCX does not report."""
+"""Open files of this process. They show whether UCX has connected to a peer over TCP, which UCX does not report."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ FOLDER = Path("/proc/self/fd")
 
 
 def open_files() -> Mapping[int, str] | None:
-    """Return what this process's file descriptors are of, as the kernel names it. None: they cannot be listed: there is
-    no /proc, it is another user's (as after a change of user), or no file descriptor is left."""
+    """The files of this process's descriptors, as the kernel names them. None: they cannot be listed, because there is
+    no /proc, it belongs to another user (as after a change of user), or no file descriptor is left."""
     found: dict[int, str] = {}
     try:
         links = list(FOLDER.iterdir())
     except OSError:
         return None
     for link in links:
-        # Another thread may have closed it since.
+        # Another thread may have closed the descriptor since.
         with suppress(OSError):
             found[int(link.name)] = str(link.readlink())
     return found
 
 
 def open_sockets() -> Mapping[str, int] | None:
-    """Return the file descriptors of this process's sockets, by the kernel's names of these. None: as `open_files`."""
+    """The descriptors of this process's sockets, by the kernel's names of the sockets. None: as `open_files`."""
     files = open_files()
     if files is None:
         return None
@@ -35,7 +35,7 @@ def open_sockets() -> Mapping[str, int] | None:
 
 
 def tcp_since(before: Mapping[str, int] | None) -> bool:
-    """Return whether this process may have opened a TCP socket since then, on whatever thread."""
+    """Whether this process may have opened a TCP socket since `before` was listed, on any thread."""
     after = open_sockets()
     if before is None or after is None:
         return True
@@ -43,14 +43,14 @@ def tcp_since(before: Mapping[str, int] | None) -> bool:
 
 
 def _is_tcp(descriptor: int) -> bool:
-    """Whether a file descriptor is a TCP socket. It belongs to others, who may close it meanwhile: a socket of Python's
-    would take another one of it, and change its mode where there is a default time-out."""
+    """Whether a file descriptor is a TCP socket. Its owner may close it meanwhile. Python's `socket` class is not used:
+    it would duplicate the descriptor, and change its mode where there is a default time-out."""
     family = _option(descriptor, socket.SO_DOMAIN)
     return family in (socket.AF_INET, socket.AF_INET6) and _option(descriptor, socket.SO_TYPE) == socket.SOCK_STREAM
 
 
 def _option(descriptor: int, option: int) -> int | None:
-    """An option of a socket; None: it is none, or none any more."""
+    """An option of a socket; None: the descriptor is no socket, or was closed."""
     value = ctypes.c_int()
     size = ctypes.c_uint32(ctypes.sizeof(value))
     failed = _libc.getsockopt(descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(size))

@@ -1,8 +1,8 @@
 """Staging memory: a bounded number of slots that all reads of a rank use.
 
-Staged work reads batch after batch into slots. When all of a batch has arrived, the reading thread permutes it into the
-destination's blocks and gives the slot back. NIXL never writes to the blocks themselves: they are quiet as soon as the
-transfer has ended, while a slot is given back only when nothing can write to it any more (R4).
+Staged work reads batch after batch into slots. When all of a batch has arrived, the reading thread permutes the batch
+into the destination's blocks and gives the slot back. NIXL never writes to the blocks themselves: they are quiet as
+soon as the transfer has ended, while a slot is given back only when nothing can write to it any more (R4).
 
 Threading: a pool may be used from any thread. Staged work, as all `PeerWork`, belongs to one reading thread at a time.
 """
@@ -30,11 +30,11 @@ from kvferry.planner.path_choice import Costs, Path
 from kvferry.planner.staged_read import Batch, StagedRead
 
 SLOTS_AT_ONCE = 2
-"""Slots that one piece of work holds at most: one is read into while the other is permuted."""
+"""Slots that one piece of work holds at most: one slot is read into while the other is permuted."""
 
 BATCHES_AHEAD = 8
 DESCRIPTORS_AHEAD = 4096
-"""How much one piece of work checks at once, at most."""
+"""The most that one piece of work checks at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class StagingOptions:
     """How small pieces are read.
 
     Attributes:
-        path: "auto": the cheaper one; "direct" and "staged": that one wherever it is possible.
-        costs: the constants that decide; None: measured when the first small pieces are to be read from a host.
+        path: "auto": the cheaper path; "direct" or "staged": that path wherever possible.
+        costs: the constants of the choice; None: measured when small pieces are first read from a host.
         slot_bytes: bytes of a slot. Small enough for the processor's cache, large enough for long descriptors.
-        slots: how many; together they bound the staging memory of a rank.
+        slots: number of slots, which bounds the staging memory of a rank.
     """
 
     path: Literal["auto", "direct", "staged"] = "auto"
@@ -62,7 +62,7 @@ class StagingOptions:
 
     @property
     def chosen(self) -> Path | None:
-        """The configured path; None: the cheaper one."""
+        """The configured path; None: the cheaper path."""
         return None if self.path == "auto" else Path(self.path)
 
 
@@ -70,15 +70,10 @@ class StagingPool:
     """The slots in one address space.
 
     A source that has stopped answering keeps the slots that are being read from it. To leave slots for others (R10), a
-    source has at most a quarter of them, and more than one only while more than half of them are free.
+    source has at most a quarter of the slots, and more than one only while more than half of them are free.
 
-    Args:
-        space: its memory.
-        slot_bytes: bytes of a slot.
-        freed: called when a slot has become free for which some work waits: it asks again.
-
-    Attributes:
-        slots: how many there are, free or not.
+    `freed` is called when a slot has become free for which some work waits: the work asks again. `slots` counts all
+    slots, free or not.
     """
 
     def __init__(self, space: StagingSpace, slot_bytes: int, freed: Callable[[], None]) -> None:
@@ -90,11 +85,11 @@ class StagingPool:
         self._free = [base + at for at in range(0, space.region.length - slot_bytes + 1, slot_bytes)]
         self.slots = len(self._free)
         self._holders: dict[int, str] = {}
-        """The source that each slot in use is read from."""
+        """The source of each slot in use."""
         self._waiting: deque[StagedWork] = deque()
 
     def acquire(self, work: StagedWork) -> int | None:
-        """A slot's address; None if none is free for its source, or other work came before.
+        """A slot's address; None if no slot is free for the work's source, or other work came before.
 
         Work that got None waits: it asks again when `freed` was called, or steps back (`leave`).
         """
@@ -113,7 +108,7 @@ class StagingPool:
             return None
 
     def leave(self, work: StagedWork) -> None:
-        """Wait no longer, at least for now: work that came later goes first. Calls `freed` for it."""
+        """Wait no longer, at least for now: later work goes first, and `freed` is called for it."""
         with self._lock:
             if work not in self._waiting:
                 return
@@ -138,7 +133,7 @@ class StagingPool:
             self.freed()
 
     def borrow(self) -> int | None:
-        """A slot's address, if one is free and no work waits; else None."""
+        """A slot's address if a slot is free and no work waits, else None."""
         with self._lock:
             return self._free.pop() if self._free and not self._waiting else None
 
@@ -149,7 +144,7 @@ class StagingPool:
 
     @property
     def in_use(self) -> int:
-        """Slots that are read into or permuted, or to which something may still write."""
+        """Slots that are read into or permuted, or may still be written to."""
         with self._lock:
             return self.slots - len(self._free)
 
@@ -172,7 +167,7 @@ class StagedWork(PeerWork):
         self._footprint = footprint
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
         self._checked: deque[Batch] = deque()
-        """Batches whose descriptors were checked."""
+        """Batches with checked descriptors."""
         self._parts: deque[Chunk] = deque()
         self._lock = threading.Lock()
         self._arrivals: set[_Arrival] = set()
@@ -211,7 +206,7 @@ class StagedWork(PeerWork):
             self._pool.leave(self)
 
     def _check_some(self) -> None:
-        """Check the next batches: several, since a check costs about as much for a thousand descriptors as for one."""
+        """Check several batches ahead, since a check costs about as much for a thousand descriptors as for one."""
         batches: list[Batch] = []
         by_memory: dict[MemoryPair, list[Batch]] = {}
         count = 0
@@ -231,7 +226,7 @@ class StagedWork(PeerWork):
             self._arrivals.discard(arrival)
             blocked = self.blocked
         if blocked:
-            # It may have landed on another thread than the work's own: on that of an agent which was retired since.
+            # The batch may have landed on another thread than the work's own: on the thread of a retired agent.
             self._pool.freed()
 
     def _ended(self, _: Transfer) -> None:
@@ -245,7 +240,7 @@ class StagedWork(PeerWork):
 class _Arrival:
     """One batch in its slot: the `ChunkOwner` of the chunks that read it. Thread-safe.
 
-    The slot is given back once, when nothing can write to it any more and its content will not be permuted.
+    The slot is given back once, when nothing can write to it any more and its content is not to be permuted.
     """
 
     def __init__(
@@ -266,7 +261,7 @@ class _Arrival:
         self._missing = chunks
         """Chunks that have not landed."""
         self._using = 0
-        """Chunks that may write, and the permutation."""
+        """Chunks that may write, and the permutation, that use the slot."""
         self._given_up = False
         self._freed = False
 
@@ -291,11 +286,11 @@ class _Arrival:
         return False
 
     def landed(self, size: int) -> None:
-        """A chunk has arrived in the slot. With the last one, the batch is permuted into the destination's blocks."""
+        """Record a chunk that has arrived in the slot. After the last chunk, permute the batch into the blocks."""
         with self._lock:
             self._missing -= 1
             complete = self._missing == 0 and not self._given_up
-        # Only the permutation writes to the destination's blocks, so they are quiet until here.
+        # Only the permutation writes to the destination's blocks, so they are quiet up to here.
         if complete and self._transfer.begin():
             try:
                 self._pool.space.copy(self._batch.copies(self._slot))
@@ -303,7 +298,7 @@ class _Arrival:
                 # An error of numpy or of the device: the batch did not reach its blocks.
                 self._transfer.fail(as_kvferry_error(error, f"transfer {self.label!r}: the permutation"))
                 if isinstance(error, StillCopying):
-                    # Neither the blocks nor the slot ever become quiet: the device may write to them at any time.
+                    # Neither blocks nor slot ever become quiet: the device may write to them at any time.
                     return
                 self._transfer.fenced()
             else:
@@ -321,7 +316,7 @@ class _Arrival:
         self._transfer.settle(now)
 
     def give_up(self) -> None:
-        """Post and permute nothing more."""
+        """Post no more chunks and do not permute."""
         with self._lock:
             self._given_up = True
         self._free_if_quiet()

@@ -1,12 +1,12 @@
 """The state of a transfer, from its first chunk until nothing can write to its destination any more.
 
 A `Transfer` is one rank's share of a read. It goes PENDING → MOVING → DONE, FAILED, CANCELLED or EXPIRED. Beside the
-state there is `quiet`: that nothing can write to its destination any more. A transfer that has ended and is not quiet
-is UNCERTAIN; when it becomes quiet it is QUIESCED, and only then may its blocks be used again (R4). Bytes that arrive
-after the end change no state.
+state there is `quiet`: the transfer has ended and nothing can write to its destination any more. A transfer that has
+ended and is not quiet is UNCERTAIN; when it becomes quiet it is QUIESCED, and only then may its blocks be used again
+(R4). Bytes that arrive after the end change no state.
 
 Threading: everything may be called from any thread. Only `wait` and `wait_quiet` wait, and nothing waits for NIXL
-(R11), which is called on the threads of `kvferry._transport.reading_thread` only.
+(R11), which only the threads of `kvferry._transport.reading_thread` call.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class TransferState(enum.Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    """The deadline passed before the last chunk ended; the bytes don't count (R1)."""
+    """The deadline passed before the last chunk ended; the bytes do not count (R1)."""
 
     @property
     def final(self) -> bool:
-        """Whether it never changes again."""
+        """Whether the state never changes again."""
         return self not in (TransferState.PENDING, TransferState.MOVING)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far a transfer is. `chunks` were seen DONE; `chunks_in_flight` may still write."""
+    """The progress of a transfer. `chunks` were seen DONE; `chunks_in_flight` may still write."""
 
     state: TransferState
     quiet: bool
@@ -57,8 +57,8 @@ class TransferProgress:
 class Transfer:
     """One rank's share of a read. Made by `Transport.start`.
 
-    Callbacks run on a thread of the transport or, if what they wait for has happened already, at once on the caller's.
-    They must not block; what they raise is logged.
+    Callbacks run on a thread of the transport or, if their event has happened already, at once on the caller's thread.
+    They must not block; their exceptions are logged.
     """
 
     def __init__(
@@ -93,31 +93,29 @@ class Transfer:
 
     @property
     def state(self) -> TransferState:
-        """Its state."""
         return self._state
 
     @property
     def quiet(self) -> bool:
-        """Whether it has ended and nothing can write to its destination any more."""
+        """Whether the transfer has ended and nothing can write to its destination any more."""
         return self._state.final and self._outstanding == 0
 
     @property
     def error(self) -> KvferryError | None:
-        """Why it failed; None while it goes on, and when it is DONE. A `TransferError`'s `quiet` is kept current."""
+        """The error; None while the transfer goes on and when DONE. A `TransferError`'s `quiet` is kept current."""
         return self._error
 
     @property
     def deadline(self) -> float | None:
-        """Until when bytes count, on `kvferry._clock`; None: for ever."""
+        """Until when bytes count, on `kvferry._clock`; None: without a limit."""
         return self._deadline
 
     @property
     def ended_at(self) -> float | None:
-        """When it ended, on `kvferry._clock`: for DONE, after the last chunk was seen."""
+        """When the transfer ended, on `kvferry._clock`: for DONE, after the last chunk was seen."""
         return self._ended_at
 
     def progress(self) -> TransferProgress:
-        """How far it is."""
         with self._changed:
             return TransferProgress(
                 state=self._state,
@@ -130,20 +128,20 @@ class Transfer:
             )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended; returns whether it has."""
+        """Wait for the transfer's end. Returns whether it has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self._state.final, timeout)
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
-        """Wait until its destination may be used again; returns whether it may."""
+        """Wait until the destination may be used again. Returns whether it may."""
         with self._changed:
             return self._changed.wait_for(lambda: self.quiet, timeout)
 
     def cancel(self) -> bool:
-        """End it, and post nothing more. Returns at once; a transfer that has ended stays as it is.
+        """End the transfer, and post nothing more. Returns at once; an ended transfer stays as it is.
 
         Returns:
-            Whether it is quiet already. NIXL cannot stop a read that is posted.
+            Whether the transfer is quiet already. NIXL cannot stop a posted read.
         """
         with self._changed:
             if not self._state.final:
@@ -153,13 +151,13 @@ class Transfer:
         return quiet
 
     def tell(self, error: TransferError) -> None:
-        """Keep `error.quiet` current, for a caller that ends the read with an error of its own."""
+        """Keep `error.quiet` current, for a caller that ends the read with its own error."""
         with self._changed:
             self._told.append(error)
             self._quiesce()
 
     def extend(self, deadline: float) -> bool:
-        """Move the deadline, because the lease was renewed. It only moves forward, and stays passed once it has passed.
+        """Move the deadline, because the lease was renewed. It only moves forward, and a passed deadline stays passed.
 
         Returns:
             Whether bytes still count.
@@ -170,7 +168,7 @@ class Transfer:
             return not self._state.final and (self._deadline is None or self._clock() < self._deadline)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call `callback(transfer)` when it has ended."""
+        """Call `callback(transfer)` when the transfer has ended."""
         with self._changed:
             if not self._state.final:
                 self._done_callbacks.append(callback)
@@ -178,17 +176,17 @@ class Transfer:
         self._run_callback(callback)
 
     def add_quiet_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call `callback(transfer)` when it has ended and is quiet."""
+        """Call `callback(transfer)` when the transfer has ended and is quiet."""
         with self._changed:
             if not self.quiet:
                 self._quiet_callbacks.append(callback)
                 return
         self._run_callback(callback)
 
-    # What follows is for the reading threads: see `kvferry._transport.peer_work.ChunkOwner`.
+    # The reading threads call the following methods: see `kvferry._transport.peer_work.ChunkOwner`.
 
     def goes_on(self) -> bool:
-        """A chunk is about to be read into a staging slot. False: the transfer has ended, post nothing."""
+        """Announce a chunk that will be read into a staging slot. False: the transfer has ended, post nothing."""
         with self._changed:
             self._judge(self._clock())
             if self._state.final:
@@ -197,7 +195,7 @@ class Transfer:
             return True
 
     def begin(self) -> bool:
-        """A chunk is about to be posted. False: the transfer has ended, post nothing."""
+        """Announce a chunk that is about to be posted. False: the transfer has ended, post nothing."""
         with self._changed:
             self._judge(self._clock())
             if self._state.final:
@@ -207,13 +205,13 @@ class Transfer:
             return True
 
     def landed(self, size: int) -> None:
-        """A chunk was seen DONE."""
+        """Record that a chunk was seen DONE."""
         with self._changed:
             self._outstanding -= 1
             self._chunks += 1
             self._bytes_done += size
             if self._bytes_done == self.bytes_total:
-                # The clock is read after the last chunk was seen, so that a pause in between counts against it (R1).
+                # The clock is read after the last chunk was seen, so a pause in between counts against the read (R1).
                 self._judge(self._clock())
                 if not self._state.final:
                     self._end(TransferState.DONE, None)
@@ -221,14 +219,14 @@ class Transfer:
         self._run_due()
 
     def fenced(self) -> None:
-        """The agent of a chunk was destroyed."""
+        """Record that a chunk's agent was destroyed."""
         with self._changed:
             self._outstanding -= 1
             self._quiesce()
         self._run_due()
 
     def fail(self, error: KvferryError) -> None:
-        """End it with a copy of an error, which may be that of other transfers too."""
+        """End the transfer with a copy of an error, which other transfers may share."""
         with self._changed:
             if not self._state.final:
                 own = copy.copy(error)
@@ -237,7 +235,7 @@ class Transfer:
         self._run_due()
 
     def settle(self, now: float) -> None:
-        """Judge the deadline, and run callbacks that are due."""
+        """Judge the deadline, and run due callbacks."""
         with self._changed:
             self._judge(now)
         self._run_due()

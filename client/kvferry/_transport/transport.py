@@ -1,7 +1,7 @@
 """The transport of one destination rank: makes transfers, and hands them to reading threads.
 
 Threading: everything may be called from any thread. Only `Transport.close` waits, and nothing waits for NIXL (R11),
-which is called on the threads of `kvferry._transport.reading_thread` only.
+which only the threads of `kvferry._transport.reading_thread` call.
 """
 
 from __future__ import annotations
@@ -32,30 +32,28 @@ from kvferry.stats import TransportGauges
 __all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Transport"]
 
 SHARED_READ = 8 << 20
-"""Bytes that are read from one peer from which several threads share them, where posts copy."""
+"""Bytes read from one peer from which several threads share the read, where posts copy."""
 
 PEERS_KEPT = 1024
 """Peers whose check is remembered. Their metadata never change, and reads come from few peers at a time."""
 
 
 TransferPart: TypeAlias = tuple[AgentInfo, SourceDescriptors]
-"""What a transfer reads from one source rank, and that rank's agent. Without a footprint, anything that is registered
-may be touched."""
+"""The reads of a transfer from one source rank, and that rank's agent. Without a footprint, all registered memory may
+be touched."""
 
 
 class Transport:
-    """Reads into one destination rank's memory.
-
-    Its reading agents are made when they are needed, each with its thread.
+    """Reads into one destination rank's memory. Its reading agents are made when needed, each with its thread.
 
     Args:
         regions: the memory that is read into. Unmapping it while a read is not quiet crashes the process.
         options: how bytes move.
         agents: makes the reading agents.
         staging: how small pieces move.
-        memory: the memory of the regions, by which small pieces are permuted; None: host memory only.
-        keep: what owns the regions. Referenced for as long as an agent may write to them, even if the transport itself
-            is no longer referenced.
+        memory: the memory of the regions, used to permute small pieces; None: host memory only.
+        keep: the owner of the regions. Referenced for as long as an agent may write to them, even if the transport
+            itself is no longer referenced.
         clock: seconds, monotonic; deadlines are on it.
     """
 
@@ -80,7 +78,7 @@ class Transport:
         self._closed = False
         self._threads = ReadingThreads(self._regions, options or NixlOptions(), agents=agents, keep=keep, clock=clock)
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
-        """The peers that were checked last, by name."""
+        """The last checked peers, by name."""
         self._transfers: set[Transfer] = set()
         self._uncertain: set[Transfer] = set()
         self._quiesced = self._quarantined_bytes = 0
@@ -96,20 +94,20 @@ class Transport:
         """Start to read. Returns at once.
 
         Args:
-            parts: what to read, from whom. Nothing to read is DONE at once.
-            deadline: until when bytes count, on the transport's clock; None: for ever.
+            parts: the reads, and their sources. An empty read is DONE at once.
+            deadline: until when bytes count, on the transport's clock; None: without a limit.
             label: names the transfer in errors and logs.
             spaces: staging memory that the descriptors read into, beside the rank's own memory.
 
         Raises:
-            InvalidField: a descriptor lies outside of what is registered here, of what its peer announced, or of the
+            InvalidField: a descriptor lies outside of the memory registered here, its peer's announced memory, or the
                 read's blocks.
-            BadAgentMetadata: a peer is not what it announced.
+            BadAgentMetadata: a peer's metadata are not the announced ones.
             Closed: the transport was closed.
 
-        If this raises, nothing was posted, and nothing will be. Every other error is the transfer's `error`: that there
-        is no staging memory or no thread, for example. So is a descriptor outside of the read's blocks, where there are
-        so many descriptors that each chunk is checked just before it is posted.
+        If this raises, nothing was posted, and nothing will be. Every other error becomes the transfer's `error`, for
+        example that there is no staging memory or no thread. So does a descriptor outside of the read's blocks, if
+        there are so many descriptors that each chunk is checked just before it is posted.
         """
         infos: dict[str, AgentInfo] = {}
         late: set[int] = set()
@@ -151,16 +149,13 @@ class Transport:
             for index, (peer, part) in enumerate(parts):
                 self._submit_part(transfer, peer, part, spaces, unchecked=index in late)
         except Exception as error:
-            # Parts before this one may be read already: from here on only the transfer knows what is quiet.
+            # Earlier parts may be read already: from here on only the transfer knows what is quiet.
             transfer.fail(as_kvferry_error(error, f"the start of transfer {label!r}"))
         return transfer
 
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
-        """The staging memory of an address space; made when it is first needed.
-
-        Raises:
-            InvalidField: no tensor of this device is known.
-        """
+        """The staging memory of an address space; made when first needed. Raises `InvalidField` if no tensor of this
+        device is known."""
         with self._lock:
             pool = self._pools.get((kind, device))
             if pool is None:
@@ -174,10 +169,10 @@ class Transport:
             return pool
 
     def warm(self, peer: AgentInfo) -> None:
-        """Connect to a peer ahead of the first read. Returns at once; a connection that fails shows in the read.
+        """Connect to a peer ahead of the first read. Returns at once; a failed connection shows in the read.
 
         Raises:
-            BadAgentMetadata: the peer is not what it announced.
+            BadAgentMetadata: the peer's metadata are not the announced ones.
             Closed: the transport was closed.
         """
         self._checked(peer)
@@ -187,27 +182,27 @@ class Transport:
         """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
 
         Args:
-            timeout: seconds to wait until they are made; 0: return at once.
+            timeout: seconds to wait for the agents; 0: return at once.
 
         Raises:
-            NixlError, NixlMissing: they could not be made within the time.
+            NixlError, NixlMissing: the agents could not be made in time.
             Closed: the transport was closed.
         """
         self._threads.prepare(timeout)
 
     def retire(self, peer_name: str) -> None:
-        """Drop a peer as soon as all reads from it have ended and are quiet. Another read adds it again."""
+        """Drop a peer as soon as all reads from it have ended and are quiet. The next read adds it again."""
         with self._lock:
             self._peers.pop(peer_name, None)
         self._threads.retire_peer(peer_name)
 
     def gauges(self) -> TransportGauges:
-        """Counts of what it is doing now, and of what it has done."""
+        """Counts of current and of past work."""
         with self._lock:
             transfers, pools = tuple(self._transfers), tuple(self._pools.values())
             quiesced, quarantined = self._quiesced, self._quarantined_bytes
         ended = [transfer for transfer in transfers if transfer.state.final]
-        # One that is quiet may be here for a moment more, until its callbacks run.
+        # A quiet transfer may be among them for a moment, until its callbacks run.
         uncertain = [transfer for transfer in ended if not transfer.quiet]
         found = self._threads.counts()
         found.transfers = len(transfers) - len(ended)
@@ -219,7 +214,7 @@ class Transport:
         return found
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel what has not ended, and end the agents once all is quiet. Idempotent.
+        """Cancel the transfers that have not ended, and end the agents once all is quiet. Idempotent.
 
         An agent with a stuck read is destroyed in the background, when the fence time is over: destroying an agent
         while it reads can kill its source.
@@ -239,7 +234,7 @@ class Transport:
         return self._threads.close(until)
 
     def _checked(self, peer: AgentInfo) -> RegionMap:
-        """Where a peer may be read; raises `BadAgentMetadata` if it is not what it announced."""
+        """A peer's readable regions; raises `BadAgentMetadata` if its metadata are not the announced ones."""
         known = self._peers.get(peer.name)
         if known is not None and known[0] is peer:
             return known[1]
@@ -263,7 +258,7 @@ class Transport:
         size = sum(some.total_bytes for some in part.descriptors)
         if size:
             copies = self._threads.copies(peer)
-            # Chunks that are still to be checked are not shared: the check would hold up both threads.
+            # Unchecked chunks are not shared: the check would hold up both threads.
             helpers = self._threads.helpers(peer) if copies and size >= SHARED_READ and not unchecked else []
             work = PeerWork(
                 transfer,
@@ -277,7 +272,7 @@ class Transport:
             )
             self._threads.submit(work)
             for helper in helpers:
-                # If it takes nothing any more, the others read all.
+                # If the helper is closed or retired by now, the others read its part.
                 helper.send(work.shared())
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for staged in part.staged:

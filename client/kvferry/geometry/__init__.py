@@ -1,7 +1,7 @@
-"""What a KV cache is: groups, planes of memory, who holds what, and the blocks of a request. Values only.
+"""The parts of a KV cache: groups, planes of memory, the ranks' shares, and the blocks of a request. Values only.
 
-`kvferry.geometry.tensors` makes planes from tensors, `formats` names the axes of engines people use, `sharding` divides
-heads and tokens among ranks, and `file` reads and writes geometries as files.
+`kvferry.geometry.tensors` makes planes from tensors, `formats` names the axes of common engines' tensors, `sharding`
+divides heads and tokens among ranks, and `file` reads and writes geometries as files.
 """
 
 from kvferry.geometry.blocks import Blocks as Blocks
