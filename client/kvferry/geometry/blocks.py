@@ -17,24 +17,23 @@ BlockIds: TypeAlias = npt.NDArray[np.int32]
 AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 MAX_BLOCKS = 1 << 24
-"""Blocks of one list; a request of 10**8 tokens at 16 tokens per block has fewer. Bounds what a peer's runs can expand
-to."""
+"""Blocks of one list; a request of 10**8 tokens at 16 tokens per block has fewer. Limits the ids that a peer's runs can
+expand to."""
 
 
 MAX_RUNS = 1 << 17
-"""Runs of block ids in one step of a publication, over all groups. It bounds what a step costs to check, and to send to
-every reader. Enough for two million tokens in blocks of 16 of which no two are neighbours; more go into further
+"""Runs of block ids in one step of a publication, over all groups. Limits the cost of checking a step and of sending it
+to every reader. Enough for two million tokens in blocks of 16 of which no two are neighbours; more go into further
 steps."""
 
 MAX_UNFINISHED = 1 << 17
-"""Blocks, over all groups, of which some layers are complete. They are looked at again with each layer that is
-named."""
+"""Blocks, over all groups, of which some layers are complete. Each newly named layer costs another look at them."""
 
 MAX_LAYERS = 1 << 13
-"""Layers that the steps of a publication name of the same blocks, together."""
+"""Layers that the steps of a publication name together for the same blocks."""
 
 FEW_RUNS = 8
-"""Up to so many runs are decoded without numpy's arithmetic, which takes longer to set up than they do."""
+"""Up to this many runs are decoded without numpy's arithmetic, whose setup takes longer than the runs do."""
 
 TOKEN_LIMIT = 1 << 62
 """Positions of tokens stay below this, as on the wire."""
@@ -48,7 +47,7 @@ class Blocks:
     that holds `first_token`, which may lie inside the block.
 
     Attributes:
-        ids: block ids, ``int32[n]``, read-only; any sequence of integers is taken, and copied: the caller may
+        ids: block ids, ``int32[n]``, read-only. Any sequence of integers is accepted and copied, so the caller may
             change it afterwards.
         first_token: first token that the blocks hold (source) or want (destination).
         end_token: one past the last token; None: up to the end of the last block.
@@ -101,7 +100,7 @@ def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
     """A copy of the ids as int32; refuses what numpy would silently truncate (floats, 2**32 + 1)."""
     expected = "a flat sequence of integers"
     try:
-        # Copied before it is looked at: an engine may be writing its next request into the same row.
+        # Copied before the checks: an engine may be writing its next request into the same row.
         array = np.array(ids)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InvalidField("ids", described(ids), expected) from None
@@ -112,14 +111,14 @@ def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
     if array.size and array.dtype != np.int32 and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
         bad = int(array.max()) if int(array.max()) >= 2**31 else int(array.min())
         raise InvalidField("ids", bad, "block ids below 2**31")
-    # Made of bytes, so that it cannot be made writeable again.
+    # Made of bytes, so that the array cannot be made writeable again.
     return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """The blocks of one group as runs of consecutive ids, for what passes between processes: ``starts[i]`` is the first
-    id of a run of ``counts[i]`` blocks. The other fields are those of `Blocks`."""
+    """The blocks of one group as runs of consecutive ids, as processes exchange them: ``starts[i]`` is the first id of
+    a run of ``counts[i]`` blocks. The other fields are those of `Blocks`."""
 
     group: str
     first_token: int = 0
@@ -135,7 +134,7 @@ class BlockRuns:
 
     @property
     def end(self) -> int:
-        """One past the last token; 0: it is not said."""
+        """One past the last token; 0: unknown."""
         return self.end_token or 0
 
     @property
@@ -143,13 +142,13 @@ class BlockRuns:
         return sum(self.counts)
 
     def check(self, where: str) -> None:
-        """Check all that needs no group, before any ids are made: a few bytes of runs can stand for any number of ids.
+        """Check everything that needs no group, before any ids are made: a few bytes of runs can expand to any number.
 
         Args:
-            where: what the error calls these blocks.
+            where: the name of these blocks in errors.
 
         Raises:
-            InvalidField: a number is out of range, or there are not as many starts as counts.
+            InvalidField: a number is out of range, or starts and counts differ in number.
         """
         if len(self.starts) != len(self.counts):
             given = f"{len(self.starts)} starts, {len(self.counts)} counts"
@@ -157,7 +156,7 @@ class BlockRuns:
         if min(self.counts, default=1) < 1 or self.num_blocks > MAX_BLOCKS:
             raise InvalidField(where, "run_counts", f"counts of at least 1, in total at most {MAX_BLOCKS}")
         largest = max(self.starts, default=0)
-        # The largest start and count are those of one run at most, so that the runs are rarely looked at one by one.
+        # The sum of the largest start and the largest count bounds every run, so single runs are rarely looked at.
         if largest + max(self.counts, default=0) > 2**31:
             largest = max(start + count - 1 for start, count in zip(self.starts, self.counts, strict=True))
         if min(self.starts, default=0) < 0 or largest >= 2**31:
@@ -169,7 +168,7 @@ class BlockRuns:
             raise InvalidField(f"{where}.state_token", self.state_token, "below 2**62")
 
     def blocks(self) -> Blocks:
-        """Decode the blocks; raises `InvalidField`, see `check`."""
+        """The runs as `Blocks`; raises `InvalidField`, see `check`."""
         self.check(f"blocks of group {self.group!r}")
         if len(self.starts) <= FEW_RUNS:
             runs = zip(self.starts, self.counts, strict=True)
@@ -180,34 +179,34 @@ class BlockRuns:
         return Blocks(ids, self.first_token, self.end_token, self.state_token)
 
     def followed_by(self, more: BlockRuns) -> BlockRuns:
-        """Return these blocks and those after them, of the same group, as one."""
+        """These blocks and the blocks after them, of the same group, as one."""
         starts, counts = self.starts + more.starts, self.counts + more.counts
         return BlockRuns(self.group, self.first_token, more.end_token, more.state_token, starts, counts)
 
 
 def ids_of_runs(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> BlockIds:
-    """The ids of runs whose bounds were checked, ``int32[n]``. All at once, since a request may have a run per block: a
-    loop would hold up the engine's step."""
+    """The ids of runs whose bounds were checked, ``int32[n]``. Computed at once, since a request may have a run per
+    block: a loop would hold up the engine's step."""
     ids = np.arange(int(counts.sum()), dtype=np.int32)
     ids += np.repeat((starts - (np.cumsum(counts) - counts)).astype(np.int32), counts)
     return ids
 
 
 def runs_of(blocks: Mapping[str, Blocks]) -> tuple[BlockRuns, ...]:
-    """Encode blocks by group as runs."""
+    """Blocks by group as runs."""
     return tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Blocks that a source has published of which only some layers are complete. Once all layers are, it publishes the
-    same blocks as complete ones.
+    """Published blocks of which only some layers are complete. Once all layers are, the source publishes the same
+    blocks as complete ones.
 
     Attributes:
-        groups: the blocks; each begins where the group's complete blocks end. In a step that a source publishes, empty:
-            those of the step before.
-        layers: names of the layers that are complete in all of these blocks. In a step that a source publishes, beside
-            those that the steps before named of the same blocks.
+        groups: the blocks; each begins where the group's complete blocks end. Empty in a step that a source publishes:
+            the blocks of the step before.
+        layers: names of the layers that are complete in all of these blocks. In a step that a source publishes: those
+            that the steps before did not name for the same blocks.
     """
 
     groups: tuple[BlockRuns, ...]
@@ -215,7 +214,7 @@ class Unfinished:
 
 
 def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:
-    """A copy of a mapping from groups to their blocks; raises `InvalidField`, naming the entry that is none."""
+    """A copy of a mapping from groups to their blocks; raises `InvalidField`, which names the wrong entry."""
     expected = "a mapping from group names to Blocks"
     found = mapping(name, blocks, expected)
     return {
@@ -225,11 +224,11 @@ def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:
 
 
 def without_nulls(group: Group, blocks: Blocks) -> Blocks:
-    """The blocks of a source without the null blocks that the table of a window begins with, which hold nothing."""
+    """A source's blocks without the null blocks, which hold nothing, at the beginning of a window's table."""
     if group.window_tokens == 0 or group.null_block is None or not len(blocks.ids):
         return blocks
     held = np.flatnonzero(blocks.ids != group.null_block)
-    # A table of nothing else is left as it is, and refused.
+    # A table of null blocks only is left as it is, and refused later.
     left_out = int(held[0]) if len(held) else 0
     if not left_out:
         return blocks
@@ -239,10 +238,10 @@ def without_nulls(group: Group, blocks: Blocks) -> Blocks:
 
 
 def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
-    """The blocks of steps that follow each other, as those of one.
+    """The blocks of consecutive steps as those of one step.
 
     Raises:
-        BlocksShort: a group does not continue where the step before ended.
+        BlocksShort: a group does not continue where its step before ended.
     """
     parts: dict[str, list[Blocks]] = {}
     for step in steps:
@@ -264,12 +263,12 @@ def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
 
 
 def taken_end(offered: Mapping[str, Blocks], wanted: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> int:
-    """Return the end of the tokens that a read takes, or that a state which it takes has seen.
+    """The end of the tokens that a read takes, or that a state which the read takes has seen.
 
     Args:
         offered: the source's blocks, by group.
-        wanted: the destination's.
-        tokens: the tokens asked; None: what the source offers, as far as the destination's blocks say no other end.
+        wanted: the destination's blocks, by group.
+        tokens: the tokens asked; None: the source's tokens, up to the end that the destination's blocks give, if any.
     """
     ends = [0 if tokens is None else tokens[1]]
     for name, mine in wanted.items():
@@ -294,7 +293,7 @@ def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: i
 
 
 def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
-    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: NIXL would let the last write win."""
+    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: in NIXL the last write would win."""
     ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
     if bool((ids[1:] > ids[:-1]).all()):
         return

@@ -1,15 +1,15 @@
-"""Planes of the engines people use, from the tensors they have.
+"""Planes of common engines, from those engines' tensors.
 
 Each function names the public source of its byte order: repository, file, function, version. Where the bytes of a
 unit and token are in natural order the format is ``plain``, whatever the layout around them, so that engines of
-different layouts, block sizes and even makes can read from each other. Where a kernel permutes inside a page the
+different layouts, block sizes and even makes can read from each other. Where a kernel permutes bytes inside a page the
 format has a name of its own and a page moves whole.
 
-Layer names are compared verbatim: both engines of a read must use the same. All functions take `group` and
+Layer names are compared verbatim: both engines of a read must use the same names. All functions take `group` and
 `holding` as `kvferry.geometry.tensors.planes_of` does.
 
-Of vLLM there are its attention on GPUs and, permuted inside a page by its kernel, on CPUs; its latent attention and
-indexers, which are the same on every rank.
+vLLM is covered with its attention on GPUs and, permuted inside a page by its kernel, on CPUs, and with its latent
+attention and indexers, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CPU_NATURAL_VALUES = ("vec", "vec16")
 
 
 def _with_axes(layer: str, tensor: Tensor, count: int) -> TensorView:
-    """The memory of a tensor of so many axes; raises `BadGeometry`."""
+    """The memory of a tensor of `count` axes; raises `BadGeometry`."""
     view = view_of(tensor)
     if len(view.shape) != count:
         raise BadGeometry(f"layer {layer}", f"{count} axes are expected of {view.described}")
@@ -58,7 +58,7 @@ def _halves(layer: str, view: TensorView, width: int) -> dict[str, int]:
 
 
 def _latent_parts(layer: str, width: int, latent_dim: int) -> dict[str, int]:
-    """The latent and, if anything follows it, the rope; raises `BadGeometry`."""
+    """The latent and, if elements follow it, the rope; raises `BadGeometry`."""
     if not 0 < integer("latent_dim", latent_dim) <= width:
         raise BadGeometry(f"layer {layer}", f"a latent of {latent_dim} elements in a content of {width}")
     rope_dim = width - latent_dim
@@ -79,8 +79,8 @@ def vllm_attention(
     """vLLM's attention layers on GPUs, K and V packed side by side in the content of each head and token.
 
     Args:
-        kv_caches: by layer, ``[blocks, heads, tokens, key_dim + value_dim]`` of any strides: vLLM's layouts LBHNC,
-            LBNHC, LHBNC, BLHNC, BLNHC and BHLNC differ in them alone. Kernel blocks smaller than the group's blocks
+        kv_caches: by layer, ``[blocks, heads, tokens, key_dim + value_dim]`` of any strides, in which alone vLLM's
+            layouts LBHNC, LBNHC, LHBNC, BLHNC, BLNHC and BHLNC differ. Kernel blocks smaller than the group's blocks
             become pages.
         key_dim: elements of K; None: as many as of V.
 
@@ -149,7 +149,7 @@ def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | 
 
     Args:
         kv_caches: by layer, ``[blocks, heads, tokens, bytes]`` or, of one head, ``[blocks, tokens, bytes]``.
-        format: name of what is in a cell.
+        format: names the content of a cell.
 
     Source: vllm-project/vllm 0.32.0, ``TritonAttentionImpl._ensure_scale_caches`` in
     vllm/v1/attention/backends/triton_attn.py (``[K | its float32 scale | V | its float32 scale]``),
@@ -169,7 +169,7 @@ def vllm_nvfp4(
 ) -> tuple[Plane, ...]:
     """vLLM's NVFP4 attention: in each page K, its block scales, V, its block scales; four components.
 
-    Values are in natural order. The order of scales inside a head's page is the kernel's, so they move by whole pages.
+    Values are in natural order. The kernel orders the scales inside a head's page, so scales move by whole pages.
 
     Args:
         kv_caches: by layer, ``uint8 [blocks, 2 · heads, tokens, 9 / 16 · head_dim]``, heads before tokens in memory.
@@ -227,14 +227,14 @@ def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding 
 def vllm_mla_fp8_ds(kv_caches: Layers, group: Group, holding: Holding | None = None) -> tuple[Plane, ...]:
     """vLLM's ``fp8_ds_mla`` cache of DeepSeek V3.2: quantised latent, its scales and rope in 656 bytes of each token.
 
-    One component ``kv`` of a format of its own, since parts of it mean nothing alone; divisible by token. DeepSeek V4
+    One component ``kv`` of a format of its own, since its parts mean nothing alone; divisible by token. DeepSeek V4
     has pages of another order under the same name (`vllm_mla_pages`).
 
     Args:
         kv_caches: by layer, ``uint8 [blocks, tokens, 656]`` or ``[blocks, 1, tokens, 656]``.
 
     Raises:
-        BadGeometry: rows of another width.
+        BadGeometry: rows have another width.
 
     Source: vllm-project/vllm, ``concat_and_cache_ds_mla_kernel`` in csrc/cache_kernels.cu: 512 bytes of fp8, 4 float32
     scales, 64 bfloat16.
@@ -257,7 +257,7 @@ def vllm_mla_pages(
         kv_caches: by layer, ``uint8 [blocks, 1, states, row_bytes + scale bytes]``. The shape is only a size: inside a
             page the bytes are ``[states · row_bytes | states · scale bytes]``.
         row_bytes: bytes of a state without its scales: 576 in V4.
-        format: name of what is in a row and its scales.
+        format: names the content of a row and its scales.
 
     Source: vllm-project/vllm 0.32.0, ``quantize_and_insert_k_kernel`` in
     vllm/models/deepseek_v4/common/ops/cache_utils.py: 448 bytes of fp8 and 64 bfloat16, then 8 bytes of scales for each
@@ -285,7 +285,7 @@ def vllm_indexer(
         kv_caches: by layer, ``uint8 [blocks, tokens, index_dim + scale bytes]`` or ``[blocks, 1, tokens, …]``. The
             shape is only a size: inside a page the bytes are ``[tokens · index_dim | tokens · scale bytes]``.
         index_dim: bytes of a token's key.
-        format, token_granule: of the keys.
+        format, token_granule: those of the keys.
 
     Source: vllm-project/vllm, ``indexer_k_quant_and_cache_kernel`` in csrc/cache_kernels.cu: per block the fp8 values
     of all tokens, followed by one float32 scale for each token and 128 values; for ROCm
@@ -320,12 +320,12 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
     """vLLM's CPU attention: for each block and head a page of K, then a page of V, permuted inside by the kernel.
 
     Divisible by head, not by token: K is column-major, ``[head_dim, tokens]``, with ``vec`` and ``vec16`` (their V is
-    in natural order), tiled with ``amx``, and the others have orders of their own. Engines read from each other at
-    equal block size and instruction set only.
+    in natural order), tiled with ``amx``; other instruction sets have orders of their own. Engines read from each other
+    only at equal block size and instruction set.
 
     Args:
         kv_caches: by layer, ``[blocks, heads, tokens, 2 · head_dim]``, contiguous.
-        isa: what ``_get_attn_isa`` in vllm/v1/attention/backends/cpu_attn.py answers on this machine: ``vec``,
+        isa: the answer of ``_get_attn_isa`` in vllm/v1/attention/backends/cpu_attn.py on this machine: ``vec``,
             ``amx`` …
 
     Source: vllm-project/vllm 0.32.0, ``CPUAttentionBackendImpl.forward`` in vllm/v1/attention/backends/cpu_attn.py (the
@@ -338,7 +338,7 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
     parts = [Part("key", kv=0, format=own, token_granule=0), Part("value", kv=1, format=own, token_granule=0)]
     if isa in _CPU_NATURAL_VALUES:
         # The kernels differ in their tiles only, so their pages are the same. V could be cut by token. But K cannot,
-        # and what is cut alike is read together: the page of K and that of V, of every head, as one piece.
+        # and planes that are cut alike are read together: the pages of K and V, of every head, as one piece.
         parts = [
             Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0),
             Part("value", kv=1, token_granule=0),
@@ -407,7 +407,7 @@ def trtllm_pool(
         pool: ``[blocks, layers, len(components), heads · tokens · head_dim]``, contiguous.
         layers: names of the pool's layers, in its order.
         heads: KV heads on this rank.
-        components: ``("latent",)`` and the like for a pool of one factor.
+        components: ``("latent",)`` or similar for a pool of one factor.
 
     Source: NVIDIA/TensorRT-LLM, ``WindowBlockManager::allocatePools`` in
     cpp/tensorrt_llm/batch_manager/kvCacheManager.cpp (``{mNumPrimaryBlocks, pool.numLayers, mKVFactor, blockSize}``)

@@ -1,4 +1,4 @@
-"""What the planner knows of an engine: its groups, and the planes of its ranks.
+"""An engine's geometry for the planner: its groups, and the planes of its ranks.
 
 Frozen values that check themselves: making a geometry that contradicts itself raises `BadGeometry`. They import
 neither torch nor NIXL nor gRPC; `kvferry.geometry.formats` makes them from tensors, and `kvferry._wire.geometry_codec`
@@ -18,7 +18,7 @@ from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind, Plane
 
 
 class GroupKind(enum.IntEnum):
-    """What the block table of a group holds, numbered as in the proto."""
+    """The content of a group's block table, numbered as in the proto."""
 
     TOKENS = 1
     WINDOW = 2
@@ -34,11 +34,11 @@ class Group:
         kind: how the block table is read.
         block_tokens: tokens per block, over all token shards; 0 for `GroupKind.STATE`.
         num_blocks: block ids run from 0 to num_blocks - 1.
-        null_block: the id that stands for "no block", if there is one; never read or written.
-        window_tokens: for `GroupKind.WINDOW`, how many tokens a token attends to, itself included; else 0. After tokens
-            0 to 29, with 12, the next one needs tokens 19 to 29: a read without them raises `BlocksShort`. Token 18 is
-            moved as well where both sides' blocks hold it, for engines that count the keys before the query, such as
-            FlashAttention's ``window_size=(12, 0)``; they declare 13 to have it in any case.
+        null_block: the id that stands for "no block", if there is such an id; never read or written.
+        window_tokens: for `GroupKind.WINDOW`, the number of tokens that a token attends to, itself included; else 0.
+            With 12, token 30, after tokens 0 to 29, needs tokens 19 to 29: a read without them raises `BlocksShort`.
+            Token 18 is moved as well where both sides' blocks hold it, for engines that count the keys before the
+            query, such as FlashAttention's ``window_size=(12, 0)``; they declare 13 to have it in any case.
         pool: groups of one rank with the same pool share one space of block ids; empty: a pool of its own.
     """
 
@@ -73,8 +73,8 @@ class RankGeometry:
 
     Attributes:
         rank: index in the engine.
-        planes: its planes; names are unique.
-        labels: tp_rank, pp_rank ... for people and tools; the planner does not use them.
+        planes: the rank's planes; names are unique.
+        labels: tp_rank, pp_rank … for people and tools; the planner does not use them.
     """
 
     rank: int
@@ -105,9 +105,9 @@ class EngineGeometry:
 
     Attributes:
         engine_id: the engine's name.
-        groups: its groups; names are unique, every plane's group is one of them.
+        groups: its groups; names are unique, and every plane's group is among them.
         ranks: by rising rank; may be incomplete.
-        identity: what the cache was computed with: model, revision digest, quantisation, rope ... Equal on both
+        identity: the inputs of the cache's computation: model, revision digest, quantisation, rope … Equal on both
             engines.
         incarnation: 16 bytes; empty for a geometry that is not of a running engine.
         partial: the engine holds a part of the model: its ranks together need not hold all units and tokens of each of
@@ -136,7 +136,7 @@ class EngineGeometry:
             check_rank(self.groups, rank)
 
     def group(self, name: str) -> Group:
-        """The group of this name; KeyError if there is none."""
+        """The group of this name; KeyError if there is no such group."""
         for group in self.groups:
             if group.name == name:
                 return group
@@ -150,7 +150,7 @@ class EngineGeometry:
 def check_rank(groups: Iterable[Group], rank: RankGeometry) -> None:
     """Raise `BadGeometry` if the planes of a rank contradict the groups of its engine."""
     by_name = {group.name: group for group in groups}
-    # Planes that share their values, as decoded ones do, are checked once: fractions are slow.
+    # Planes that share their value objects, as decoded planes do, are checked once: fractions are slow.
     checked: set[tuple[str, int, int, int, int]] = set()
     for plane in rank.planes:
         alike = plane.group, plane.num_blocks, plane.block_states, id(plane.token_shard), id(plane.tokens_per_state)
@@ -194,7 +194,7 @@ class MemoryRegion:
             raise BadGeometry("memory region", f"{self.length} bytes at {self.base:#x}, device {self.device}")
 
     def holds(self, plane: Plane) -> bool:
-        """Whether every byte of the plane lies here."""
+        """Whether every byte of the plane lies in this region."""
         first, last = plane.extent
         return (
             self.memory_kind is plane.memory_kind
@@ -205,7 +205,7 @@ class MemoryRegion:
 
 
 def check_regions(rank: RankGeometry, regions: Iterable[MemoryRegion]) -> None:
-    """Raise `BadGeometry` if a plane does not lie within one of the regions: NIXL would refuse to read it, or read past
+    """Raise `BadGeometry` if a plane does not lie within one region: NIXL would refuse to read the plane, or read past
     the region."""
     regions = tuple(regions)
     for plane in rank.planes:

@@ -1,13 +1,13 @@
 """Whether planes share bytes, so that a read into both would write those bytes twice.
 
-A plane is a box: it has an address for every choice of block, page, unit and state, each step a stride. Boxes are first
-separated all at once: those whose extents are apart; then, within one period of the largest stride, those whose parts
-of a period are apart; and so on for each smaller stride. That separates layers, keys and values that interleave in one
-storage, thousands of them. For the few boxes that it does not separate, "is there a byte in both" is an equation in
-bounded integers, which is solved by an exact search.
+A plane is a box: it has an address for every choice of block, page, unit and state, each step a stride. First, boxes
+are separated all at once: those with separate extents; then those whose parts are separate within one period of the
+largest stride; and so on for each smaller stride. That separates thousands of layers, keys and values that interleave
+in one storage. For the few boxes left, "is there a byte in both" is an equation in bounded integers, which an exact
+search solves.
 
-The search is bounded, so that no geometry of a peer can keep a server busy. What it cannot decide in time (strides
-without a common divisor, which no engine has) passes: a layout that may be right is never refused.
+The search is bounded, so that no geometry of a peer can keep a server busy. An undecided pair (strides without a common
+divisor, which no engine has) passes: a layout that may be right is never refused.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from kvferry.geometry.model import Group, RankGeometry
 from kvferry.geometry.plane import Plane
 
 MOST_STEPS = 200_000
-"""Boxes compared, and places tried, for all planes of a rank: some tenths of a second."""
+"""Boxes compared, and positions tried, for all planes of a rank: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """The bytes of a plane, or of the part of it in one period.
+    """The bytes of a plane, or of its part in one period.
 
     Attributes:
-        plane: whose bytes.
         pool: planes of different groups of one pool may share bytes.
-        first: address of its first byte.
+        first: address of the first byte.
         cell: contiguous bytes at every address.
-        axes: (stride, count) of more than one step, largest stride first; each steps over all that follow (`Plane`
-            checks that).
+        axes: (stride, count) of more than one step, largest stride first; each stride steps over all smaller axes
+            (`Plane` checks that).
     """
 
     plane: Plane
@@ -46,7 +45,7 @@ class _Box:
 
     @property
     def extent(self) -> int:
-        """Bytes from the first to one past the last, holes included."""
+        """Bytes from the first to one past the last byte, holes included."""
         return self.cell + sum(stride * (count - 1) for stride, count in self.axes)
 
     @property
@@ -55,25 +54,21 @@ class _Box:
 
 
 class _Steps:
-    """What is left of `MOST_STEPS`."""
+    """The rest of `MOST_STEPS`."""
 
     def __init__(self) -> None:
         self._left = MOST_STEPS
 
     def take(self, count: int) -> bool:
-        """Count so many steps; returns whether they were left."""
+        """Count this many steps. Returns whether they were left."""
         self._left -= count
         return self._left >= 0
 
 
 def check_unshared(groups: Iterable[Group], rank: RankGeometry) -> None:
-    """Raise `BadGeometry` if two planes of a rank share a byte and do not both say so (`Plane.shared`), and name both.
+    """Raise `BadGeometry`, naming both, if two planes of a rank share a byte and are not both `Plane.shared`.
 
     Groups of one pool overlap by design.
-
-    Args:
-        groups: of the engine.
-        rank: the rank.
     """
     if all(plane.shared for plane in rank.planes):
         return
@@ -82,15 +77,10 @@ def check_unshared(groups: Iterable[Group], rank: RankGeometry) -> None:
 
 
 def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> None:
-    """Raise `BadGeometry` if two planes that a read writes share a byte, and name both.
+    """Raise `BadGeometry`, naming both, if two planes that a read writes share a byte.
 
     Groups of one pool overlap by design. A source may declare memory twice, for layers that share their cache; a
-    destination declares it once.
-
-    Args:
-        groups: of the engine.
-        rank: the destination rank, for the message.
-        planes: those of its planes that are written.
+    destination may not. `rank` is the destination rank, for the message; `planes` are its written planes.
     """
     problem = "both hold the same bytes, which a read would write twice. {}"
     _check(groups, rank, planes, problem, may_share=False)
@@ -118,7 +108,7 @@ def _check(groups: Iterable[Group], rank: int, planes: Iterable[Plane], problem:
 
 
 def _asked(one: Plane, other: Plane, byte: int) -> str:
-    """What to look at where two planes hold the same byte."""
+    """A hint for the error where two planes hold the same byte."""
     if one.group != other.group:
         return "Groups that lie over each other share a pool."
     if one.extent == other.extent and one.layer != other.layer:
@@ -138,7 +128,7 @@ def _box(plane: Plane, group: Group) -> _Box:
 
 
 def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
-    """Pairs that may not share a byte, and that are not separated all at once."""
+    """Pairs that may not share a byte, and that cannot be separated all at once."""
     whole = {box.plane.name: box for box in boxes}
     groups: dict[str, list[_Box]] = {}
     for box in boxes:
@@ -146,7 +136,7 @@ def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
     for members in groups.values():
         for cluster in _together(members, steps, across_pools=False):
             yield from combinations([whole[box.plane.name] for box in cluster], 2)
-    # Separately from each group's own planes: groups of one pool overlap, and would join planes that are apart.
+    # Apart from each group's own planes: groups of one pool overlap, and would join separate planes.
     for cluster in _together(boxes, steps, across_pools=True):
         for one, other in combinations([whole[box.plane.name] for box in cluster], 2):
             if one.pool != other.pool:
@@ -154,7 +144,7 @@ def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
 
 
 def _together(boxes: list[_Box], steps: _Steps, *, across_pools: bool) -> Iterator[list[_Box]]:
-    """Clusters of boxes that cannot be separated by their parts of a period."""
+    """Clusters of boxes that their parts of a period do not separate."""
     waiting = [boxes]
     while waiting:
         for cluster in _touching(waiting.pop()):
@@ -170,7 +160,7 @@ def _together(boxes: list[_Box], steps: _Steps, *, across_pools: bool) -> Iterat
 
 
 def _touching(boxes: list[_Box]) -> Iterator[list[_Box]]:
-    """Boxes in clusters whose extents, holes included, reach into each other."""
+    """Clusters of boxes whose extents, holes included, overlap."""
     cluster: list[_Box] = []
     end = 0
     for box in sorted(boxes, key=lambda box: box.first):
@@ -186,7 +176,7 @@ def _touching(boxes: list[_Box]) -> Iterator[list[_Box]]:
 def _fold(cluster: list[_Box]) -> list[_Box] | None:
     """The boxes within one period of their largest stride, as if each were repeated for ever; None if they do not fit.
 
-    Boxes that are apart then are apart.
+    If these are separate, so are the boxes.
     """
     period = max((box.axes[0][0] for box in cluster if box.axes), default=0)
     if period == 0:
@@ -207,10 +197,10 @@ def _fold(cluster: list[_Box]) -> list[_Box] | None:
 
 
 def _shared_byte(one: _Box, other: _Box, steps: _Steps) -> int | None:
-    """The address of a byte of both boxes; None if there is none, or none was found in time.
+    """The address of a byte of both boxes; None if there is none, or the search ended before finding one.
 
-    The distance between a cell of the one and a cell of the other is ``one.first - other.first`` plus a multiple of
-    each stride; a stride of both counts once, with the difference of the two indices.
+    The distance between a cell of one box and a cell of the other is ``one.first - other.first`` plus a multiple of
+    each stride; a stride of both boxes counts once, with the difference of the two indices.
     """
     reach: dict[int, tuple[int, int]] = {}
     for stride, count in one.axes:
@@ -225,11 +215,11 @@ def _shared_byte(one: _Box, other: _Box, steps: _Steps) -> int | None:
         measure[level] = math.gcd(measure[level + 1], stride)
         low[level] = low[level + 1] + stride * reach[stride][0]
         high[level] = high[level + 1] + stride * reach[stride][1]
-    # Cells share a byte if their distance is one of these.
+    # Cells share a byte if their distance lies between these.
     least, most = 1 - one.cell, other.cell - 1
 
     def search(level: int, distance: int) -> tuple[int, ...] | None:
-        """Multiples of the strides from `level` on that bring the cells together."""
+        """Multiples of the strides from `level` on that make the cells overlap."""
         if not steps.take(1) or distance + high[level] < least or distance + low[level] > most:
             return None
         if level == len(strides):

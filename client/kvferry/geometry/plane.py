@@ -1,4 +1,4 @@
-"""A plane: where the bytes of one KV tensor are, which part of the model's state they hold, and what may be cut.
+"""A plane: the addresses of one KV tensor's bytes, the part of the model's state that they hold, and how it may be cut.
 
 A plane is one logical KV tensor of one layer on one rank. The address of the contiguous ``state_bytes`` bytes of unit
 ``u`` (a KV head or state channel, counted over the whole model) and state ``x`` of block ``id`` is ::
@@ -6,7 +6,7 @@ A plane is one logical KV tensor of one layer on one rank. The address of the co
     base + id * block_stride + (x // page_tokens) * page_stride + (u - units.begin) * unit_stride
          + (x % page_tokens) * token_stride
 
-A state is what one token stores, or ``tokens_per_state`` tokens together.
+A state is the stored value of one token, or of ``tokens_per_state`` tokens together.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Interval:
         return f"[{self.begin}, {self.end})"
 
     def intersect(self, other: Interval) -> Interval | None:
-        """The part that both have in common; None if there is none."""
+        """The common part; None if there is none."""
         begin, end = max(self.begin, other.begin), min(self.end, other.end)
         return Interval(begin, end) if begin < end else None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """Which tokens are held: token t when ``t // interleave % count == index``. The default holds all."""
+    """The tokens held: token t when ``t // interleave % count == index``. The default holds all."""
 
     index: int = 0
     count: int = 1
@@ -67,7 +67,7 @@ class TokenShard:
         if not (0 <= self.index < self.count and self.interleave >= 1):
             raise BadGeometry("token shard", f"index {self.index} of {self.count}, interleave {self.interleave}")
         if self.count == 1:
-            # All tokens, whatever the interleave: equal shards compare equal.
+            # All tokens, whatever the interleave, so that equal shards compare equal.
             object.__setattr__(self, "interleave", 1)
 
     def __str__(self) -> str:
@@ -79,14 +79,15 @@ class Plane:
     """One logical KV tensor of one layer on one rank. The address formula is in the module's docstring.
 
     Attributes:
-        layer, component: what it is; equal on both engines of a read.
-        group: name of its group.
-        format: what the bytes mean, compared verbatim.
+        layer, component: the plane's name; equal on both engines of a read.
+        group: name of the plane's group.
+        format: names the meaning of the bytes, compared verbatim.
         dtype: element type, compared verbatim; may be empty.
         memory_kind, device: address space, as NIXL counts devices.
         base: address of the first unit and state of block 0.
-        num_blocks: blocks of the plane, at least those of its group.
-        block_stride, page_stride, unit_stride, token_stride: bytes; 0 where there is only one of the kind.
+        num_blocks: blocks of the plane, at least as many as its group has.
+        block_stride, page_stride, unit_stride, token_stride: bytes; 0 where there is only one block, page, unit or
+            token.
         page_tokens: states per page; divides block_states.
         block_states: states this rank holds per block.
         state_bytes: contiguous bytes of one unit of one state.
@@ -96,9 +97,9 @@ class Plane:
         tokens_per_state: tokens that one state stands for.
         token_granule: smallest number of consecutive states that may be cut off; divides page_tokens.
         units_divide: whether single units may be read; else all held units or none.
-        optional_cover: may stay uncovered by a source.
-        shared: other planes of the rank that say so too may hold the same bytes: layers that share a cache. Others that
-            hold the same byte are refused. A read never writes into two planes that hold the same byte.
+        optional_cover: whether the plane may stay uncovered by a source.
+        shared: whether other shared planes of the rank may hold the same bytes, as of layers that share a cache. Other
+            planes that hold the same byte are refused. A read never writes into two planes that hold the same byte.
     """
 
     layer: str
@@ -135,10 +136,10 @@ class Plane:
             raise BadGeometry(f"plane {self.name}", problem)
 
     def moved(self, layer: str, base: int) -> Plane:
-        """The same plane of another layer, at another address.
+        """The same plane for another layer, at another address.
 
-        Only what differs is checked: the planes of a model differ in nothing else, and an engine of a hundred ranks has
-        tens of thousands.
+        Only layer and base are checked: the planes of a model differ in nothing else, and an engine of a hundred ranks
+        has tens of thousands of planes.
 
         Raises:
             InvalidField, BadGeometry: as the constructor.
@@ -175,12 +176,12 @@ class Plane:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First address and one past the last address of the plane, holes included."""
+        """First address, and one past the last address, of the plane, holes included."""
         return self.base, self.base + (self.num_blocks - 1) * self.block_stride + self.block_extent
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes a block holds, without holes."""
+        """Bytes that a block holds, without holes."""
         return self.block_states * len(self.units) * self.state_bytes
 
     @property
@@ -206,8 +207,8 @@ class Plane:
         for attribute in at_least_one:
             if getattr(self, attribute) < 1:
                 return f"{attribute} is {getattr(self, attribute)}, not at least 1"
-        # Also strides of axes of one element: every declared number fits numpy's int64, and the length of an interval
-        # fits what `len` may return.
+        # This includes strides of axes of one element: every declared number fits numpy's int64, and the length of an
+        # interval fits the result of `len`.
         bounded = ("axis_size", "device", "block_stride", "page_stride", "unit_stride", "token_stride")
         for attribute in bounded:
             if not 0 <= getattr(self, attribute) < ADDRESS_LIMIT:
@@ -227,7 +228,7 @@ class Plane:
         return self._place_problem() or self._overlap() or self._scattered_cell()
 
     def _place_problem(self) -> str:
-        """What is wrong with its layer or its address; else empty."""
+        """The problem of the plane's layer or address; else empty."""
         if not 1 <= len(self.layer.encode()) <= 256:
             return "layer has 1 to 256 bytes"
         if not showable(self.layer):
@@ -239,10 +240,10 @@ class Plane:
         return ""
 
     def _overlap(self) -> str:
-        """What is wrong if two different (block, page, unit, state) share a byte; else empty.
+        """The problem if two different (block, page, unit, state) share a byte; else empty.
 
-        Sorted by stride, each axis must step over everything that the axes below it span. That is sufficient, and true
-        of every layout that is a permuted, padded array.
+        Sorted by stride, each axis must step over everything that the axes of smaller strides span. That is sufficient,
+        and true of every layout that is a permuted, padded array.
         """
         span = self.state_bytes
         for stride, count, label in reversed(self.axes):
@@ -252,7 +253,7 @@ class Plane:
         return ""
 
     def _scattered_cell(self) -> str:
-        """What is wrong if bytes that may not be cut apart are not contiguous; else empty. Strides within them would
+        """The problem if bytes that may not be cut apart are not contiguous; else empty. Strides within them would
         declare their order, which is unknown."""
         granule, held = self.token_granule, len(self.units)
         token_inner = granule == 1 or self.token_stride == self.state_bytes

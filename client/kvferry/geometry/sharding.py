@@ -1,6 +1,6 @@
-"""Which part of a model each rank holds, for engines that split it by rule.
+"""The part of a model that each rank holds, for engines that divide the model by rule.
 
-The planner never calls this: ranks declare what they hold. These are the rules by which most engines divide it.
+The planner never calls this: ranks declare their parts. These are the rules of most engines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def shard(index: int, count: int, size: int) -> Interval:
     refuses, follow the same rule.
 
     Raises:
-        BadGeometry: no such part, or an axis without units.
+        BadGeometry: there is no such part, or the axis has no units.
     """
     index, count, size = integer("index", index), integer("count", count), integer("size", size)
     if not (0 <= index < count and size >= 1):

@@ -6,8 +6,8 @@
 ``docs/geometry.schema.json`` describes every field; ``examples/geometry`` has a file for each kind of engine. An
 unknown field is an error, never ignored. Reading files needs pydantic (``kvferry[plan]`` or ``kvferry[server]``).
 
-Addresses are made up but consistent: each rank's planes lie in one allocation, as they would in an engine, so that a
-plan from a file merges what a plan of the running engine merges. `rebase` moves a rank to memory that exists.
+Addresses are made up but consistent: each rank's planes lie in one allocation, as in an engine, so that a plan from a
+file merges the same reads as a plan of the running engine. `rebase` moves a rank to memory that exists.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def load(path: str | PathLike[str]) -> EngineGeometry:
     """The engine that a geometry file describes.
 
     Raises:
-        InvalidField: the file cannot be read, is no JSON, or a field is wrong: `.values` name its JSON path, the value
-            and what was expected, and the file.
-        BadGeometry: fields that are right each by itself contradict each other; `.values` name the file.
+        InvalidField: the file cannot be read, is no JSON, or a field is wrong: `.values` name its JSON path, the value,
+            what was expected, and the file.
+        BadGeometry: fields that are valid singly contradict each other; `.values` name the file.
     """
     try:
         return _load(path)
@@ -59,7 +59,7 @@ def _load(path: str | PathLike[str]) -> EngineGeometry:
 
 
 def parse(value: object) -> EngineGeometry:
-    """The engine that a geometry document describes: what `json.loads` makes of a file. Raises as `load` does."""
+    """The engine that a geometry document, the value of `json.loads`, describes. Raises the errors of `load`."""
     try:
         from kvferry.geometry.file.build import build_engine
         from kvferry.geometry.file.fields import GeometryFile
@@ -71,15 +71,15 @@ def parse(value: object) -> EngineGeometry:
 
 
 def rank_bytes(rank: RankGeometry) -> int:
-    """Bytes from the first to one past the last byte of a rank's planes; 0 if it has none."""
+    """Bytes from the first to one past the last byte of a rank's planes; 0 if the rank has no planes."""
     return max((plane.extent[1] for plane in rank.planes), default=0) - _first_address(rank)
 
 
 def rebase(rank: RankGeometry, base: int) -> RankGeometry:
-    """The same rank with its first byte at `base`, all planes moved alike.
+    """The same rank with its first byte at `base`: all planes are moved by the same distance.
 
     Raises:
-        BadGeometry: addresses that reach past 2**63.
+        BadGeometry: addresses would reach past 2**63.
     """
     by = base - _first_address(rank)
     return replace(rank, planes=tuple(replace(plane, base=plane.base + by) for plane in rank.planes))
@@ -90,7 +90,7 @@ def _first_address(rank: RankGeometry) -> int:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Two fields of one name in an object: JSON parsers keep the last silently."""
+    """The object; raises `InvalidField` for a repeated field name, of which JSON parsers silently keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))

@@ -1,4 +1,4 @@
-"""From a checked file to an `EngineGeometry`: the groups with all that they inherit, checked against each other and
+"""From a checked file to an `EngineGeometry`: the groups with their inherited fields, checked against each other and
 against the file; and every rank's planes in one virtual allocation."""
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvferry.geometry.sharding import shards
 KINDS = {"full": GroupKind.TOKENS, "window": GroupKind.WINDOW, "state": GroupKind.STATE}
 
 MAX_PLANES = 1 << 16
-"""Of all ranks together. No message could carry more."""
+"""The most planes of all ranks together. No message could carry more."""
 MAX_RANK_LAYERS = 1 << 20
 """Ranks times layers of all groups, held or not."""
 FIRST_ADDRESS = 1 << 32
-"""Where each rank's allocation begins; not zero, so that no address looks like "none"."""
+"""The beginning of each rank's allocation; not zero, so that no address looks like "none"."""
 ALIGNMENT = 4096
 """Every pool of a rank begins at a multiple of this, as engines' allocations do."""
 
@@ -42,13 +42,11 @@ class Component:
     """One component of every layer of a group (or of `layers`).
 
     Attributes:
-        name: of the component.
         tensor: components of one tensor may be interleaved.
         shards: units held, by tp_rank.
-        page_states: states of one page.
         state_bytes: bytes of one unit of one state.
-        layers: layers that have it; None: all of the group.
-        plane: the fields of its planes that are the same on every rank and layer.
+        layers: layers that have the component; None: all of the group.
+        plane: the fields that are the same in the component's planes of every rank and layer.
     """
 
     name: str
@@ -65,11 +63,11 @@ class GroupPart:
 
     Attributes:
         group: as the engine declares it.
-        fields: what the file says of it, with what it inherits.
+        fields: the group's fields in the file, with the inherited ones.
         layers: indices, in memory order.
         components: of each layer, in memory order.
         order: of axes, outermost first.
-        pages: of a block.
+        pages: pages of a block.
     """
 
     def __init__(self, file: GeometryFile, path: str, said: Table, values: dict[str, Any]) -> None:
@@ -114,7 +112,7 @@ class GroupPart:
         return _known(getattr(self.fields, name), at(self._path, name))
 
     def _axes(self) -> tuple[str, ...]:
-        """Return the order of axes, outermost first, that the words of the file stand for."""
+        """The order of axes, outermost first, that the words of the file describe."""
         fields, own = self.fields, self._said
         if fields.order and (own.order or not self._state):
             return tuple(fields.order)
@@ -123,7 +121,7 @@ class GroupPart:
         if self._state:
             rows_first = fields.rows == "rows_first"
             inner = ["token", "component", "unit"] if rows_first else ["component", "unit", "token"]
-            # What the file says of keys and values does not bind its states.
+            # The file's `kv` for keys and values does not bind its states.
             if own.kv == "packed":
                 raise self._wrong("kv", own.kv, '"apart" or "blocks_first", for a state')
             apart = own.kv == "apart"
@@ -161,7 +159,7 @@ class GroupPart:
             raise InvalidField(f"{path}.{refused}", getattr(said, refused), f"no such field {because}")
         found = FileComponent.model_construct(**{**group.given(Meaning), **said.given(FileComponent)})
         opaque = found.format == "opaque"
-        # A component that is opaque in a group that is not takes no granule from it.
+        # An opaque component in a group that is not opaque inherits no granule.
         source = said if opaque and group.format != "opaque" else found
         whole = group.format == "opaque" or opaque
         granule = source.granule or ("page" if whole else 1)
@@ -208,7 +206,7 @@ class GroupPart:
         return states.numerator
 
     def _units_held(self, path: str, said: FileComponent, units: int) -> tuple[Interval, ...]:
-        """Return units by tp_rank. Ranks that share out their units' tokens (`token_shard`) hold the same units."""
+        """Units by tp_rank. Ranks that divide the tokens of their units (`token_shard`) hold the same units."""
         tp_size, count = self._file.tp_size, self.fields.token_shard.count
         if said.shards is not None:
             return _intervals(f"{path}.shards", said.shards, tp_size, units)
@@ -221,7 +219,7 @@ class GroupPart:
 
 
 def _check_content(path: str, said: Content, attention: str) -> None:
-    """Raise `InvalidField` for fields of another kind of attention."""
+    """Raise `InvalidField` for fields of the other kind of attention."""
     mla = attention == "mla"
     because = f"for {attention}, which has {'latent_dim and rope_dim' if mla else 'kv_heads and head_dim'}"
     for name in ("kv_heads", "head_dim") if mla else ("latent_dim", "rope_dim"):
@@ -232,7 +230,7 @@ def _check_content(path: str, said: Content, attention: str) -> None:
 def _checked_shards(
     path: str, spans: Sequence[Interval] | None, tp_size: int, kv_heads: int | None
 ) -> tuple[Interval, ...] | None:
-    """Return the heads held, by tp_rank; None: the file does not say."""
+    """The heads held, by tp_rank; None: the file has no shards."""
     if spans is None:
         return None
     if kv_heads is None:
@@ -241,7 +239,7 @@ def _checked_shards(
 
 
 def _intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
-    """Return `count` intervals within ``[0, size)``; raises `InvalidField`."""
+    """`count` intervals within ``[0, size)``; raises `InvalidField`."""
     if len(spans) != count:
         raise InvalidField(path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end]")
     for index, span in enumerate(spans):
@@ -251,7 +249,7 @@ def _intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> t
 
 
 def _indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int, ...]:
-    """Return indices below `size`, given one by one or as intervals; in the order given, each once."""
+    """Indices below `size`, given singly or as intervals; in the order given, each once."""
     found: dict[int, None] = {}
     for index, item in enumerate(items):
         begin, end = (item.begin, item.end) if isinstance(item, Interval) else (item, item + 1)
@@ -272,23 +270,23 @@ def _known(value: int | None, path: str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """What a rank holds of one component of one layer. `along` has how many there are along each counted axis of the
-    memory (`AXES`); pieces of one layer, tensor or component, which are named there as well, lie together."""
+    """A rank's part of one component of one layer. `along` has the number of steps along each counted axis of the
+    memory (`AXES`), and the names of layer, tensor and component: pieces with the same name lie together."""
 
     component: Component
     along: Mapping[str, Any]
 
 
 _Place = tuple[int, dict[str, int]]
-"""Where a piece lies: bytes from the start of the group's memory, and from one to the next along each counted axis."""
+"""The position of a piece: bytes from the start of the group's memory, and the stride of each counted axis."""
 
 
 def build_engine(file: GeometryFile) -> EngineGeometry:
-    """Build the engine that a file describes.
+    """The engine that a file describes.
 
     Raises:
-        InvalidField: fields that do not fit each other.
-        BadGeometry: a layout that contradicts itself.
+        InvalidField: fields do not fit each other.
+        BadGeometry: a layout contradicts itself.
     """
     tp_size, pp_size, layers = file.tp_size, file.pp_size, file.model.layers
     if tp_size * pp_size > MAX_RANKS:
@@ -324,7 +322,7 @@ def _rank(
         pools.setdefault(key, []).append(part)
     for pool in pools.values():
         held = [(part, pieces) for part in pool if (pieces := _pieces(part, stages, tp_rank, pp_rank))]
-        # Groups of a pool share its block ids, so block n of one is block n of all: equally long.
+        # Groups of a pool share its block ids, so block n has the same bytes in all of them: equally long.
         block_bytes = 0
         if len(pool) > 1 and held:
             alone = [_nest(part.order, pieces, _spacing(part))[1] for part, pieces in held]
@@ -344,7 +342,7 @@ def _rank(
 
 
 def _pieces(part: GroupPart, stages: Sequence[Interval], tp_rank: int, pp_rank: int) -> list[_Piece]:
-    """Return what a rank holds of a group."""
+    """The pieces of a group that a rank holds."""
     stage, last = stages[pp_rank], pp_rank == len(stages) - 1
     past_all = max(stage.end for stage in stages)
 
@@ -374,17 +372,17 @@ def _pieces(part: GroupPart, stages: Sequence[Interval], tp_rank: int, pp_rank: 
 
 
 def _spacing(part: GroupPart, block_bytes: int = 0) -> dict[str, tuple[int, int]]:
-    """Return bytes after each step along an axis, and the smallest step."""
+    """By axis: unused bytes after each step, and the smallest stride."""
     return {"page": (part.fields.page_padding, 0), "block": (part.fields.block_padding, block_bytes)}
 
 
 def _nest(
     axes: Sequence[str], pieces: Sequence[_Piece], spacing: Mapping[str, tuple[int, int]]
 ) -> tuple[int, dict[_Piece, _Place]]:
-    """Nest the axes as ordered, outermost first; returns the bytes of the whole, and where each piece lies.
+    """Nest the axes as ordered, outermost first; returns the bytes of the whole, and the position of each piece.
 
     Raises:
-        BadGeometry: pieces that lie side by side inside a counted axis differ in its count.
+        BadGeometry: pieces that lie side by side inside a counted axis have different counts of it.
     """
     if not axes:
         return pieces[0].component.state_bytes, {pieces[0]: (0, {})}
@@ -441,7 +439,7 @@ def _plane(file: GeometryFile, part: GroupPart, piece: _Piece, address: int, pla
 
 
 def _check_pool(pool: Sequence[GroupPart], planes: Iterable[Plane], address: int, block_bytes: int) -> None:
-    """In a pool, different ids must never meet in memory, whichever groups they are used for."""
+    """Check that different block ids of a pool never share memory, whichever of its groups use them."""
     where = f"pool {pool[0].group.pool!r}"
     counts = {part.group.num_blocks for part in pool}
     if len(counts) > 1:

@@ -1,5 +1,5 @@
-"""JSON objects that are described by their fields: one description gives the check, the JSON schema, and errors that
-name the path, the value and what was expected."""
+"""JSON objects described by their fields: one description gives the check, the JSON schema, and errors that name the
+path, the value and the expectation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D = TypeVar("D", bound="Described")
 
 
 class _Missing:
-    """The value of a field that is not there, in errors."""
+    """The value of an absent field in errors."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -30,7 +30,8 @@ MISSING = _Missing()
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """Fields that an object must not have beside `field`, or where that has, or has not (`unless`), a value."""
+    """Fields that an object must not have if `field` is given or, with a `value`, if `field` has (with `unless`, has
+    not) that value."""
 
     names: tuple[str, ...]
     because: str
@@ -39,13 +40,13 @@ class Never:
     unless: bool = False
 
     def broken_by(self, found: Described) -> str:
-        """Return the first field that must not be there; empty: none."""
+        """The first field that the rule forbids; empty: there is none."""
         given = found.model_fields_set
         holds = self.field in given if self.value is None else getattr(found, self.field) == self.value
         return next((name for name in self.names if name in given), "") if holds != self.unless else ""
 
     def schema(self) -> dict[str, Any]:
-        """Return the rule as a JSON schema."""
+        """The rule as a JSON schema."""
         has_value = {} if self.value is None else {"properties": {self.field: {"const": self.value}}}
         never = {"not": {"anyOf": [{"required": [name]} for name in self.names]}}
         return {"if": {"required": [self.field], **has_value}, "else" if self.unless else "then": never}
@@ -82,7 +83,7 @@ class Described(BaseModel):
         return found | ({"allOf": [rule.schema() for rule in cls.never]} if cls.never else {})
 
     def given(self, kind: type[Described]) -> dict[str, Any]:
-        """Return the fields of `kind` that the file has here."""
+        """The fields of `kind` that the file gives in this object."""
         return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
 
     @classmethod
@@ -95,12 +96,12 @@ class Described(BaseModel):
 
 
 def schema(kind: type[Described]) -> dict[str, Any]:
-    """Return the JSON schema of a file."""
+    """The JSON schema of a file."""
     return {"$schema": GenerateJsonSchema.schema_dialect, **kind.model_json_schema(schema_generator=_Schema)}
 
 
 class _Schema(GenerateJsonSchema):
-    """Without titles, which repeat the names, and without null as the default of what may be left out."""
+    """Omits titles, which repeat the names, and null as the default of optional fields."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -119,7 +120,7 @@ _AROUND = re.compile(r"^\w+ should (be |have )?|^Value error, | after validation
 
 
 def _refusal(error: ValidationError, document: object) -> InvalidField:
-    """Return the first mistake. A field that may have several types has an error for each, at the same path."""
+    """The first mistake. A field that may have several types has an error for each type, at the same path."""
     found: dict[str, tuple[object, list[str]]] = {}
     for detail in error.errors(include_url=False):
         value, path = document, ""
@@ -129,7 +130,7 @@ def _refusal(error: ValidationError, document: object) -> InvalidField:
             if part not in known:
                 if detail["type"] == "missing":
                     value, path = MISSING, at(path, part)
-                break  # What else follows is the type that was tried.
+                break  # The rest of the location names the attempted type.
             value, path = value[part], at(path, part)  # type: ignore[index]
         phrase = _PHRASES.get(detail["type"], _AROUND.sub("", detail["msg"]))
         phrase = phrase.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
@@ -139,25 +140,25 @@ def _refusal(error: ValidationError, document: object) -> InvalidField:
 
 
 def at(path: str, name: str | int) -> str:
-    """Return the JSON path of a field or an item."""
+    """The JSON path of a field or an item."""
     return f"{path}[{name}]" if isinstance(name, int) else f"{path}.{name}" if path else name
 
 
 def short(value: object) -> object:
-    """Return the value for an error message: a long one shortened."""
+    """The value for an error message; a long value is shortened."""
     return reprlib.repr(value) if isinstance(value, (dict, list)) else value
 
 
 def integer(default: Any, low: int, high: int, about: str) -> Any:
-    """Describe an integer in ``[low, high]``."""
+    """An integer field in ``[low, high]``."""
     return Field(default, ge=low, le=high, description=about)
 
 
 def text(default: Any, high: int, about: str, **more: Any) -> Any:
-    """Describe a string of 1 to `high` characters."""
+    """A string field of 1 to `high` characters."""
     return Field(default, min_length=1, max_length=high, description=about, **more)
 
 
 def other(default: Any, about: str, **more: Any) -> Any:
-    """Describe a field of another type."""
+    """A field of another type."""
     return Field(default, description=about, **more)

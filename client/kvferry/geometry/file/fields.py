@@ -1,5 +1,5 @@
-"""The fields of a geometry file, each described once: from here come the checks, the errors and
-docs/geometry.schema.json (``make schema``). Groups and components inherit: see `GeometryFile.tables`."""
+"""The fields of a geometry file, each described once: the checks, the errors and docs/geometry.schema.json (``make
+schema``) come from these descriptions. Groups and components inherit: see `GeometryFile.tables`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.geometry.plane import Interval
 MAX_RANKS = 4096
 MAX_LAYERS = 4096
 BIG = 1 << 48
-"""No size in a file is larger: products of a few of them still fit an address or are refused by the plane."""
+"""The largest size in a file: products of a few sizes still fit an address, or the plane refuses them."""
 
 DTYPE_BYTES = {
     **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
@@ -39,7 +39,7 @@ def _ratio(value: int | tuple[int, int]) -> Fraction:
 
 
 def _whole_order(order: list[str]) -> list[str]:
-    """Add `page` inside `block` and `tensor` outside `component`, where they were left out."""
+    """Add `page` inside `block` and `tensor` outside `component` where they are absent."""
     for absent, neighbour, after in (("page", "block", 1), ("tensor", "component", 0)):
         if absent not in order and neighbour in order:
             place = order.index(neighbour) + after
@@ -71,7 +71,7 @@ else:
     Ratio = Annotated[Positive | Annotated[tuple[Positive, Positive], Strict(False)], AfterValidator(_ratio)]
 
     class Own:
-        """The type of a field that is None where the file leaves it out, and may not be null in the file."""
+        """The type of a field that is None where the file omits it, and may not be null in the file."""
 
         def __class_getitem__(cls, kind: Any) -> Any:
             return kind
@@ -289,7 +289,7 @@ class GeometryFile(Table):
     )
 
     def tables(self) -> list[tuple[str, Table, dict[str, Any]]]:
-        """Return the groups: the path of each, what it says itself, and all that holds for it."""
+        """The groups: the path of each, its own fields, and all its fields with the inherited ones."""
         above = {**self.given(Placing), **self.model.given(Content)}
         if self.groups is None:
             return [("", self, {**self.given(Table), **above, "name": self.name})]

@@ -4,9 +4,9 @@
     planes = planes_of(kv_caches, axes, group, holding=Holding(units=shard(tp_rank, tp_size, 8), axis_size=8))
     regions = regions_of(kv_caches.values())
 
-The names say what each axis is, the tensor's strides say where it lies, so any permutation, padding or view of a larger
-storage will do. `kvferry.geometry.formats` has the names for the engines people use. Engines without tensors make
-`Plane` values from addresses themselves, or describe their memory with a `TensorView`.
+The names say what each axis is, and the tensor's strides give its position in memory, so any permutation, padding or
+view of a larger storage is accepted. `kvferry.geometry.formats` has the names for common engines. Engines without
+tensors make `Plane` values from addresses themselves, or describe their memory with a `TensorView`.
 
 Neither torch nor numpy is imported here.
 """
