@@ -1,4 +1,4 @@
-"""Who reads which bytes from whom: from two geometries and a request's blocks to descriptors. Pure: no I/O, no clock.
+"""The reads of each rank: from two geometries and a request's blocks to descriptors. Pure: no I/O, no clock.
 
 `plan_read` plans the reads of one destination rank, `diff` names how two engines differ, and `explain`, `to_text`,
 `to_json` and `to_svg` show a plan.

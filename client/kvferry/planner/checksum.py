@@ -1,10 +1,10 @@
 """The 32-bit sum of the bytes that one unit keeps in one block: its definition, in numpy.
 
-Integrity mode compares what a reader holds with what the source held when it published, unit by unit: the sum of
-(source plane, source block, unit) is that of a string of bytes that says nothing of where it lies: the states of the
-block that are published, in rising order, ``state_bytes`` each. A rank that holds all of them, in any layout, shard
-or block size, comes to the same sum; and since sums are looked up by block index, right bytes in a wrong block are
-found.
+Integrity mode compares the reader's bytes with the bytes that the source held when it published, unit by unit. The sum
+of (source plane, source block, unit) is the sum of a string of bytes that does not depend on their position: the
+published states of the block, in rising order, ``state_bytes`` each. A rank that holds all of these states, in any
+layout, shard or block size, gets the same sum; and since sums are looked up by block index, right bytes in a wrong
+block are found.
 
 The string, padded with zeros to words of 64 bits (little-endian, two's complement), has the sum ::
 
@@ -14,8 +14,8 @@ The string, padded with zeros to words of 64 bits (little-endian, two's compleme
 with an arithmetic shift, ``start(n) = mix(2**64 - 1 - n)`` and ``weight[k] = mix(k + 1)``, where `mix` is the finaliser
 of splitmix64. That is Multilinear of Lemire and Kaser ("Strongly universal string hashing is fast", 2014) over the
 32-bit halves of the words: with random weights any two different strings of one length have the same sum with a
-probability of 2**-32. The weights are fixed, so it guards against accidents (stale, mixed, torn or misplaced bytes) and
-against no adversary. Integer multiplications and additions that wrap are all it takes, so numpy and torch agree.
+probability of 2**-32. The weights are fixed, so the sum guards against accidents (stale, mixed, torn or misplaced
+bytes), not against adversaries. It needs only wrapping integer multiplications and additions, so numpy and torch agree.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def weights(words: int) -> tuple[Words, Words]:
     """The weights of whole words and of their upper halves, ``int64[words]`` each."""
     found = _mix(np.arange(1, 2 * words + 1, dtype=np.uint64)).view(np.int64)
     whole, upper = np.ascontiguousarray(found[0::2]), np.ascontiguousarray(found[1::2])
-    # They are shared by all threads.
+    # All threads share the weights.
     whole.flags.writeable = upper.flags.writeable = False
     return whole, upper
 
 
 def start(length: int) -> int:
-    """What the sum of a string of `length` bytes starts from, as a signed number."""
+    """The initial value of the sum of a string of `length` bytes, as a signed number."""
     value = np.array([~np.uint64(length)], np.uint64)
     return int(_mix(value).view(np.int64)[0])
 
@@ -81,14 +81,14 @@ def sums_of(words: Words, length: int) -> Sums:
 
 
 def sampled(publication: int, indices: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
-    """Which blocks of a publication are summed when only a share of them is, ``bool[n]``.
+    """The blocks of a publication that are summed when only a share of its blocks is, ``bool[n]``.
 
-    A function of the publication and the block index alone, so that a source and its readers choose the same ones
-    without a word; who chooses a larger share chooses those of a smaller one, too.
+    A function of the publication and the block index alone, so that a source and its readers choose the same blocks
+    without a message. A larger share contains the blocks of a smaller one.
 
     Args:
         publication: its number.
-        indices: block indices: where the source's blocks stand in the request.
+        indices: block indices: the positions of the source's blocks in the request.
         share: from 0.0, none, to 1.0, all.
     """
     seed = _mix(np.array([publication], np.uint64))
@@ -97,14 +97,14 @@ def sampled(publication: int, indices: npt.NDArray[np.int64], share: float) -> n
 
 
 def runs_of(indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rising block indices as runs of consecutive ones: first indices and counts, ``int64[runs]`` each."""
+    """Rising block indices as runs of consecutive indices: first indices and counts, ``int64[runs]`` each."""
     starts, counts = split_runs(indices)
     return indices[starts], counts
 
 
 def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.NDArray[np.int64]:
-    """Runs of block indices written out, as a peer sent them; raises `InvalidField` unless they rise and are from 1 to
-    `most` indices."""
+    """The block indices of runs that a peer sent; raises `InvalidField` unless they rise and are 1 to `most` in
+    number."""
     firsts, lengths = np.array(starts, np.uint64), np.array(counts, np.uint64)
     expected = f"runs that rise, of together 1 to {most} places below {INDEX_LIMIT}"
     if not 0 < len(firsts) == len(lengths) <= most or int(lengths.min()) < 1 or int(firsts.max()) >= INDEX_LIMIT:
@@ -120,7 +120,7 @@ def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.ND
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64."""
+    """See the module's docstring."""
     value = value * _GOLDEN
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
 """Whether one engine can read another's cache, and if not, every reason with both values (R8); and whether the ranks of
 one engine together hold all units and tokens of their planes.
 
-Two ranks that by mistake declare the same heads are replicas to a reader: as a source they lack heads, which a reader
-finds; as a destination each would get the heads that it declares, and one of them the wrong ones.
+Two ranks that by mistake declare the same heads are replicas to a reader. As a source they lack heads, which a reader
+finds; as a destination each gets the heads that it declares, and one of the two gets wrong heads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from kvferry.planner.line_rule import RankHolding
 def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch, ...]:
     """Every reason why the destination's ranks cannot read the source's cache; empty if they can.
 
-    The destination may hold just the ranks that ask. Identity is compared key by key, groups by what decides how their
-    block tables are read, planes by format, dtype and cut (`coverage.COMPARED`), and every unit and token must be held.
+    The destination may hold only the ranks that ask. Identity is compared key by key, groups by the fields that decide
+    how block tables are read, planes by format, dtype and cut (`coverage.COMPARED`), and every unit and token must be
+    held.
 
     Raises:
         BadGeometry: a destination rank declares a byte in two planes that a read writes.
@@ -39,7 +40,7 @@ def diff_indexed(source: Indexed, destination: EngineGeometry) -> tuple[Mismatch
 
 
 def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch, ...]:
-    """The part of `diff` that is not about the planes of single ranks: identity and groups."""
+    """The part of `diff` for identity and groups, without the planes of single ranks."""
     return (*_identity(source, destination), *_groups(source, destination))
 
 
@@ -74,12 +75,9 @@ def _differs(group: str, field: str, theirs: str, ours: str) -> Mismatch:
 
 
 def check_complete(engine: Indexed) -> None:
-    """Raise `BadGeometry` if units or tokens of a plane are held by no rank, unless the engine says that it is partial.
+    """Raise `BadGeometry` if no rank holds some units or tokens of a plane, unless the engine is declared partial.
 
-    Planes that no rank has are not missed: an engine may hold some layers only.
-
-    Args:
-        engine: with all its ranks.
+    Planes that no rank has are not missed: an engine may hold some layers only. `engine` has all its ranks.
     """
     if engine.engine.partial:
         return
@@ -105,13 +103,13 @@ def check_complete(engine: Indexed) -> None:
 
 
 def _lacking(held: tuple[RankHolding, ...], size: int) -> tuple[Interval, ...]:
-    """The units of ``[0, size)`` of which no rank holds all tokens, and no ranks that split the tokens alike do."""
+    """The units of ``[0, size)`` whose tokens are not all held, by one rank or by ranks that split the tokens alike."""
     changes: dict[int, list[tuple[TokenShard, int]]] = {size: []}
     for one in held:
         changes.setdefault(one.units.begin, []).append((one.tokens, 1))
         changes.setdefault(one.units.end, []).append((one.tokens, -1))
-    # Of the units from `reached` on: how many ranks hold each shard, how many shards of each split are held, and how
-    # many splits are held whole.
+    # For the units from `reached` on: the ranks that hold each shard, the shards held of each split, and the number of
+    # splits held whole.
     holders: Counter[TokenShard] = Counter()
     shards: Counter[tuple[int, int]] = Counter()
     reached = whole = 0

@@ -1,7 +1,7 @@
 """Whether, and from which source ranks, a destination rank can read its planes: each unit and token exactly once.
 
-Nothing here is derived from rank numbers: planes are matched by ``layer/component``, their fields are compared, and the
-parts that ranks declare to hold are divided among the readers (`kvferry.planner.line_rule`).
+Rank numbers play no part: planes are matched by ``layer/component``, their fields are compared, and the parts that
+ranks declare are divided among the readers (`kvferry.planner.line_rule`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvferry.geometry.plane import Interval, Plane
 from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20
-"""Units times states of a block of one plane: what is enumerated to find its contiguous rows. 128 heads of 8,192 tokens
-fit; more would fill the memory of the process that plans."""
+"""Units times states of a block of one plane: these are enumerated to find its contiguous rows. 128 heads of 8,192
+tokens fit; more would fill the memory of the process that plans."""
 
 MAX_RANK_CELLS = 1 << 23
-"""The same of all planes that one rank reads together. 1,056 tokens of 8 heads in 96 layers, keys and values, need a
-fifth of it."""
+"""The same for all planes that one rank reads. 1,056 tokens of 8 heads in 96 layers, keys and values, need a fifth of
+this."""
 
 MAX_EFFORT = 1 << 21
-"""Steps of dividing one rank's planes among source ranks; some of them take a microsecond. A thousand ranks that hold a
-unit each need half of it."""
+"""Steps of dividing one rank's planes among source ranks; some steps take a microsecond. A thousand ranks that hold a
+unit each need half of this."""
 
 MAX_LISTED = 32
-"""Ranks, or intervals of units, that a message lists; of the others it gives the number."""
+"""Ranks, or intervals of units, that a message lists; it gives the number of the others."""
 
 COMPARED = ("group", "format", "dtype", "state_bytes", "axis_size", "tokens_per_state", "token_granule", "units_divide")
-"""Fields of a plane that must be equal on both sides, whatever its shard and layout."""
+"""Fields of a plane that must be equal on both sides, whatever the plane's shard and layout."""
 
 _KINDS = {"group": "group", "format": "format", "token_granule": "granule"}
 """Kinds of mismatch by field; the others are of kind ``plane``."""
@@ -42,14 +42,8 @@ _KINDS = {"group": "group", "format": "format", "token_granule": "granule"}
 
 @dataclass(frozen=True, slots=True)
 class PlaneRead:
-    """What one destination plane reads from one source plane.
-
-    Attributes:
-        source_rank: rank read from.
-        source, destination: the two planes.
-        units: units read, on the global axis; within both planes.
-        stripe: the share of the request's blocks.
-    """
+    """The read of one destination plane from one source plane: `units`, on the global axis, within both planes, of the
+    `stripe` of the request's blocks."""
 
     source_rank: int
     source: Plane
@@ -60,11 +54,11 @@ class PlaneRead:
 
 @dataclass(frozen=True, slots=True)
 class Covering:
-    """All reads of one destination rank, or why there are none.
+    """All reads of one destination rank, or the reasons why it has none.
 
     Attributes:
         reads: in the order of the destination's planes, by source rank and unit.
-        uncovered: names of planes without a source that may stay so.
+        uncovered: names of planes without a source that may stay uncovered.
         mismatches: empty if the rank can be covered.
     """
 
@@ -85,19 +79,13 @@ _signature = attrgetter(
     "units.begin",
     "units.end",
 )
-"""All fields of a plane that `_mismatches` compares, as strings and integers: fractions and intervals take long to
+"""All fields of a plane that `_mismatches` compares, as strings and integers: fractions and intervals are slow to
 hash."""
 
 
 class _Named:
-    """The planes of one name in one engine.
-
-    Attributes:
-        planes: by rank.
-        holdings: what the ranks hold.
-        kinds: one (rank, plane) of every signature.
-        signatures: those signatures.
-    """
+    """The planes of one name in one engine, by rank, and the ranks' holdings. `kinds` has one (rank, plane) for each of
+    the `signatures`."""
 
     def __init__(self, planes: dict[int, Plane], known: dict[object, Any]) -> None:
         self.planes = planes
@@ -107,8 +95,8 @@ class _Named:
         self.kinds = tuple(kinds.values())
         signatures = tuple(kinds)
         self.signatures: tuple[object, ...] = known.setdefault(signatures, signatures)
-        # One object for all names that are held alike, because comparing many ranks' holdings plane by plane takes
-        # longer than dividing them. Found by the identity of what decoded planes share, because its hash is slow.
+        # One object for all names with equal holdings, because comparing many ranks' holdings plane by plane takes
+        # longer than dividing them. Found by the identity of values that decoded planes share: their hash is slow.
         alike = tuple((rank, id(plane.units), id(plane.token_shard)) for rank, plane in planes.items())
         found = known.get(alike)
         if found is None:
@@ -118,12 +106,7 @@ class _Named:
 
 
 class Indexed:
-    """An engine with its planes by name; made once for any number of comparisons. Immutable.
-
-    Attributes:
-        engine: the engine.
-        named: the planes of each name.
-    """
+    """An engine with its planes by name; made once for any number of comparisons. Immutable."""
 
     def __init__(self, engine: EngineGeometry) -> None:
         self.engine = engine
@@ -138,11 +121,11 @@ class Coverer:
     """Covers the ranks of one destination engine by the planes of one source engine."""
 
     def __init__(self, source: Indexed, destination: EngineGeometry, *, striping: bool = True) -> None:
-        """Take two engines.
+        """Take two whole engines.
 
         Args:
-            source: the whole source engine.
-            destination: the whole destination engine; ranks that are not covered decide the stripes only.
+            source: the source engine.
+            destination: the destination engine; ranks that are not covered only affect the stripes.
             striping: spread reads over replicas; else the line rule chooses one replica for a reader's whole read.
         """
         self._striping = striping
@@ -159,7 +142,7 @@ class Coverer:
         """Cover the planes of one destination rank.
 
         Raises:
-            BadGeometry: two planes that would be written share a byte.
+            BadGeometry: two planes that the reads would write share a byte.
         """
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
@@ -205,7 +188,7 @@ class Coverer:
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
     def _held(self, offered: _Named) -> str:
-        """Who holds what of planes that are held alike, in words."""
+        """The ranks' holdings of these planes, in words."""
         key = id(offered.holdings)
         if key not in self._words:
             self._words[key] = held_in_words(offered.holdings)
@@ -223,7 +206,7 @@ class Coverer:
     def _shares(
         self, offered: _Named, rank: int, plane: Plane
     ) -> tuple[tuple[ReadShare, ...], tuple[Interval, ...]] | None:
-        """See `shares`; None if it takes too long."""
+        """See `shares`; None if the division takes too many steps."""
         wanted = self._readers[plane.name].holdings
         me = RankHolding(rank, plane.units, plane.token_shard)
         key = (id(offered.holdings), id(wanted), me, plane.units_divide)
@@ -243,8 +226,8 @@ def _too_large(plane: Plane, message: str) -> Mismatch:
 
 
 def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: GroupKind) -> Iterator[Mismatch]:
-    """Every compared field in which a source plane differs from the destination's, once per pair of values, and every
-    other reason why it cannot be read."""
+    """Every compared field in which a source plane differs from the destination's, once per pair of values, or every
+    other reason why the plane cannot be read."""
     fields = [*COMPARED]
     if kind is GroupKind.STATE:
         fields.append("block_states")
@@ -282,7 +265,7 @@ def _field_mismatch(wanted: Plane, name: str, rank: int, theirs: str, ours: str)
 
 
 def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
-    """What is wrong if token shards differ and cut through a granule or a state; else empty."""
+    """The mismatch if token shards differ and cut through a granule or a state; else empty."""
     mine, theirs = wanted.token_shard, source.token_shard
     if (mine.count, mine.interleave) == (theirs.count, theirs.interleave):
         return []
@@ -297,7 +280,7 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
 
 
 def held_in_words(holdings: Iterable[RankHolding]) -> str:
-    """Who holds what, for people."""
+    """The ranks and their holdings, for people."""
     holders: dict[str, list[str]] = {}
     for holding in holdings:
         holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))
@@ -312,7 +295,7 @@ def held_in_words(holdings: Iterable[RankHolding]) -> str:
 
 
 def some(intervals: Sequence[Interval]) -> str:
-    """The first of them, for people."""
+    """The first intervals, for people."""
     more = f" and {len(intervals) - MAX_LISTED} more" if len(intervals) > MAX_LISTED else ""
     return ", ".join(str(interval) for interval in intervals[:MAX_LISTED]) + more
 

@@ -1,9 +1,10 @@
-"""What the planner hands to the data plane: descriptors as numpy arrays, and their division into chunks.
+"""The planner's output for the data plane: descriptors as numpy arrays, and their division into chunks.
 
-A descriptor is one contiguous ``(source address, destination address, length)``. A list of them takes one of two forms:
+A descriptor is one contiguous ``(source address, destination address, length)``. A list of descriptors takes one of two
+forms:
 
-- `RawDescriptors`: three arrays, for few or long ones;
-- `PreparedDescriptors`: indices into a `DescriptorTable` that NIXL prepares once per peer, for many short ones
+- `RawDescriptors`: three arrays, for few or long descriptors;
+- `PreparedDescriptors`: indices into a `DescriptorTable` that NIXL prepares once per peer, for many short descriptors
   (measured: 22 against 45 ms for 524,288 pieces at runs of 1, but 0.48 against 0.08 ms at runs of 256).
 
 Pure: no I/O, no NIXL.
@@ -71,8 +72,8 @@ class DescriptorTable:
     Attributes:
         memory: address spaces.
         source, destination: ``uint64[rows, 5]``: address, length, device, stride, count, as NIXL's prep_xfer_dlist
-            takes them. The flat index of entry ``i`` of row ``r`` is the sum of the counts of the rows before plus
-            ``i``. Both sides have the same length in the same row.
+            takes them. The flat index of entry ``i`` of row ``r`` is ``i`` plus the sum of the counts of the rows
+            before. Both sides have the same length in the same row.
         source_first, destination_first: ``int64[rows]``, flat index of each row's first entry.
         entry_bytes: length of the entries, the same in every row.
     """
@@ -92,8 +93,8 @@ class PreparedDescriptors:
     Attributes:
         table: the rows.
         source, destination: flat indices, ``int32[n]``.
-        grids: how they were made, stretch after stretch: (rows, blocks of each), every row with the same blocks; empty:
-            not known. Only a hint, by which they are checked faster.
+        grids: how the descriptors were made, stretch after stretch: (rows, blocks of each), every row with the same
+            blocks; empty: unknown. Only a hint, for a faster check.
     """
 
     table: DescriptorTable

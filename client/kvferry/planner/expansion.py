@@ -36,13 +36,13 @@ MAX_DESCRIPTORS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceDescriptors:
-    """What is read from one source rank: straight into its destination, or through staging memory.
+    """The reads from one source rank: straight into the destination, or through staging memory.
 
     Attributes:
         source_rank: the rank.
         descriptors: read straight into their destinations.
         staged: read through staging memory.
-        footprint: the blocks that either may touch; a plan always gives it.
+        footprint: the blocks that the reads may touch; a plan always gives it.
     """
 
     source_rank: int
@@ -61,10 +61,10 @@ class Expansion:
     """One request of one destination rank.
 
     Attributes:
-        sources: by rising source rank; empty if there is nothing to read. Where layers are read apart, a rank may have
-            several.
+        sources: by rising source rank; empty if there is nothing to read. Where layers are read separately, a rank may
+            have several.
         pieces: contiguous pieces of single planes and blocks, before fusing and merging.
-        descriptors: descriptors after it.
+        descriptors: descriptors after fusing and merging.
     """
 
     sources: tuple[SourceDescriptors, ...]
@@ -77,7 +77,7 @@ class Expansion:
 
 
 def together(parts: Sequence[Expansion]) -> Expansion:
-    """Several expansions that write to different memory, as one."""
+    """Several expansions, which write to different memory, as one."""
     if len(parts) == 1:
         return parts[0]
     sources = sorted((source for part in parts for source in part.sources), key=lambda source: source.source_rank)
@@ -87,7 +87,7 @@ def together(parts: Sequence[Expansion]) -> Expansion:
 def expand(
     lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
 ) -> Expansion:
-    """The descriptors of what is needed, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
+    """The descriptors of the needed blocks, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
     through staging memory."""
     collector = _Collector(tables)
     for index, lane in enumerate(lanes):
@@ -105,7 +105,7 @@ def expand(
 
 
 class _Collector:
-    """Gathers what a request reads, by source rank and list."""
+    """Gathers the reads of a request, by source rank and list."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -124,7 +124,7 @@ class _Collector:
             self.descriptors += read.count
 
     def add_stream(self, lane: Lane, needed: GroupRequest) -> bool:
-        """Add a linear lane as runs that cross blocks of any size; False if it isn't one or its runs are short."""
+        """Add a linear lane as runs that cross blocks of any size; False if it is not linear or its runs are short."""
         if not lane.linear_bytes:
             return False
         begin, end = span(lane, needed)
@@ -163,7 +163,7 @@ class _Collector:
         self.pieces += rows.unfused * blocks
         stride = lane.source.block_stride
         rest = np.ones(len(rows), np.bool_)
-        # A row as long as both strides goes on in the next block: consecutive ids are one run.
+        # A row as long as both strides continues in the next block: consecutive ids are one run.
         streams = (rows.length == stride) & (lane.destination.block_stride == stride)
         if bool(streams.any()):
             starts, counts = split_runs(segment.source, segment.destination)
@@ -171,7 +171,7 @@ class _Collector:
                 self._add_raw(lane, rows, streams, segment.source[starts], segment.destination[starts], counts)
                 rest = ~streams
         count = int(np.count_nonzero(rest)) * blocks
-        # Before they are made: blocks times rows of each are soon more than memory holds.
+        # Checked before the descriptors are made: blocks times rows soon exceed the memory.
         if self.descriptors + count > MAX_DESCRIPTORS:
             expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
             raise InvalidField("number of descriptors of one read", self.descriptors + count, expected)
@@ -183,7 +183,7 @@ class _Collector:
     def _add_prepared(
         self, index: int, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
-        """Add those rows that stand in a table; returns the others."""
+        """Add the rows that are in a table; returns the others."""
         rest = rest.copy()
         for found in self._tables.at(index, segment.cut):
             wanted = rest[found.rows]

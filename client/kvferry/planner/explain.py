@@ -1,4 +1,4 @@
-"""A read plan in words, as plain values or as text: who reads what from whom, how much, in how many descriptors.
+"""A read plan in words, as plain values or as text: each rank's sources, and the reads' bytes and descriptors.
 
 A `ReadLine` gathers the plane reads of one destination rank that differ only in layer and component. Bytes are averaged
 over all tokens of a request, so that they add up: a stripe of a quarter of the blocks counts a quarter.
@@ -29,28 +29,28 @@ from kvferry.planner.prepared_tables import RECURRING_LIMIT
 COUNTS = ("pieces_per_block", "descriptors_per_block")
 
 PIECES = 1 << 16
-"""How many pieces, in all lines of a plan together, an estimate looks at."""
+"""The most pieces, in all lines of a plan together, that an estimate looks at."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLine:
-    """What a destination rank reads from one source rank, of planes that differ only in layer and component.
+    """A destination rank's reads from one source rank, of planes that differ only in layer and component.
 
     Attributes:
         source_rank, source_labels: the rank read from.
         group: the group.
         layers: names, in the order of the destination's planes.
-        components: names, each of all these layers.
+        components: names; each of these layers has all of them.
         units: units read.
         tokens: tokens read, before the stripe.
         stripe: share of the request's blocks.
         bytes_per_token: mean over the request's tokens; 0 for state groups.
-        bytes_per_request: for state groups, whatever the length; else 0.
+        bytes_per_request: for state groups, independent of the length; else 0.
         pieces_per_block: contiguous pieces of single planes per block of the destination, rounded up.
-        descriptors_per_block: what is left of them after fusing, for one block alone.
+        descriptors_per_block: the pieces left after fusing, for a single block.
         runs_merge: whether consecutive blocks become one descriptor.
         path: ``direct`` or ``staged``.
-        reason: why that path; several where the planes differ.
+        reason: the reason for the path; several where the planes differ.
     """
 
     source_rank: int
@@ -72,7 +72,7 @@ class ReadLine:
 
 @dataclass(frozen=True, slots=True)
 class RankLines:
-    """What one destination rank reads.
+    """The reads of one destination rank.
 
     Attributes:
         rank, labels: the destination rank.
@@ -87,7 +87,7 @@ class RankLines:
 
 
 def explain(plan: ReadPlan) -> RankLines:
-    """Return the lines of a plan."""
+    """The lines of a plan."""
     gathered: dict[tuple[int, str, Interval, TokenShard, Stripe, Path], dict[str, list[PlaneRead]]] = {}
     chosen = {id(read): choice for lane, choice in zip(plan.lanes, plan.paths, strict=True) for read in lane.reads}
     for read in plan.reads:
@@ -111,8 +111,8 @@ def explain(plan: ReadPlan) -> RankLines:
 
 
 def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
-    """Return bytes per token and per request, pieces and descriptors per block, and whether runs merge. The estimate
-    looks at no more than `most` pieces."""
+    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge. The estimate looks at
+    no more than `most` pieces."""
     per_token, per_request = Fraction(0), 0
     piece_count = descriptor_count = 0
     merges = True
@@ -134,7 +134,7 @@ def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> 
 
 
 def _common(a: TokenShard, b: TokenShard) -> Fraction:
-    """Return the fraction of all states that two shards have in common."""
+    """The fraction of all states that two shards have in common."""
     if a == b:
         return Fraction(1, a.count)
     periods = a.count * a.interleave, b.count * b.interleave
@@ -164,8 +164,8 @@ def _merges(lane: Lane, path: Path) -> bool:
 
 
 def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
-    """Return the layer names of the destination engine with their places: in the order of the numbers in the names, a
-    draft model's layers after the model's."""
+    """The layer names of the destination engine with their positions: ordered by the numbers in the names, a draft
+    model's layers after the model's."""
     names = dict.fromkeys(plane.layer for _, plane in plans[0].destination.planes()) if plans else {}
     prefixes: dict[str, int] = {}
 
@@ -174,12 +174,12 @@ def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
         prefix = name[: found.start()] if found else name
         return prefixes.setdefault(prefix, len(prefixes)), int(found.group()) if found else 0
 
-    # The planes' own order decides between layers with one number: attention and its indexer, say.
+    # The planes' own order decides between layers with the same number: attention and its indexer, say.
     return {name: index for index, name in enumerate(sorted(names, key=place))}
 
 
 def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
-    """Return the layers of a read as ``0-15, 31`` or ``0-30 by 2``: places in `layer_order`, both ends included."""
+    """The layers of a read as ``0-15, 31`` or ``0-30 by 2``: positions in `layer_order`, both ends included."""
     places = sorted(order[name] for name in line.layers)
     steps = {after - before for before, after in pairwise(places)}
     if len(places) > 2 and len(steps) == 1 and steps != {1}:
@@ -188,19 +188,19 @@ def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
 
 
 def bytes_text(per_token: float, per_request: int) -> str:
-    """Return the bytes of a read for people: ``4,096 B/token``, ``48 B/request``, or both."""
+    """The bytes of a read for people: ``4,096 B/token``, ``48 B/request``, or both."""
     parts = [f"{per_token:,.0f} B/token" if per_token or not per_request else ""]
     parts.append(f"{per_request:,} B/request" if per_request else "")
     return " + ".join(part for part in parts if part)
 
 
 def rank_name(rank: int, labels: Mapping[str, int]) -> str:
-    """Return ``tp0 pp1`` or, without labels, ``rank 3``."""
+    """``tp0 pp1`` or, without labels, ``rank 3``."""
     return RankGeometry(rank, (), labels).label
 
 
 def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict[int, float]:
-    """Return the fraction of the bytes that each source rank serves; of the states' bytes, if only states are read."""
+    """The fraction of the bytes that each source rank serves; of the states' bytes, if only states are read."""
     reads = [line for lines in explained for line in lines.reads]
     by_token = any(line.bytes_per_token for line in reads)
     loads = {rank.rank: 0.0 for rank in source.ranks}
@@ -211,7 +211,7 @@ def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict
 
 
 def ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Return numbers as half-open ranges."""
+    """Numbers as half-open ranges."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number:
@@ -222,12 +222,12 @@ def ranges(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """Return numbers as ``0-3, 6``: ranges with both ends included."""
+    """Numbers as ``0-3, 6``: ranges with both ends included."""
     return ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges(numbers))
 
 
 def to_json(plans: Sequence[ReadPlan]) -> dict[str, Any]:
-    """Return the plans of one pair of engines as plain values, whose shape is kept stable.
+    """The plans of one pair of engines as plain values, whose shape is kept stable.
 
     ``layers`` of a read are half-open ranges of indices into the top-level ``layers``; a read without ``stripe`` reads
     all blocks.
@@ -270,7 +270,7 @@ def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
 
 
 def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[str, Any]:
-    """Return the sums over all reads of all ranks."""
+    """The sums over all reads of all ranks."""
     reads = [line for lines in explained for line in lines.reads]
     loads = source_loads(plans[0].source, explained) if plans else {}
     return {
@@ -292,7 +292,7 @@ def _number(value: float) -> float | int:
 
 
 def to_text(plans: Sequence[ReadPlan]) -> str:
-    """Return the plans of a pair of engines as text: a numbered line for each read, totals, and why each path."""
+    """The plans of a pair of engines as text: a numbered line for each read, totals, and the reason for each path."""
     if not plans:
         return "no rank to plan for"
     order = layer_order(plans)
@@ -349,7 +349,7 @@ def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _paths(reads: Iterable[ReadLine]) -> list[str]:
-    """Return why each path was chosen, with the numbers of the reads that take it."""
+    """The reason for each path, with the numbers of the reads that take it."""
     chosen: dict[tuple[str, str], list[int]] = {}
     for number, line in enumerate(reads, 1):
         for reason in line.reason.split("; "):

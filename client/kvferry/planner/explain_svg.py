@@ -1,8 +1,8 @@
-"""A picture of who reads what from whom: destination ranks against source ranks.
+"""A picture of each destination rank's reads from each source rank.
 
-A row is a destination rank, a column a source rank. A cell is darker the more of the row's bytes come from there, and
-says which units, layers, tokens and blocks those are, how many bytes, and by which path. The cell's tooltip has all of
-it where the cell is too small.
+A row is a destination rank, a column a source rank. A cell is darker the more of the row's bytes come from the column's
+rank, and shows the units, layers, tokens and blocks read, the bytes, and the path. Where the cell is too small, its
+tooltip has the full text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADING = 92
 LEGEND = 66
 NAME_WIDTH = 124
 MIN_WIDTH = 560
-"""The legend needs so much."""
+"""The width that the legend needs."""
 
 MAX_LINES = 4
 MAX_CHARACTERS = 28
@@ -39,7 +39,7 @@ FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 
 def to_svg(plans: Sequence[ReadPlan]) -> str:
-    """Return the plans of one pair of engines as an SVG document."""
+    """The plans of one pair of engines as an SVG document."""
     explained = [explain(plan) for plan in plans]
     sources = plans[0].source.ranks if plans else ()
     loads = source_loads(plans[0].source, explained) if plans else {}
@@ -77,7 +77,7 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
 
 
 def _description(explained: Sequence[RankLines]) -> str:
-    """Describe the picture: which source ranks each destination rank reads from."""
+    """The picture in words: the source ranks that each destination rank reads from."""
     sentences = []
     for lines in explained:
         names = dict.fromkeys(rank_name(line.source_rank, line.source_labels) for line in lines.reads)
@@ -101,10 +101,10 @@ def _legend(y: int) -> list[str]:
 
 
 def _fill(share: float) -> str:
-    """Return white for nothing, else a blue, the darker the larger the share."""
+    """White for nothing, else a blue, the darker the larger the share."""
     if not share:
         return "#ffffff"
-    # Not hsl(): programs that turn pictures into others don't all know it.
+    # Not hsl(): some programs that convert pictures do not know it.
     return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(212 / 360, _lightness(share) / 100, 0.7))
 
 
@@ -130,7 +130,7 @@ def _cell(x: int, y: int, reads: Sequence[ReadLine], share: float, order: dict[s
 
 
 def _lines(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
-    """Return the lines of a cell: its read, or some of several, and the bytes of all."""
+    """The lines of a cell: its read, or the first of several, and the bytes of all."""
     first, per_token = reads[0], sum(line.bytes_per_token for line in reads)
     per_request = sum(line.bytes_per_request for line in reads)
     if len(reads) == 1:
@@ -144,7 +144,7 @@ def _lines(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
 
 
 def _part(line: ReadLine) -> str:
-    """Return which blocks or tokens are read, if not all of them."""
+    """The blocks or tokens read, if not all of them."""
     if not line.stripe.whole:
         return f"blocks {line.stripe}"
     return f"tokens {line.tokens.index}/{line.tokens.count}" if line.tokens.count > 1 else ""

@@ -1,9 +1,9 @@
 """Checks that a request's descriptors touch only the request's blocks.
 
-The planner goes from block ids to addresses. Here every address is divided back into a block id, which has to be one of
-the request's, and both ends of a descriptor have to lie in blocks that hold the same tokens. This uses none of the
-planner's arithmetic, so it finds an address that wrapped into another block of the same region (R7). It does not find a
-wrong position within the right block.
+The planner goes from block ids to addresses. Here every address is divided back into a block id, which must belong to
+the request, and both ends of a descriptor must lie in blocks that hold the same tokens. This uses none of the planner's
+arithmetic, so it finds an address that wrapped into another block of the same region (R7). It does not find a wrong
+position within the right block.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _Space: TypeAlias = tuple[MemoryKind, int]
 
 EXPECTED = "of the request's blocks, to the blocks of the same tokens"
 NOWHERE = -(1 << 62)
-"""Stands for the first token of a block that is not the request's: far from every token."""
+"""The first token of a block outside the request: far from every token."""
 
 AT_ONCE = 1 << 18
-"""An effort (`Footprint.effort`) up to which a check takes no longer than about 0.1 s. Where a hundred planes
-overlap, the check of a long request takes 15 s and more (measured)."""
+"""An effort (`Footprint.effort`) up to which a check takes about 0.1 s at most. Where a hundred planes overlap, the
+check of a long request takes 15 s and more (measured)."""
 
 BY_ID_LIMIT = 1 << 23
-"""Where all block ids are below this, they are looked up in a table; else they are searched for."""
+"""If all block ids are below this, they are looked up in a table; else they are searched for."""
 
 
 class BlockMap:
-    """Where the blocks of the planes lie that one rank reads from another. Made once per plan.
+    """The positions of the blocks of the planes that one rank reads from another. Made once per plan.
 
     Attributes:
         source, destination: the slabs of each group in each address space, by layer (`layers_of`).
-        layers: pairs of layers in which a descriptor by address is looked up at most.
+        layers: the most pairs of layers in which a descriptor by address is looked up.
     """
 
     def __init__(self, reads: Sequence[PlaneRead]) -> None:
@@ -74,8 +74,8 @@ class BlockMap:
         self._tables: dict[DescriptorTable, tuple[_Entries, _Entries]] = {}
 
     def table(self, table: DescriptorTable) -> tuple[_Entries, _Entries]:
-        """How the indices of a table are looked up, at the source and at the destination. Kept for as long as the plan,
-        as its tables are."""
+        """The entries of a table, at the source and at the destination. Kept for as long as the plan, like its
+        tables."""
         known = self._tables.get(table)
         if known is None:
             theirs, mine = table.memory.spaces
@@ -93,7 +93,7 @@ class BlockMap:
 
 
 def _rows_of(layers: tuple[Slabs, ...], rows: Addresses) -> Bools:
-    """Which rows begin with block 0 of some slab and step from block to block of it."""
+    """The rows that begin with block 0 of a slab and step from block to block of this slab."""
     found = np.zeros(len(rows), np.bool_)
     for slabs in layers:
         inside, first, last = slabs.blocks(rows[:, 0], rows[:, 1])
@@ -104,12 +104,12 @@ def _rows_of(layers: tuple[Slabs, ...], rows: Addresses) -> Bools:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entries:
-    """How the flat indices of one side of a table fall into rows.
+    """The rows of one side of a table, to look up flat indices in.
 
     Attributes:
         first: index of the first entry of each row.
-        count: entries of every row; 0 if rows have different numbers.
-        blocks: which rows are blocks of each group.
+        count: entries of every row; 0 if rows differ in it.
+        blocks: for each group, the rows that are its blocks.
     """
 
     first: Int64s
@@ -132,10 +132,10 @@ class _RequestBlocks:
     def __init__(self, blocks: NeededBlocks, block_tokens: int) -> None:
         self._ids = blocks.ids
         self._order: npt.NDArray[np.intp] | None = None
-        """The indices of `_ids` in the request; None: they stand there in this order."""
+        """The indices of `_ids` in the request; None: `_ids` are in the request's order."""
         steps = self._ids[1:] - self._ids[:-1]
         if not bool((steps > 0).all()):
-            # Most requests have rising ids. Sorting costs more than all else here.
+            # Most requests have rising ids. Sorting costs more than everything else here.
             self._ids, self._order = np.unique(self._ids, return_index=True)
         self._first = blocks.first
         self.block_tokens = block_tokens
@@ -143,20 +143,20 @@ class _RequestBlocks:
         """Whether no id occurs twice in the request. A source may publish a block twice."""
         breaks = steps != 1
         self._run = np.cumsum(np.concatenate((np.zeros(1, np.int64), breaks))) if breaks.any() else None
-        """The number of the run in memory that each block of the request belongs to; None: there is one run."""
+        """For each block of the request, the number of its run in memory; None: there is one run."""
 
     def find(self, first: Int64s, last: Int64s) -> tuple[Bools, Int64s, Int64s]:
-        """Whether all ids from `first` to `last` are the request's, and the indices of those two in `_ids`."""
+        """Whether all ids from `first` to `last` are the request's, and the indices of these two in `_ids`."""
         low = np.searchsorted(self._ids, first)
         high = low + (last - first)
         known = np.less_equal(first, last) & np.less(high, len(self._ids))
         low, high = np.where(known, low, 0), np.where(known, high, 0)
-        # `_ids` rises and has none twice: if the last stands where it should, so do all before it.
+        # `_ids` rises without repetition: if the last id has its expected index, so have all ids before it.
         known &= np.equal(self._ids[high], last)
         return known, low, high
 
     def one_run(self, low: Int64s, high: Int64s) -> Bools:
-        """Whether the blocks from one to the other follow each other in the request as they do in memory."""
+        """Whether the blocks from `low` to `high` follow each other in the request as they do in memory."""
         if self._run is None:
             return np.ones(len(low), np.bool_)
         same: Bools = np.equal(self._run[self._indices(low)], self._run[self._indices(high)])
@@ -171,7 +171,7 @@ class _RequestBlocks:
         return tokens
 
     def tokens_of(self, ids: npt.NDArray[np.signedinteger[Any]]) -> Int64s:
-        """The first tokens of the blocks of these ids; `NOWHERE` or less for ids that are not the request's."""
+        """The first tokens of the blocks with these ids; `NOWHERE` or less for ids outside the request."""
         if self._by_id is None:
             known, low, _ = self.find(ids.astype(np.int64), ids.astype(np.int64))
             return np.where(known, self.token(low), NOWHERE)
@@ -180,7 +180,7 @@ class _RequestBlocks:
 
     @cached_property
     def _by_id(self) -> Int64s | None:
-        """`tokens_of` every id up to the highest, and one more; None if there are too many."""
+        """`tokens_of` every id up to the highest, and one more; None if the ids are too high."""
         if int(self._ids[-1]) >= BY_ID_LIMIT:
             return None
         tokens = np.full(int(self._ids[-1]) + 2, NOWHERE, np.int64)
@@ -194,19 +194,14 @@ class _RequestBlocks:
 
 
 class Footprint:
-    """The blocks of one request that are read from one rank. Immutable, so thread-safe.
-
-    Args:
-        block_map: of the plan, for that rank.
-        blocks: the request's, see `request_blocks`.
-    """
+    """The blocks of one request that are read from one rank. Immutable, so thread-safe."""
 
     def __init__(self, block_map: BlockMap, blocks: Mapping[str, tuple[_RequestBlocks, _RequestBlocks]]) -> None:
         self._map = block_map
         self._blocks = blocks
 
     def effort(self, descriptors: Descriptors) -> int:
-        """How much work `check` is: about the number of descriptors that it looks up (`AT_ONCE`)."""
+        """The work of `check`: about the number of descriptors that it looks up (`AT_ONCE`)."""
         # Indices are looked up directly, even where planes overlap.
         prepared = isinstance(descriptors, PreparedDescriptors)
         return descriptors.count // 16 if prepared else descriptors.count * self._map.layers
@@ -214,7 +209,7 @@ class Footprint:
     def check(self, descriptors: Descriptors) -> None:
         """Raise `InvalidField` unless every descriptor reads blocks of the request into the blocks of the same tokens.
 
-        The caller has checked that they lie inside registered regions (`kvferry._transport.bounds`).
+        The caller has checked that the descriptors lie inside registered regions (`kvferry._transport.bounds`).
         """
         if isinstance(descriptors, PreparedDescriptors):
             self._check_prepared(descriptors)
@@ -253,7 +248,7 @@ class Footprint:
         return left
 
     def _divided(self, raw: RawDescriptors, room: Addresses) -> RawDescriptors:
-        """Each descriptor cut in two after `room` bytes; raises `InvalidField` where that cuts nothing off."""
+        """Each descriptor cut in two after `room` bytes; raises `InvalidField` where that leaves it whole."""
         self._refuse(raw, np.flatnonzero((room == 0) | (room >= raw.length)))
         return RawDescriptors(
             raw.memory,
@@ -266,7 +261,7 @@ class Footprint:
         entries = self._map.table(prepared.table)
         grids = prepared.grids
         if sum(rows * blocks for rows, blocks in grids) != prepared.count:
-            # Not known, or not true.
+            # The hint is absent or wrong.
             grids = ((1, prepared.count),)
         begin = 0
         for rows, blocks in grids:
@@ -281,16 +276,16 @@ class Footprint:
         self, entries: tuple[_Entries, _Entries], source: Indices, destination: Indices, rows: int
     ) -> bool:
         """Whether indices are right because their first row and first column are, and every other row has the blocks of
-        the first one. False: that is not known."""
+        the first row. False: unknown."""
         if rows < 2 or len(source) < rows or not all(of.count for of in entries):
             return False
         edges = []
         for of, flat in zip(entries, (source, destination), strict=True):
             grid = flat.reshape(rows, -1)
             # The first row lies in one row of the table, the first column in one block, and rows of the table are
-            # equally long. So an index that is as far behind its row's first one as another, of the first row, is
-            # behind that row's first one lies in the same row of the table as the first of its own, and in the same
-            # block as the other.
+            # equally long. Each index is as far from its row's first index as the index above it, in the first row,
+            # is from the first row's. So it lies in the same row of the table as its row's first index, and in the
+            # same block as the index above it.
             firsts, in_rows = of.ids(grid[:, 0]), of.rows(grid[0])
             if not ((firsts == firsts[0]).all() and (in_rows == in_rows[0]).all()):
                 return False
@@ -302,7 +297,7 @@ class Footprint:
     def _check_each(self, entries: tuple[_Entries, _Entries], source: Indices, destination: Indices) -> None:
         for name in self._blocks:
             if len(source) and name in entries[0].blocks:
-                # Descriptors that are not of this group may be of another.
+                # Descriptors outside this group may be of another group.
                 wrong = ~self._right(name, entries, source, destination)
                 source, destination = source[wrong], destination[wrong]
         if len(source):
@@ -310,7 +305,7 @@ class Footprint:
             raise InvalidField("descriptors", value, EXPECTED)
 
     def _right(self, group: str, entries: tuple[_Entries, _Entries], source: Indices, destination: Indices) -> Bools:
-        """Which indices go from blocks of the request, in a group, to the blocks of the same tokens."""
+        """The indices that go from blocks of the request, in a group, to the blocks of the same tokens."""
         theirs, mine = self._blocks[group]
         there = theirs.tokens_of(entries[0].ids(source))
         here = mine.tokens_of(entries[1].ids(destination))
@@ -327,7 +322,7 @@ class Footprint:
 
     def check_source(self, descriptors: RawDescriptors) -> None:
         """Raise `InvalidField` unless both ends of every descriptor lie in source blocks of the request: for reads into
-        staging memory. Bytes between the ends may be other blocks', where units or planes are further apart than
+        staging memory. Bytes between the ends may belong to other blocks, where units or planes are further apart than
         blocks; they are not copied on."""
         space, _ = descriptors.memory.spaces
         one = np.ones(descriptors.count, np.uint64)
@@ -372,7 +367,7 @@ def _find(blocks: _RequestBlocks, slabs: Slabs, address: Addresses, length: Addr
 def request_blocks(
     source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, GroupRequest]
 ) -> dict[str, tuple[_RequestBlocks, _RequestBlocks]]:
-    """The blocks of one request on both sides, by group; all its footprints use the same ones."""
+    """The blocks of one request on both sides, by group; all footprints of the request share them."""
 
     def of(blocks: NeededBlocks, group: Group) -> _RequestBlocks:
         # A request has one block of state.

@@ -1,13 +1,13 @@
-"""Lanes: what one destination rank reads from one source rank in one step, ready to be expanded.
+"""Lanes: the reads of one destination rank from one source rank in one step, ready to be expanded.
 
-A lane is a set of plane reads whose blocks turn into addresses in the same way: with the same source rank, stripe,
-memory kinds, token layout and block strides on both sides. Only the address of block 0 differs from plane to plane. So
-the rows of a lane (`rows`) are made once, and a request adds ``id * block_stride``. Rows that are adjacent on both
-sides are fused when they are made: K with V, layers of one storage.
+A lane is a set of plane reads whose blocks become addresses in the same way: with the same source rank, stripe, memory
+kinds, token layout and block strides on both sides. Only the address of block 0 differs from plane to plane. So the
+rows of a lane (`rows`) are made once, and a request adds ``id * block_stride``. Rows that are adjacent on both sides
+are fused when they are made: K with V, layers of one storage.
 
-`segments` says which states a lane moves for a request, as few cuts with many blocks each. The pieces of one period of
-the lane's line repeat, so those of a request of any length are made by slicing its block ids; only the two ends of the
-request are enumerated.
+`segments` gives the states that a lane moves for a request, as few cuts with many blocks each. The pieces of one period
+of the lane's line repeat, so the pieces of a request of any length are slices of its block ids; only the two ends of
+the request are enumerated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvferry.planner.rows import AlikePlanes, Cut, Int64s, Loop, RowExtent, Rows
 from kvferry.planner.token_line import Line, StateLayout
 
 ROWS_KEPT = 1024
-"""Cuts whose rows a lane keeps. Requests have few different ones; a caller that asks for ever new token ranges must not
+"""Cuts whose rows a lane keeps. Requests have few different cuts; a caller that asks for ever new token ranges must not
 fill the memory."""
 
 
@@ -64,7 +64,7 @@ class Lane:
 
     @property
     def alike(self) -> LaneKey:
-        """What all its reads have in common, and those of no other lane of its plan."""
+        """The values that all reads of the lane share, different from those of the plan's other lanes."""
         layouts = (self.source, self.destination)
         return (self.source_rank, self.group, self.stripe, self.memory, *layouts, self.granule, self.tokens_per_state)
 
@@ -80,17 +80,17 @@ class Lane:
 
     @cached_property
     def extents(self) -> tuple[RowExtent, ...]:
-        """The rows of one source block, as they are read into staging memory."""
+        """The rows of one source block, as reads into staging memory."""
         return extents_of(self.planes, self.source.held_per_block)
 
     def cut_below(self, token: int) -> int:
-        """A token up to `token` behind which no smaller one can be read apart from its neighbours: `token` itself if a
-        read may end there and another one begin, else a lower one, which is no lower than the next where that is so."""
+        """`token` itself if a read of the lane may end there and another begin; else a lower token, but none below the
+        next lower token at which a read may end (`ReadPlan.cut_below` repeats this step)."""
         return int(_first_moved(self, int(token // self.tokens_per_state)))
 
     @cached_property
     def linear_bytes(self) -> tuple[int, ...]:
-        """Bytes per held state of each member of `planes`, if all its bytes lie end to end on both sides, block after
+        """Bytes per held state of each member of `planes`, if all their bytes lie end to end on both sides, block after
         block; else empty. Then blocks with consecutive ids are contiguous in memory, whatever the block sizes."""
         if not self.line.same_tokens or self.group.kind is GroupKind.STATE:
             return ()
@@ -105,14 +105,14 @@ class Lane:
 
     @cached_property
     def rows(self) -> Callable[[Cut], Rows]:
-        """The fused rows of a cut; kept, since requests ask for the same few again and again."""
-        # With one block, planes that touch may be tensors of their own; no descriptor spans two NIXL regions.
+        """The fused rows of a cut; cached, since requests ask for the same few cuts again and again."""
+        # With one block, planes that touch may be separate tensors; no descriptor spans two NIXL regions.
         across = min(self.source.num_blocks, self.destination.num_blocks) > 1
         return lru_cache(ROWS_KEPT)(partial(rows_of, self.planes, across=across))
 
     @cached_property
     def loops(self) -> Callable[[int, Cut], tuple[Loop, ...]]:
-        """Given an index of `planes` and a cut, the loops that copy the cut of these planes; kept, as rows are."""
+        """The loops that copy a cut of the planes at an index of `planes`; cached like `rows`."""
         planes = self.planes
         return lru_cache(ROWS_KEPT)(lambda alike, cut: loops_of(planes[alike], cut))
 
@@ -157,10 +157,10 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
     """The segments of a lane.
 
     Raises:
-        InvalidField: the start lies inside what may not be cut.
+        InvalidField: the start lies inside tokens that may not be cut apart.
     """
     if lane.group.kind is GroupKind.STATE:
-        # A request has one block of state: it falls to one of the stripes.
+        # A request has one block of state, which belongs to one of the stripes.
         begin, end = lane.stripe.blocks(1)
         return [Segment(lane.whole_block, needed.source.ids, needed.destination.ids)] if begin < end else []
     begin, end = span(lane, needed)
@@ -172,7 +172,7 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
         return _enumerated(lane, begin, end, needed)
     found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
     for pieces in line.period_pieces:
-        # A cut tells where in the period its piece lies: there is one piece of each cut.
+        # A cut includes its piece's position in the period, so each cut has one piece.
         (index,), (own_index,) = pieces.source_block.tolist(), pieces.destination_block.tolist()
         source = _repeated(needed.source, index, period // line.source_step, first, last)
         destination = _repeated(needed.destination, own_index, period // line.destination_step, first, last)
@@ -190,7 +190,7 @@ def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     """
     per_state, granule, token = lane.tokens_per_state, lane.granule, needed.begin
     if token < needed.required and _first_moved(lane, int(token // per_state)) < needed.floor:
-        # The token that is not required cannot be moved alone. All stripes leave it out, or they would not meet.
+        # The token that is not required cannot be moved alone. All stripes omit it, or they would not meet.
         token = needed.required
     begin, end = int(token // per_state), -int(-needed.end // per_state)
     if begin * per_state < needed.floor:
@@ -207,12 +207,12 @@ def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
 
 
 def _first_moved(lane: Lane, state: int) -> Fraction:
-    """The first token that is moved with a state of the lane: that of the granule, where it lies inside one."""
+    """The first token that is moved with a state of the lane: the granule's first, where the state is inside one."""
     if lane.line.same_tokens:
         first = lane.source.held_before(state) // lane.granule * lane.granule
         state = min(state, lane.source.held_state(first))
     else:
-        # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
+        # Interleaves are multiples of the granule (`coverage`), so both sides have the same granules.
         state = state // lane.granule * lane.granule
     return state * lane.tokens_per_state
 
@@ -226,7 +226,7 @@ def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
     """The lane's stripe of states ``[begin, end)``."""
     if lane.stripe.whole:
         return begin, end
-    # Stripes begin and end at multiples of so many states.
+    # Stripes begin and end at multiples of this many states.
     step = lcm(lane.source.block_states, lane.destination.block_states)
     first = begin // step
     low, high = lane.stripe.blocks(-(-end // step) - first)

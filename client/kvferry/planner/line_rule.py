@@ -1,7 +1,7 @@
-"""The line rule: which of the ranks that hold the same part of a tensor serves which blocks to which reader.
+"""The line rule: for each part of a tensor, which of its replicas serves which blocks to which reader.
 
 A reader's units are cut at every boundary that any holder or reader declares, so that each elementary interval has one
-set of holders (replicas) and one of readers. Then (DESIGN §5):
+set of holders (replicas) and one set of readers. Then (DESIGN §5):
 
     the K·n blocks that K readers want of a request of n blocks lie on one line, reader after reader, and replica j
     of R serves [j·K·n // R, (j+1)·K·n // R).
@@ -29,20 +29,20 @@ class Stripe:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all blocks."""
+        """Whether the stripe is all blocks."""
         return self.begin == 0 and self.end == self.of
 
     def __str__(self) -> str:
         return f"[{self.begin}, {self.end}) of {self.of}"
 
     def blocks(self, count: int) -> tuple[int, int]:
-        """The half-open range of blocks this stripe takes of `count`."""
+        """The half-open range of blocks that this stripe takes of `count`."""
         return self.begin * count // self.of, self.end * count // self.of
 
 
 @dataclass(frozen=True, slots=True)
 class RankHolding:
-    """What a rank holds of a tensor."""
+    """A rank's part of a tensor."""
 
     rank: int
     units: Interval
@@ -51,7 +51,7 @@ class RankHolding:
 
 @dataclass(frozen=True, slots=True)
 class ReadShare:
-    """What a reader reads from one rank: a stripe of some units, of the tokens that both hold."""
+    """A reader's share of one rank: a stripe of some units, of the tokens that both hold."""
 
     rank: int
     units: Interval
@@ -61,11 +61,11 @@ class ReadShare:
 def shares(
     held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], me: RankHolding, *, divide: bool, striping: bool
 ) -> tuple[tuple[ReadShare, ...], tuple[Interval, ...]]:
-    """The shares of one reader, and the units that no rank can give it.
+    """The shares of one reader, and the units that no rank can give the reader.
 
     Args:
-        held: what the source's ranks hold.
-        wanted: what the destination's ranks hold, the reader among them.
+        held: the holdings of the source's ranks.
+        wanted: the holdings of the destination's ranks, the reader among them.
         me: the reader.
         divide: whether single units may be read; else all of the reader's units from ranks that hold exactly these.
         striping: whether to spread reads over replicas; else the line rule chooses one replica for a whole read.
@@ -75,7 +75,7 @@ def shares(
     for units in _elementary(held, wanted, me) if divide else [me.units]:
         holders = [h for h in held if (h.units.intersect(units) is not None if divide else h.units == units)]
         readers = [reader for reader in wanted if reader.units.intersect(units) is not None]
-        # Readers of one token shard share its replicas, whatever else they need.
+        # Readers of one token shard share its replicas, whatever other shards they need.
         needs = {tokens: _token_shards(holders, tokens) for tokens in {reader.tokens for reader in readers}}
         if not needs[me.tokens]:
             missing.append(units)
@@ -96,7 +96,7 @@ def effort(held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], me: R
 
 
 def _elementary(held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], me: RankHolding) -> list[Interval]:
-    """My units, cut at every boundary that any holder or reader declares."""
+    """The reader's units, cut at every boundary that any holder or reader declares."""
     cuts = {me.units.begin, me.units.end}
     for holding in (*held, *wanted):
         cuts |= {edge for edge in (holding.units.begin, holding.units.end) if me.units.begin < edge < me.units.end}
@@ -107,8 +107,8 @@ def _elementary(held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], 
 def _token_shards(holders: list[RankHolding], wanted: TokenShard) -> tuple[TokenShard, ...]:
     """The holders' shards that together hold the wanted tokens, each once; empty if there are none.
 
-    Shards of one (count, interleave) are disjoint. If several such families are complete, the reader's own is taken,
-    because it needs no cuts, else the one with the fewest shards.
+    Shards of one (count, interleave) are disjoint. Of several complete families the reader's own is taken, because it
+    needs no cuts, else the family with the fewest shards.
     """
     own = (wanted.count, wanted.interleave)
     families = {(holder.tokens.count, holder.tokens.interleave) for holder in holders}
@@ -138,7 +138,7 @@ def _meet(a: TokenShard, b: TokenShard) -> bool:
 
 
 def _stripes(replicas: list[int], place: int, readers: int, striping: bool) -> list[tuple[int, Stripe]]:
-    """The line rule: the stripes of the reader at `place` of `readers`, by replica."""
+    """The stripes, by replica, of the reader at position `place` of `readers` on the line."""
     total = len(replicas)
     if not striping or total == 1:
         return [(replicas[place * total // readers], Stripe())]
@@ -152,7 +152,7 @@ def _stripes(replicas: list[int], place: int, readers: int, striping: bool) -> l
 
 
 def _joined(found: list[ReadShare]) -> list[ReadShare]:
-    """Neighbouring units with the same source and stripe become one share."""
+    """The shares, with neighbouring units of the same source and stripe joined."""
     joined: list[ReadShare] = []
     ordered = sorted(found, key=lambda s: (s.rank, s.stripe.of, s.stripe.begin, s.stripe.end, s.units.begin))
     for share in ordered:

@@ -1,4 +1,4 @@
-"""Which path the bytes of a lane take: directly into the destination's blocks, or through staging memory.
+"""The path of a lane's bytes: directly into the destination's blocks, or through staging memory.
 
 Every descriptor costs some microseconds, however short it is. Where a change of layout leaves short pieces, it is often
 cheaper to read whole rows of the source's blocks into staging memory and to permute them on the cache's own device:
@@ -31,14 +31,14 @@ class Path(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that moving takes. The defaults are those of two processes on one host (CMA).
+    """Seconds that moving takes. The defaults were measured between two processes on one host (CMA).
 
     Attributes:
         descriptor: per NIXL descriptor, whatever its length.
         byte: per byte that NIXL reads into the destination's blocks.
-        staged_byte: per byte that it reads into staging memory, with what each batch costs.
+        staged_byte: per byte that NIXL reads into staging memory, including the costs of each batch.
         cell: per contiguous run that the permutation copies.
-        copied_byte: per byte that it copies.
+        copied_byte: per byte that the permutation copies.
     """
 
     descriptor: float = 2.5e-6
@@ -58,7 +58,7 @@ class PathRule:
     """How paths are chosen.
 
     Attributes:
-        path: this one wherever it is possible; None: the cheaper one.
+        path: the path wherever it is possible; None: the cheaper path.
         costs: the constants.
         slot_bytes: staging memory of one batch; rows that do not fit are read directly.
         device_memory: devices whose memory can be permuted, because tensors on them are known; host memory always can
@@ -76,8 +76,8 @@ class PathChoice:
     """The path of a lane.
 
     Attributes:
-        path: the chosen one.
-        reason: why, for people.
+        path: the chosen path.
+        reason: the reason, for people.
         direct, staged: estimated seconds per block of the destination. Equal where there was nothing to compare.
         measurable: whether other constants could lead to the other path.
     """
@@ -91,8 +91,8 @@ class PathChoice:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The counts by which both paths cost, for the same `states` of a lane, which has `step` in a block of the
-    destination."""
+    """The counts that decide the costs of both paths, for the same `states` of a lane. A block of the destination has
+    `step` states."""
 
     states: int
     step: int
@@ -133,7 +133,7 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     )
     pieces = f"{work.bytes // descriptors:,} B"
     rows = f"{staged_bytes // staged_descriptors:,} B"
-    # A staged row costs as much as a direct one: unless there are fewer of them, staging is never cheaper.
+    # A staged row costs as much as a direct one: unless staging has fewer rows, it is never cheaper.
     measurable = staged_descriptors < descriptors
     if staged < direct:
         share = f"{staged / direct:.2f}"
@@ -149,7 +149,7 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
 
 
 def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
-    """The work of a part of a lane that stands for all of it, of about `most` pieces at most."""
+    """The work of a typical part of a lane, of about `most` pieces at most."""
     found: tuple[Pieces, ...]
     if lane.group.kind is GroupKind.STATE:
         end = 1

@@ -1,4 +1,4 @@
-"""The read plan: what one destination rank reads, from whom, and how a request becomes descriptors.
+"""The read plan: one destination rank's reads, their sources, and how a request becomes descriptors.
 
 Pure: a function of (whole source engine, whole destination engine, rank) only. A plan is made once per source
 incarnation; `ReadPlan.expand` then turns the block ids of each request into descriptors with vectorised numpy.
@@ -25,23 +25,23 @@ from kvferry.planner.prepared_tables import RECURRING_LIMIT, Tables, part_of_tab
 from kvferry.planner.request_blocks import GroupRequest, check_groups, missing, needed, promised, written
 
 MAX_SIZE = 1 << 14
-"""Lanes of a plan and pieces of their periods, together. A rank that reads alike from 4,096 ranks needs half of
-it."""
+"""Lanes of a plan and pieces of their periods, together. A rank with the same reads from 4,096 ranks needs half of
+this."""
 
 READS_KEPT = 1 << 16
-"""How many reads the parts of some layers may have together that a plan keeps. A source names its layers in the same
-order each time, so there are about as many parts as it makes steps of a chunk, and more only where a reader is late, or
-where a source never names the same layers twice."""
+"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. A source names its layers in
+the same order each time, so there are about as many parts as steps of a chunk. There are more only where a reader is
+late, or where a source never names the same layers twice."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """What one destination rank reads.
+    """The reads of one destination rank.
 
     Attributes:
         source, destination: the two engines.
         rank: the destination rank.
-        reads: one per plane and source; ordered as the destination's planes.
+        reads: one per plane and source, in the order of the destination's planes.
         uncovered: names of optional planes that the source does not hold.
         lanes: the same reads, gathered for expansion.
         paths: the path of each lane's bytes, chosen by `rule`.
@@ -65,7 +65,7 @@ class ReadPlan:
         return frozenset(index for index, choice in enumerate(self.paths) if choice.path is Path.STAGED)
 
     def choose_paths(self, rule: PathRule) -> ReadPlan:
-        """The same plan, with its paths chosen by another rule."""
+        """The same plan with its paths chosen by another rule."""
         return self._of(self.reads, self.lanes, rule)
 
     def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
@@ -79,27 +79,27 @@ class ReadPlan:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The destination's groups that this rank reads into."""
+        """The destination's groups into which this rank reads."""
         names = {lane.group.name for lane in self.lanes}
         return tuple(group for group in self.destination.groups if group.name in names)
 
     def only(self, wanted: Callable[[Plane], bool]) -> ReadPlan:
         """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say.
 
-        Parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each byte
-        once.
+        Such parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each
+        byte once.
         """
         reads = tuple(read for read in self.reads if wanted(read.destination))
         return self._of(reads, self.lanes_of(reads), self.rule)
 
     @cached_property
     def layers(self) -> frozenset[str]:
-        """Names of the layers that it reads."""
+        """Names of the layers that the plan reads."""
         return frozenset(read.destination.layer for read in self.reads)
 
     def of_layers(self, layers: Collection[str]) -> ReadPlan:
-        """The part of the plan that reads these layers, for one step of a request: unlike those of `only`, such parts
-        use the tables of this plan, since which layers a step has is left to the source. The latest are kept."""
+        """The part of the plan that reads these layers, for one step of a request. Unlike the parts of `only`, these
+        parts share the plan's tables, since the source chooses the layers of a step. The latest parts are kept."""
         wanted = frozenset(layers)
         if wanted == self.layers:
             return self
@@ -124,17 +124,17 @@ class ReadPlan:
         return {}
 
     def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
-        """Lanes of these reads only."""
+        """The lanes of these reads only."""
         return build_lanes(reads, *self.groups_by_name)
 
     @cached_property
     def groups_by_name(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
-        """The groups of the source, and those of the destination."""
+        """The groups of the source, and the groups of the destination."""
         return _by_name(self.source), _by_name(self.destination)
 
     def cut_below(self, group: str, token: int) -> int:
-        """The last token up to `token` at which a read of the group may end and another one begin, so that both
-        together read the bytes of one: whole granules of both sides, in all lanes."""
+        """The last token up to `token` at which a read of the group may end and another begin, so that both read the
+        bytes of one undivided read: whole granules of both sides, in all lanes."""
         while True:
             lower = min((lane.cut_below(token) for lane in self._unlike_lanes.get(group, ())), default=token)
             if lower == token:
@@ -143,7 +143,7 @@ class ReadPlan:
 
     @cached_property
     def _unlike_lanes(self) -> Mapping[str, Sequence[Lane]]:
-        """Lanes by group; of those that are cut alike only one."""
+        """Lanes by group; only one of those that are cut alike."""
         found: dict[str, dict[object, Lane]] = {}
         for lane in self.lanes:
             cut = lane.line.same_tokens, lane.source.shard, lane.granule, lane.tokens_per_state
@@ -166,23 +166,24 @@ class ReadPlan:
         Args:
             source: the blocks that the source granted, by group.
             destination: the local blocks, by group; `Blocks.first_token` is the first token that they want.
-            tokens: the tokens asked, ``[a, b)``; None: what the source granted, from each group's first wanted token
-                on. State groups are read whole, whatever the tokens.
+            tokens: the tokens asked, ``[a, b)``; None: the tokens that the source granted, from each group's first
+                wanted token on. State groups are read whole, whatever the tokens.
 
         Raises:
-            BadBlock: an id out of range, the null block where a token is needed, or a destination block given twice.
+            BadBlock: an id is out of range, is the null block where a token is needed, or is given twice for the
+                destination.
             BlocksShort: one side's blocks do not hold the asked tokens, or states stand at different tokens.
-            InvalidField: groups that this engine does not have, a start inside what may not be cut, or more descriptors
-                than one read may have.
+            InvalidField: a group is not of this engine, the start lies inside tokens that may not be cut apart, or the
+                read has too many descriptors.
         """
         return self.in_parts(destination, tokens).next(source, last=True)
 
     def in_parts(self, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None = None) -> RequestParts:
-        """One request that is read as its source publishes it; see `expand`."""
+        """A request that is read while its source publishes it; see `expand`."""
         return RequestParts(self, destination, tokens)
 
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
-        """The descriptors of what is needed, by group, which `needed` has checked."""
+        """The descriptors of the needed blocks, by group, which `needed` has checked."""
         expansion = expand(self.lanes, self.tables, self.staged, wanted)
         blocks = request_blocks(*self.groups_by_name, wanted)
         sources = tuple(
@@ -204,13 +205,13 @@ def plan_read(
 
     Args:
         source: the whole source engine.
-        destination: the whole destination engine; its other ranks decide the stripes only.
+        destination: the whole destination engine; its other ranks only affect the stripes.
         rank: the destination rank.
         striping: spread reads over replicas.
         rule: how the path of each lane is chosen; None: the defaults, see `PathRule`.
 
     Raises:
-        Incompatible: the rank cannot read this engine's cache; every reason is named.
+        Incompatible: the rank cannot read this engine's cache; names every reason.
         BadGeometry: the rank declares a byte in two planes that the read would write.
         InvalidField: the destination has no such rank.
     """
@@ -230,7 +231,7 @@ def plan_read(
 
 
 def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> Tables:
-    """Tables for what is read directly; staged rows are read by address."""
+    """Tables for the lanes that are read directly; staged rows are read by address."""
     direct = frozenset(index for index, choice in enumerate(paths) if choice.path is Path.DIRECT)
     return prepare_tables(lanes, direct)
 
@@ -240,7 +241,7 @@ def _by_name(engine: EngineGeometry) -> dict[str, Group]:
 
 
 def _check_size(lanes: tuple[Lane, ...]) -> None:
-    """Raise `Incompatible` for a read that falls into so many parts that planning it would take seconds."""
+    """Raise `Incompatible` for a read with so many parts that planning it would take seconds."""
     size = sum(1 + min(lane.line.pieces_per_period, RECURRING_LIMIT) for lane in lanes)
     if size > MAX_SIZE:
         message = f"the read falls into {len(lanes)} parts, which with their pieces count {size}, more than {MAX_SIZE}"
@@ -248,28 +249,28 @@ def _check_size(lanes: tuple[Lane, ...]) -> None:
 
 
 class RequestParts:
-    """One request of one destination rank, read in parts: with each step that its source publishes, what can be read
-    now and could not before, so that all parts together read what one read of the whole would, each byte once. Not
-    thread-safe.
+    """One request of one destination rank, read in parts. With each step that its source publishes, the next part reads
+    the bytes that can be read now and could not before. All parts together read the bytes of one read of the whole
+    request, each byte once. Not thread-safe.
 
     A part of a group ends at the last token that the source has published so far and at which both sides' granules may
-    be cut (`ReadPlan.cut_below`); inside a block of the destination, if need be. Windows and states are read with the
-    last step, and so is what is left of all groups. A request that is published at once has one part.
+    be cut (`ReadPlan.cut_below`); inside a block of the destination, if need be. The last step reads windows, states
+    and the rest of all groups. A request that is published at once has one part.
 
-    Of blocks whose layers are complete one after the other, a part has the layers that are complete. These layers are
-    then ahead of the others, until all are complete. Replicas share each part among them, not the whole request, so
-    that every part is read from all of them.
+    Where the layers of some blocks are completed one after the other, a part has the layers that are complete. These
+    layers are then ahead of the others, until all are complete. Replicas share each part among them, not the whole
+    request, so that every part is read from all replicas.
 
     Args:
-        plan: the rank's.
+        plan: the rank's plan.
         destination: the blocks to read into, by group.
-        tokens: the tokens asked, ``[a, b)``; None: all that the source publishes, which then has one step.
+        tokens: the tokens asked, ``[a, b)``; None: all that the source publishes, which then publishes in one step.
 
     Attributes:
         granted: the blocks that the source has published so far, by group.
 
     Raises:
-        InvalidField: groups that this engine does not have.
+        InvalidField: a group is not of this engine.
     """
 
     def __init__(self, plan: ReadPlan, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> None:
@@ -280,20 +281,20 @@ class RequestParts:
         self._begin, self._end = self._tokens or (0, 0)
         self.granted: dict[str, Blocks] = {}
         self._moved: dict[str, int] = {}
-        """Where the part that is read next begins, by group; absent: nothing was read of the group."""
+        """The first token of the next part, by group; absent: nothing of the group was read."""
         self._layers_ahead: frozenset[str] = frozenset()
-        """Layers of which more was read than of the others."""
+        """Layers that were read further than the others."""
         self._ahead: dict[str, int] = {}
-        """Where the part that is read next of these layers begins, by group; absent: where that of the others does."""
+        """The first token of the next part of these layers, by group; absent: that of the other layers."""
         self._checked = False
 
     def next(self, steps: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> Expansion:
-        """What can be read now and could not before.
+        """The reads that are possible now and were not before.
 
         Args:
-            steps: the blocks that the source has published since the call before, by group; one step or several.
+            steps: the blocks that the source has published since the last call, by group; one step or several.
             unfinished: the blocks after these of which only some layers are complete now; None: there are none.
-            last: the source publishes no more.
+            last: whether the source publishes no more.
 
         Raises:
             InvalidField: the last step has not come, and no tokens were asked.
@@ -311,8 +312,8 @@ class RequestParts:
     def _all_layers(
         self, wanted: Callable[[Mapping[str, int], dict[str, int]], dict[str, GroupRequest]]
     ) -> list[Expansion]:
-        """Expand what is wanted of each layer: `wanted` is given where the next part begins, by group, and notes where
-        the part after it begins."""
+        """Expand the wanted tokens of each layer. `wanted` gets the first token of the next part by group, and stores
+        the first token of the part after it."""
         until = dict(self._moved)
         if not self._ahead:
             found = [self._plan.expand_needed(wanted(self._moved, until))]
@@ -330,7 +331,7 @@ class RequestParts:
         return found
 
     def _some_layers(self, unfinished: Unfinished) -> list[Expansion]:
-        """Expand the layers that are complete in blocks in which others are not, as far as they were not read."""
+        """Expand the complete layers of blocks in which other layers are not complete, as far as they were not read."""
         layers = self._plan.layers.intersection(unfinished.layers) - self._layers_ahead
         if not layers:
             return []
@@ -344,7 +345,7 @@ class RequestParts:
         return [self._plan.of_layers(layers).expand_needed(wanted)]
 
     def _rest(self, moved: Mapping[str, int], until: dict[str, int]) -> dict[str, GroupRequest]:
-        """All that was not read, of all groups."""
+        """All that was not read yet, of all groups."""
         whole = [group for group in self._plan.groups if group.name not in moved]
         wanted = self._needed(whole, self.granted, self._tokens)
         for name, begin in moved.items():
@@ -354,7 +355,7 @@ class RequestParts:
     def _so_far(
         self, granted: Mapping[str, Blocks], moved: Mapping[str, int], until: dict[str, int]
     ) -> dict[str, GroupRequest]:
-        """What can be read before the last step."""
+        """The tokens that can be read before the last step."""
         wanted: dict[str, GroupRequest] = {}
         for group in self._plan.groups:
             theirs = granted.get(group.name)
@@ -374,7 +375,7 @@ class RequestParts:
         return needed(groups, self._plan.groups_by_name[0], granted, self._destination, tokens)
 
     def _check(self) -> None:
-        """Check once what no part can check by itself: that no block is in two of them."""
+        """Check once what no single part can check: that no block is in two parts."""
         if self._checked:
             return
         groups = self._plan.groups
@@ -388,6 +389,6 @@ class RequestParts:
 
 
 def _grows(group: Group, blocks: Blocks | None) -> bool:
-    """Whether blocks can be read before the last step. What is rewritten while the source computes is read at the end,
-    even if the home tells of it before."""
+    """Whether blocks can be read before the last step. Blocks that the source rewrites while it computes are read at
+    the end, even if the home announces them before."""
     return blocks is not None and blocks.end_token is not None and group.kind is GroupKind.TOKENS

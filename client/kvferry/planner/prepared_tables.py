@@ -1,4 +1,4 @@
-"""Descriptor tables: rows that NIXL prepares once per peer, for all cuts that whole blocks of a long request need.
+"""Descriptor tables: rows that NIXL prepares once per peer, for all cuts that the whole blocks of a long request need.
 
 NIXL takes int32 indices and silently truncates larger ones, so every table has fewer than 2**31 entries; more rows go
 into another table.
@@ -21,7 +21,7 @@ TABLE_LIMIT = 1 << 31
 """Entries of a table, on either side, stay below this."""
 
 RECURRING_LIMIT = 512
-"""Pieces per period up to which a lane's cuts get table rows; for block sizes with more of them (lcm far above both)
+"""Pieces per period up to which a lane's cuts get table rows. For block sizes with more pieces (an lcm far above both)
 descriptors are made by address."""
 
 RECURRING_CELLS = 1 << 23
@@ -33,11 +33,11 @@ RECURRING_BLOCKS = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableRows:
-    """Where rows of a cut stand in a table.
+    """The positions of a cut's rows in a table.
 
     Attributes:
         table: index of the table.
-        rows: which rows of the cut, ``int64[r]``.
+        rows: indices of the rows within the cut, ``int64[r]``.
         source, destination: flat index of each row's block 0, ``int32[r]``.
     """
 
@@ -49,12 +49,8 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The tables of a plan, and where each lane's recurring cuts stand in them.
-
-    Attributes:
-        tables: the tables.
-        at: returns where the rows of a cut of a lane, by its index in the plan, stand; empty: in no table.
-    """
+    """The tables of a plan. `at` returns the positions of the rows of a cut of a lane, given the lane's index in the
+    plan; empty: in no table."""
 
     tables: tuple[DescriptorTable, ...]
     at: Callable[[int, Cut], tuple[TableRows, ...]]
@@ -63,16 +59,16 @@ class Tables:
 def part_of_tables(
     whole_tables: Tables, whole_lanes: Mapping[LaneKey, tuple[int, Lane]], lanes: Sequence[Lane]
 ) -> Tables:
-    """Where the rows of a part of a plan stand in the tables of the whole plan: the part needs none of its own, which
-    NIXL would have to prepare.
+    """The positions of the rows of a part of a plan in the tables of the whole plan: the part needs no tables of its
+    own, which NIXL would have to prepare.
 
     Args:
         whole_tables: the tables.
-        whole_lanes: the lanes of the whole plan, with their indices, by what their reads have in common.
+        whole_lanes: the lanes of the whole plan, with their indices, by `Lane.alike`.
         lanes: the lanes of the part; each has reads of one lane of the whole plan.
     """
 
-    # When it is needed: most parts read too little for a table.
+    # Computed when needed: most parts read too little for a table.
     @lru_cache(ROWS_KEPT)
     def find(lane: int, cut: Cut) -> tuple[TableRows, ...]:
         index, whole_lane = whole_lanes[lanes[lane].alike]
@@ -82,7 +78,7 @@ def part_of_tables(
         whole, rows = whole_lane.rows(cut), lanes[lane].rows(cut)
         order = np.argsort(whole.source)
         at = order[np.minimum(np.searchsorted(whole.source, rows.source, sorter=order), len(order) - 1)]
-        # Rows that the whole plan has fused with rows of other layers stand in no table.
+        # Rows that the whole plan has fused with rows of other layers are in no table.
         same = (whole.source[at] == rows.source) & (whole.destination[at] == rows.destination)
         same &= whole.length[at] == rows.length
         found = []
@@ -99,7 +95,7 @@ def part_of_tables(
 
 
 class _Builder:
-    """Builds a table: rows of one source rank, memory pair and length. Two of each list: of both sides."""
+    """Builds a table: rows of one source rank, memory pair and length. Lists are in pairs: source, destination."""
 
     def __init__(self, memory: MemoryPair, entry_bytes: int) -> None:
         self._memory, self._entry_bytes = memory, entry_bytes
@@ -108,7 +104,7 @@ class _Builder:
         self._first: tuple[list[Int64s], list[Int64s]] = ([], [])
 
     def room(self, lane: Lane) -> int:
-        """How many rows of a lane still fit."""
+        """The number of rows of a lane that still fit."""
         source, destination = (TABLE_LIMIT - 1 - size for size in self._sizes)
         return min(source // lane.source.num_blocks, destination // lane.destination.num_blocks)
 
@@ -134,7 +130,7 @@ class _Builder:
 
 
 def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> Tables:
-    """The tables of those lanes whose indices are `direct`; flat indices are checked here, once."""
+    """The tables of the lanes whose indices are in `direct`; flat indices are checked here, once."""
     builders: list[_Builder] = []
     current: dict[tuple[int, MemoryPair, int], int] = {}
     places: dict[tuple[int, Cut], tuple[TableRows, ...]] = {}
@@ -158,7 +154,7 @@ def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> Tables:
 
 
 def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:
-    """The cuts that whole blocks of a long request are made of; empty if there are too many of them."""
+    """The cuts of the whole blocks of a long request; empty if there are too many cuts."""
     if lane.group.kind is GroupKind.STATE:
         return (lane.whole_block,)
     if not _recurs(lane) or max(lane.source.num_blocks, lane.destination.num_blocks) > RECURRING_BLOCKS:
@@ -167,8 +163,8 @@ def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:
 
 
 def sample(lane: Lane, most: int = RECURRING_LIMIT) -> int:
-    """The end of a stretch of a lane's line that is typical of all of it: a period; where that is long, a block of the
-    destination; where even that has more than `most` pieces, the beginning of one."""
+    """The end of a stretch of a lane's line that is typical of all of it: a period; if that is too long, a block of the
+    destination; if even that has more than `most` pieces, the beginning of a block."""
     line = lane.line
     if _recurs(lane) and line.pieces_per_period <= most:
         return line.period

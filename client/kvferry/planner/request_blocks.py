@@ -1,7 +1,7 @@
-"""What a request moves of each group, and every check of R7, made before anything is expanded.
+"""The part of each group that a request moves, and every check of R7, made before anything is expanded.
 
 This checks the groups, the block ids (range, null block, each destination once per pool), the token ranges, and that
-both sides' blocks hold the tokens that are needed. Sums are Python integers, so no number wraps.
+both sides' blocks hold the needed tokens. Sums are Python integers, so no number wraps.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvferry.geometry.blocks import AnyIds, Blocks, check_ids, check_unique
 from kvferry.geometry.model import Group, GroupKind
 
 TOKEN_LIMIT = 1 << 40
-"""Token positions stay below this. States are at most 2**20 per token (`coverage.MAX_CELLS`), so that their positions
+"""Token positions stay below this. A token has at most 2**20 states (`coverage.MAX_CELLS`), so the positions of states
 fit numpy's int64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeededBlocks:
-    """The blocks of one side that hold what is needed.
+    """The blocks of one side that hold the needed tokens.
 
     Attributes:
         ids: block ids, ``int64[n]``, a copy of the caller's. They have 64 bits because before numpy 2 an int32 array
             times an ``np.int64`` stays int32, and wraps in caches above 2 GiB.
-        first: block index of the first of them in the request.
+        first: block index, in the request, of the first of these blocks.
     """
 
     ids: npt.NDArray[np.int64]
@@ -38,13 +38,13 @@ class NeededBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRequest:
-    """What is moved of one group.
+    """The part of one group that a request moves.
 
     Attributes:
         begin, end: tokens; 0 and 1 for state groups.
         required: the first token without which the read is refused: `begin`, or the token after it.
-        floor: first token that may be written; below `begin` only where a window begins later than what was asked.
-        source, destination: the blocks, as many as hold the tokens.
+        floor: first token that may be written; below `begin` only where a window begins later than the asked tokens.
+        source, destination: the blocks that hold the tokens.
     """
 
     begin: int
@@ -62,13 +62,13 @@ def needed(
     destination: Mapping[str, Blocks],
     tokens: tuple[int, int] | None,
 ) -> dict[str, GroupRequest]:
-    """What is moved of each group; groups of which nothing is needed are left out.
+    """The part of each group that is moved; groups of which nothing is needed are absent.
 
     Args:
         groups: the destination's groups to read.
         source_groups: the source's groups, by name.
         source, destination: the blocks of both sides, by group.
-        tokens: the tokens asked, ``[a, b)``; None: what the source granted.
+        tokens: the tokens asked, ``[a, b)``; None: the tokens that the source granted.
 
     Raises:
         BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
@@ -88,8 +88,8 @@ def needed(
         wanted = _state(group, theirs, mine) if is_state else _tokens(group, source_group, theirs, mine, asked)
         if wanted is None:
             continue
-        # The null block stands in tables for blocks that are not there, such as those that left a window. It is
-        # refused only where a token is needed.
+        # In tables the null block stands for absent blocks, such as those that left a window. It is refused only where
+        # a token is needed.
         for side, of, blocks in (("source", source_group, wanted.source), ("destination", group, wanted.destination)):
             if of.null_block is not None:
                 check_ids(group.name, side, blocks.ids, of.num_blocks, of.null_block)
@@ -105,12 +105,12 @@ def written(
     destination: Mapping[str, Blocks],
     tokens: tuple[int, int] | None,
 ) -> dict[str, AnyIds]:
-    """The destination blocks that a read will write, by group, those behind its last token included, which it may clear
-    (`kvferry._memory.tails`); checked as far as that is possible before the source's geometry is known.
+    """The destination blocks that a read will write, by group, and the blocks behind its last token, which the read may
+    clear (`kvferry._memory.tails`); checked as far as that is possible before the source's geometry is known.
 
     Args:
         groups: the destination's.
-        source: what was granted; None: not known yet. Then the answer may hold more blocks than are written, and only
+        source: the granted blocks; None: not known yet. Then the result may hold more blocks than are written, and only
             `needed` checks whether they are enough and given once.
         destination, tokens: see `needed`.
 
@@ -156,7 +156,7 @@ def written(
 
 
 def _check_once(given: Iterable[tuple[Group, AnyIds]]) -> None:
-    """Check that the destination blocks of no pool have one twice."""
+    """Check that no pool has a destination block twice."""
     pools: dict[tuple[bool, str], list[AnyIds]] = {}
     for group, ids in given:
         pools.setdefault((bool(group.pool), group.pool or group.name), []).append(ids)
@@ -167,11 +167,11 @@ def _check_once(given: Iterable[tuple[Group, AnyIds]]) -> None:
 def promised(
     groups: Iterable[Group], source: Mapping[str, Blocks], destination: Mapping[str, Blocks]
 ) -> dict[str, Blocks]:
-    """What a source whose steps have not all come may publish at most, for `written`: whatever is asked, of all groups.
+    """The most that a source whose steps have not all come may publish, for `written`: all tokens of all groups.
 
     Args:
         groups: the destination's.
-        source: what was granted so far.
+        source: the blocks granted so far.
         destination: see `needed`.
     """
     found: dict[str, Blocks] = {}
@@ -194,7 +194,7 @@ def check_groups(groups: Iterable[Group], destination: Mapping[str, Blocks]) -> 
 
 
 def missing(group: str) -> InvalidField:
-    """Return the error for a group that has no blocks to read into."""
+    """The error for a group that has no blocks to read into."""
     return InvalidField(f"group {group!r} of the destination blocks", None, "Blocks to read this group into")
 
 
@@ -246,7 +246,7 @@ def _tokens(
 def _wanted(
     group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[int, int] | None
 ) -> tuple[int, int, int, int] | None:
-    """Which tokens are moved: `begin`, `required`, `end` and `floor` of a `GroupRequest`; None: nothing is."""
+    """The tokens that are moved: `begin`, `required`, `end` and `floor` of a `GroupRequest`; None: nothing is moved."""
     room = _span(group, "destination", mine)
     floor = mine.first_token
     if asked is not None:
@@ -256,7 +256,7 @@ def _wanted(
     begin = required = floor
     if group.kind is GroupKind.WINDOW:
         # The next token, at position `end`, attends to itself and the window_tokens - 1 tokens before it. Some engines
-        # do not count the token itself: they need one more, which is moved if both sides have it.
+        # do not count the token itself: they need one more token, which is moved if both sides have it.
         begin = required = max(floor, end - group.window_tokens + 1)
         more = end - group.window_tokens
         if max(floor, offered[0]) <= more < min(offered[1], room[1]) and _has_block(group, mine, more):
@@ -270,7 +270,7 @@ def _wanted(
 
 
 def _has_block(group: Group, blocks: Blocks, token: int) -> bool:
-    """Whether a token that the blocks have room for has a block, which is not the null block."""
+    """Whether a token for which the blocks have room has a block other than the null block."""
     block = int(blocks.ids[token // group.block_tokens - blocks.first_token // group.block_tokens])
     return block != group.null_block
 
@@ -283,7 +283,7 @@ def _holding(block_tokens: int, blocks: Blocks, begin: int, end: int) -> NeededB
 
 
 def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:
-    """The tokens that the blocks hold: those that they declare, but never more than the blocks have room for."""
+    """The tokens that the blocks declare; raises `BlocksShort` if they have no room for them."""
     room = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
     end = room if blocks.end_token is None else blocks.end_token
     if end > room:

@@ -1,4 +1,4 @@
-"""The bytes of one block as contiguous rows: every plane's cells enumerated by the address formula, then fused.
+"""The bytes of one block as contiguous rows: every plane's cells, by the address formula, then fused.
 
 Rows are for block id 0 on both sides; a request adds ``id * block_stride``.
 """
@@ -19,8 +19,8 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """Which states of a block are read: `count` held states, from `source` in the source's block on, into the
-    destination's from `destination` on. A request of any length has few different cuts."""
+    """The states of a block that are read: `count` held states, from state `source` of the source's block, into the
+    destination's block from state `destination`. A request of any length has few different cuts."""
 
     source: int
     destination: int
@@ -29,13 +29,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Contiguous pieces of one block, ``int64[rows]`` each, by rising source address.
-
-    Attributes:
-        source, destination: addresses.
-        length: bytes.
-        unfused: how many contiguous pieces the planes have one by one.
-    """
+    """Contiguous pieces of one block by rising source address: addresses and bytes, ``int64[rows]`` each. `unfused` is
+    the number of contiguous pieces before planes are fused with each other."""
 
     source: Int64s
     destination: Int64s
@@ -48,7 +43,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """The strides of a plane on one side: with its base they give every cell's address."""
+    """The strides of a plane on one side, which with its base give every cell's address."""
 
     unit_stride: int
     page_tokens: int
@@ -72,7 +67,7 @@ class AlikePlanes:
 
     Attributes:
         source, destination: strides on both sides.
-        units: how many units are read.
+        units: number of units read.
         state_bytes: bytes of one cell.
         source_base, destination_base: addresses of the first unit read, ``int64[planes]``.
     """
@@ -105,12 +100,12 @@ class AlikePlanes:
 
 @dataclass(frozen=True, slots=True)
 class RowExtent:
-    """Contiguous bytes of a source block that hold all that is read of one plane, or of several whose bytes interleave.
+    """Contiguous bytes of a source block that hold all reads of one plane, or of several whose bytes interleave.
 
     Attributes:
         source: address in block 0.
         length: bytes.
-        planes: the planes in it, as (index of its `AlikePlanes`, index of the plane there).
+        planes: the planes, as (index of the `AlikePlanes`, index of the plane in them).
     """
 
     source: int
@@ -135,13 +130,13 @@ def alike(reads: Iterable[PlaneRead]) -> tuple[AlikePlanes, ...]:
 
 
 def first_address(plane: Plane, read: PlaneRead) -> int:
-    """Where the first unit read begins, in block 0 of one of the read's planes."""
+    """The address of the first unit read, in block 0 of one of the read's planes."""
     return plane.base + (read.units.begin - plane.units.begin) * plane.unit_stride
 
 
 def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, ...]:
-    """The extents of a source block of `states` held states. Planes whose bytes interleave share one; planes that only
-    touch do not, since they may be registered apart."""
+    """The extents of a source block of `states` held states. Planes whose bytes interleave share an extent; planes that
+    only touch do not, since they may be registered separately."""
     found: list[RowExtent] = []
     places = sorted(
         (base, base + _length(members, states), alike, plane)
@@ -158,13 +153,13 @@ def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, .
 
 
 def _length(members: AlikePlanes, states: int) -> int:
-    """Bytes from the first to one past the last of a block's bytes that are read of a plane."""
+    """Bytes from the first to one past the last byte that is read of a plane in one block."""
     last = int(members.source.states(0, states).max())
     return (members.units - 1) * members.source.unit_stride + last + members.state_bytes
 
 
 def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
-    """The rows of a cut over all planes; `across`: planes that touch on both sides are fused, too."""
+    """The rows of a cut over all planes. `across`: also fuse planes that touch on both sides."""
     parts = [members.rows(cut) for members in planes]
     source, destination, length = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("source", "destination", "length")
@@ -176,12 +171,9 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Cells of one plane that lie in equal steps on both sides.
-
-    Attributes:
-        source, destination: offset of the first cell.
-        axes: (count, source stride, destination stride), the longest steps of the destination first.
-        cell: contiguous bytes.
+    """Cells of one plane at equal steps on both sides. `source` and `destination` are the offsets of the first cell,
+    `axes` (count, source stride, destination stride), the longest steps of the destination first, and `cell` contiguous
+    bytes.
     """
 
     source: int
@@ -191,7 +183,7 @@ class Loop:
 
 
 def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
-    """The cells of a cut: one loop, unless pages lie apart."""
+    """The cells of a cut: one loop, unless the strides between its states differ."""
     source = members.source.states(cut.source, cut.count)
     destination = members.destination.states(cut.destination, cut.count)
     steps = list(zip(np.diff(source).tolist(), np.diff(destination).tolist(), strict=True))
@@ -220,7 +212,7 @@ def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
 
 
 def _fuse(source: Int64s, destination: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Pieces by rising source address, those that touch on both sides made one."""
+    """Pieces by rising source address, with pieces that touch on both sides joined."""
     if bool((source[1:] < source[:-1]).any()):
         order = np.argsort(source, kind="stable")
         source, destination, length = source[order], destination[order], length[order]

@@ -30,7 +30,7 @@ class Slabs:
         stride: bytes from block to block.
         window: bytes of each stride that belong to the block.
         span: bytes from the first block to the end of the last, within one cycle.
-        cycles: (bytes of a cycle, bytes of it that are used) of each such axis, the longest first.
+        cycles: (bytes of a cycle, used bytes of a cycle) of each such axis, the longest first.
     """
 
     begin: Addresses
@@ -41,7 +41,7 @@ class Slabs:
     cycles: tuple[tuple[Addresses, Addresses], ...]
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
-        """Which ranges lie inside one slab and one cycle, and the ids of their first and last blocks."""
+        """Whether each range lies inside one slab and one cycle, and the ids of its first and last block."""
         place = self.at(address)
         begin = self.begin[place]
         # The ranges lie inside regions (`kvferry._transport.bounds`): their ends do not wrap.
@@ -56,7 +56,7 @@ class Slabs:
             inside &= last < used[place]
         stride = self.stride[place]
         first_block = first // stride
-        # Bytes between blocks may be blocks of other planes: only a range that begins in a block may end there.
+        # Bytes between blocks may belong to blocks of other planes: only a range that begins in a block may end there.
         inside &= first - first_block * stride < self.window[place]
         return inside, first_block.astype(np.int64), (last // stride).astype(np.int64)
 
@@ -71,12 +71,12 @@ class Slabs:
         return np.where(inside, span - offset, np.uint64(0))
 
     def at(self, address: Addresses) -> npt.NDArray[np.intp]:
-        """The index of the slab that each address lies in, or behind."""
+        """The index of the slab in which, or behind which, each address lies."""
         return np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
 
 
 def layers_of(planes: Iterable[Plane]) -> tuple[Slabs, ...]:
-    """The slabs of planes, in layers: slabs that overlap, which no engine's do, are in different ones."""
+    """The slabs of planes in layers. Slabs that overlap, which no engine's do, are in different layers."""
     layers: list[list[_Slab]] = []
     ends: list[tuple[int, int]] = []
     for slab in sorted(_slabs(planes), key=lambda slab: slab.begin):
@@ -110,7 +110,7 @@ def _arrays(slabs: Sequence[_Slab]) -> Slabs:
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """One slab, see `Slabs`. `cycles`: (bytes, how many) of each axis."""
+    """One slab, see `Slabs`. `cycles`: (bytes, number) of each axis."""
 
     begin: int
     end: int
@@ -124,7 +124,7 @@ class _Slab:
         begin, end = plane.extent
         if plane.num_blocks == 1:
             return cls(begin, end, end - begin, 1, end - begin, ())
-        # Of equal strides `Plane` allows one only.
+        # `Plane` allows no two equal strides.
         cycles = [(step, count) for step, count, _ in plane.axes if step > plane.block_stride]
         window = plane.block_extent - sum(step * (count - 1) for step, count in cycles)
         return cls(begin, end, plane.block_stride, plane.num_blocks, window, tuple(cycles))
@@ -136,7 +136,7 @@ class _Slab:
 
     @property
     def used(self) -> tuple[tuple[int, int], ...]:
-        """(Bytes of a cycle, bytes of it that are used) of each axis, the longest first."""
+        """(Bytes of a cycle, used bytes of a cycle) of each axis, the longest first."""
         found, span = [], self.span
         for step, count in reversed(self.cycles):
             found.append((step, span))
@@ -144,7 +144,7 @@ class _Slab:
         return tuple(reversed(found))
 
     def joined(self, other: _Slab) -> _Slab | None:
-        """Both as one slab, if their blocks step alike and do not overlap; else None."""
+        """Both as one slab, if their blocks have equal steps and do not overlap; else None."""
         window = max(self.window, other.begin - self.begin + other.window)
         blocks = max(self.blocks, other.blocks)
         if (self.stride, self.cycles) != (other.stride, other.cycles) or window > self.stride:
@@ -154,7 +154,7 @@ class _Slab:
 
 
 def _slabs(planes: Iterable[Plane]) -> list[_Slab]:
-    """The slabs of planes. Planes that step alike, as layers packed into one storage do, are joined into one slab."""
+    """The slabs of planes. Planes with equal steps, as of layers packed into one storage, are joined into one slab."""
     found: list[_Slab] = []
     for slab in sorted(map(_Slab.of, planes), key=lambda slab: (slab.stride, slab.cycles, slab.begin)):
         joined = found[-1].joined(slab) if found else None

@@ -1,8 +1,8 @@
-"""Reads through staging memory: which rows of the source's blocks, and how they are permuted into the destination's.
+"""Reads through staging memory: the rows read from the source's blocks, and their permutation into the destination's.
 
 A row (`RowExtent`) is one contiguous range of a source block that holds all that a lane reads of one plane, or of
-several whose bytes interleave. A batch is as many rows as fit a slot of staging memory: plane after plane, each with
-its blocks one behind the other, so that consecutive blocks of the source merge and the permutation has long loops.
+several planes whose bytes interleave. A batch is as many rows as fit a slot of staging memory: plane after plane, each
+with its blocks one behind the other, so that consecutive blocks of the source merge and the permutation has long loops.
 Pure.
 """
 
@@ -45,12 +45,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRead:
-    """What one request reads of one lane through staging memory.
+    """The reads of one request of one lane through staging memory.
 
     Attributes:
         lane: the lane.
         blocks: source blocks, ``int64[n]``, rising.
-        pieces: where their bytes go; `Segment.source` are indices into `blocks`, rising.
+        pieces: the destinations of their bytes; `Segment.source` are indices into `blocks`, rising.
     """
 
     lane: Lane
@@ -70,7 +70,7 @@ class StagedRead:
         return sum(runs if extent.length == stride else len(self.blocks) for extent in self.lane.extents)
 
     def batches(self, slot_bytes: int) -> Iterator[Batch]:
-        """Everything in batches of at most `slot_bytes`; a row is never longer (`kvferry.planner.path_choice`)."""
+        """All rows in batches of at most `slot_bytes`; no row is longer (`kvferry.planner.path_choice`)."""
         stride = self.lane.source.block_stride
         blocks = self.blocks * stride
         runs, every = split_runs(self.blocks)[0], np.arange(len(blocks), dtype=np.int64)
@@ -97,12 +97,8 @@ class StagedRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot.
-
-    Attributes:
-        source: addresses of the merged rows, ``int64[n]``.
-        starts: the block that each of them begins with, ``int64[n]``.
-    """
+    """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot. The merged rows have
+    the addresses `source` and begin with the blocks `starts`, ``int64[n]`` each."""
 
     extent: RowExtent
     first: int
@@ -114,14 +110,10 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What is in a slot of staging memory at one time.
+    """The content of a slot of staging memory at one time: rows of a read, in `staged_bytes` of the slot.
 
-    Attributes:
-        read: what it is a part of.
-        rows: its rows.
-        staged_bytes: bytes of the slot that it uses.
-        source, offset, length: its descriptors, consecutive blocks merged: address, bytes into the slot, bytes;
-            ``int64[n]``.
+    `source`, `offset` and `length` are the batch's descriptors, consecutive blocks merged: address, bytes into the
+    slot, bytes; ``int64[n]``.
     """
 
     read: StagedRead
@@ -152,12 +144,12 @@ class Batch:
         )
 
     def descriptors(self, slot: int, memory: MemoryPair) -> RawDescriptors:
-        """The rows, read to the address `slot`."""
+        """The descriptors that read the rows to the address `slot`."""
         columns = (self.source, self.offset + slot, self.length)
         return RawDescriptors(memory, *(column.view(np.uint64) for column in columns))
 
     def copies(self, slot: int) -> Iterator[Copy]:
-        """From the address `slot` into the destination's blocks."""
+        """The copies from the address `slot` into the destination's blocks."""
         lane = self.read.lane
         for rows in self.rows:
             for piece in self.read.pieces:
@@ -183,7 +175,7 @@ class Batch:
 
 
 def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:
-    """The segments of a lane, to be read through staging memory; None if there are none."""
+    """The segments of a lane as a read through staging memory; None if there are none."""
     if not found:
         return None
     blocks, places = np.unique(np.concatenate([segment.source for segment in found]), return_inverse=True)
@@ -196,13 +188,13 @@ def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:
 
 
 def _within(blocks: Int64s, rows: _Rows) -> slice:
-    """Which of these rising indices of blocks are those of `rows`."""
+    """The range of these rising block indices that lies in `rows`."""
     begin, end = np.searchsorted(blocks, (rows.first, rows.end))
     return slice(int(begin), int(end))
 
 
 def _from(starts: Int64s, first: int, end: int) -> Int64s:
-    """Where runs begin among the blocks ``[first, end)``, if they begin at `starts` among all."""
+    """The beginnings of runs among the blocks ``[first, end)``; among all blocks, runs begin at `starts`."""
     begin, behind = np.searchsorted(starts, (first, end))
     within = starts[begin:behind]
     if begin < behind and within[0] == first:

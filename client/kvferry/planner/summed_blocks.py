@@ -1,21 +1,21 @@
-"""Integrity mode: which blocks have sums, and where the summed states of each lie on either side. Pure.
+"""Integrity mode: the blocks that have sums, and the positions of their summed states on either side. Pure.
 
-The design, of which `kvferry.planner.checksum` has the sum itself:
+The design (`kvferry.planner.checksum` defines the sum):
 
 - A *sum* belongs to (source rank, plane, block, unit). The block is named by its *block index*, counted in the source's
-  blocks from the request's first token (`places` here and in the protos). Summed are the published states of the block.
-  A block whose published tokens end, or begin, inside a granule or a state has no sum: the rest of that granule may
-  still change.
+  blocks from the request's first token (`places` here and in the protos). Its published states are summed. A block
+  whose published tokens end, or begin, inside a granule or a state has no sum: the rest of that granule may still
+  change.
 - A source rank sums the blocks of a publication in its own memory, when its engine calls `Cache.checksum` after the
-  publish, and sends the sums to the home in pages. The publish announces the sums, and a rank's last page is marked as
-  the last, so a reader knows which sums to wait for.
-- The home keeps them with the publication, within a limit, until it is released. A home that restarts has lost them,
-  and they are not sent again: what they would have verified counts as unverified.
+  publish, and sends the sums to the home in pages. The publish announces the sums, and a rank's last page is marked, so
+  a reader knows which sums to wait for.
+- The home keeps the sums with the publication, within a limit, until the publication is released. A home that restarts
+  has lost them, and they are not sent again: the blocks count as unverified.
 - A reader, once all bytes have arrived and before the read counts, asks for the sums of the blocks that it holds whole,
   sums its own memory, and compares. Blocks that have no sum, were read in part (a prefix was there already, or tokens
   are sharded differently) or were left out by sampling count as unverified: neither an error nor a success.
-- Where the states lie at the destination is worked out here from the geometries and block tables alone, not from the
-  descriptors that moved them, so that a mistake in those is found as well.
+- The positions of states at the destination are computed here from the geometries and block tables alone, not from the
+  descriptors that moved the states, so that mistakes in descriptors are found as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class IntegrityOptions:
     Attributes:
         mode: "off": nothing is computed, sent or asked; "sampled": of a share of the blocks; "full": of all.
         rate: the share for "sampled".
-        patience: seconds that a read waits for sums which its source has announced.
+        patience: seconds that a read waits for announced sums.
     """
 
     mode: Literal["off", "sampled", "full"] = "off"
@@ -74,8 +74,8 @@ class Verification:
     """The result of comparing the sums of one read, counted in units of source blocks of planes.
 
     Attributes:
-        verified: compared, and equal.
-        unverified: read, but not compared: in part, without a sum, or not sampled.
+        verified: compared and equal.
+        unverified: read but not compared: in part, without a sum, or not sampled.
     """
 
     verified: int
@@ -92,11 +92,11 @@ class StateRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikeBlocks:
-    """Source blocks whose summed states lie alike on one side.
+    """Source blocks whose summed states have the same positions on one side.
 
     Attributes:
         places: block indices of the source's blocks, rising, ``int64[n]``.
-        runs: where the states lie, in their order.
+        runs: the positions of the states, in their order.
         ids: the block of this side that holds each run, ``int32`` or ``int64[n, runs]``; only ever an index.
     """
 
@@ -106,12 +106,12 @@ class AlikeBlocks:
 
 
 def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Blocks) -> tuple[int, int]:
-    """The held states of a request that have sums, as a range on the line of held states: all published ones, but for
+    """The held states of a request that have sums, as a range on the line of held states: all published states except
     those of blocks whose published tokens end inside a granule.
 
     Args:
-        layout, plane, group: of the source.
-        blocks: as published.
+        layout, plane, group: those of the source.
+        blocks: the published blocks.
     """
     if group.kind is GroupKind.STATE:
         return 0, len(blocks.ids) * layout.held_per_block
@@ -128,7 +128,7 @@ def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Bl
 
 
 def whole_granules(layout: StateLayout, plane: Plane, token: int) -> tuple[int, int]:
-    """The number of held states before a token, in whole granules: without and with the granule that it lies in."""
+    """The number of held states before a token, in whole granules: without and with the granule around the token."""
     per_state, granule = plane.tokens_per_state, plane.token_granule
     below = layout.held_before(int(token // per_state)) // granule
     above = -(-layout.held_before(-int(-token // per_state)) // granule)
@@ -138,7 +138,7 @@ def whole_granules(layout: StateLayout, plane: Plane, token: int) -> tuple[int, 
 def source_blocks(
     plane: Plane, group: Group, blocks: Blocks, publication: int, share: float
 ) -> tuple[AlikeBlocks, ...]:
-    """The blocks of a publication that a source rank sums, where they lie at the source."""
+    """The blocks of a publication that a source rank sums, with their positions at the source."""
     layout = StateLayout.of(plane, group)
     published = published_states(layout, plane, group, blocks)
     return states_in_blocks(layout, group, blocks, published, lambda indices, _: sampled(publication, indices, share))
@@ -151,13 +151,8 @@ def states_in_blocks(
     held: tuple[int, int],
     wanted: Callable[[Int64s, BlockIds], npt.NDArray[np.bool_]],
 ) -> tuple[AlikeBlocks, ...]:
-    """The blocks that hold a range of the held states of a request.
-
-    Args:
-        layout, group, blocks: of one side.
-        held: the range.
-        wanted: which blocks are taken, given their block indices and ids.
-    """
+    """The blocks that hold the range `held` of the held states of a request, on the side of `layout`, `group` and
+    `blocks`. `wanted` selects blocks by their block indices and ids."""
     (begin, stop), per_block = held, layout.held_per_block
     if begin >= stop:
         return ()
@@ -175,12 +170,8 @@ def states_in_blocks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBlocks:
-    """Source blocks of a lane that its reader has read.
-
-    Attributes:
-        alike: those that it holds whole and that are sampled, where they lie at the destination.
-        others: how many others it has read from.
-    """
+    """Source blocks of a lane that its reader has read: `alike` are those that the reader holds whole and that are
+    sampled, with their positions at the destination; `others` is the number of the others."""
 
     alike: tuple[AlikeBlocks, ...]
     others: int
@@ -189,11 +180,11 @@ class HeldBlocks:
 def held_blocks(
     lane: Lane, needed: GroupRequest, source_group: Group, granted: Blocks, publication: int, share: float
 ) -> Iterator[HeldBlocks]:
-    """What a reader holds of a lane's source blocks, a stretch of the request at a time.
+    """A reader's parts of a lane's source blocks, a stretch of the request at a time.
 
     Args:
-        lane: of the plan that the read was made with.
-        needed: what was moved of the lane's group.
+        lane: a lane of the plan that made the read.
+        needed: the moved part of the lane's group.
         source_group: the group at the source.
         granted: the blocks as published.
         publication, share: see `sampled`.
@@ -220,7 +211,7 @@ def held_blocks(
 
 
 def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
-    """The held states of the source that the lane has moved, those aside that the destination does not hold."""
+    """The held states of the source that the lane has moved, including those that the destination does not hold."""
     if lane.group.kind is GroupKind.STATE:
         begin, end = lane.stripe.blocks(1)
         return 0, lane.source.held_per_block if begin < end else 0
@@ -233,16 +224,16 @@ def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
 def _alike(
     indices: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: GroupRequest
 ) -> Iterator[AlikeBlocks]:
-    """Gather source blocks by how their states lie in the destination's blocks.
+    """Gather source blocks by the positions of their states in the destination's blocks.
 
     Args:
         indices: block indices of the source's blocks.
         there: the index of each of their states on the destination's line of held states, ``int64[n, states]``.
-        summed: which of them count, at least one of each block.
+        summed: whether each state counts; at least one state of each block does.
     """
     per_block = lane.destination.held_per_block
     first = there[np.arange(len(there)), summed.argmax(axis=1)] // per_block
-    # Counted from the destination block of the first state, so that it repeats from block to block.
+    # Counted from the destination block of the first state, so that the pattern repeats from block to block.
     pattern = np.where(summed, there - first[:, None] * per_block, -1)
     for alike in _rows_alike(pattern):
         states = pattern[alike[0]]
@@ -257,7 +248,7 @@ def _alike(
 
 
 def _rows_alike(rows: Int64s) -> list[npt.NDArray[np.int64]]:
-    """Indices of equal rows, rising; one list for each kind."""
+    """Indices of equal rows, rising; one list for each distinct row."""
     if len(rows) == 0:
         return []
     if bool((rows == rows[0]).all()):

@@ -1,8 +1,7 @@
 """The token line: the blocks of both sides laid end to end, and the pieces into which they cut it.
 
 Its points are the held states where both sides hold the same tokens, and all states where their token shards differ. A
-*piece* is a stretch that lies within one block on each side and that both sides hold. Pieces repeat with the lcm of the
-block sizes.
+*piece* is a stretch within one block on each side that both sides hold. Pieces repeat with the lcm of the block sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Index = TypeVar("Index", int, Int64s)
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """How the states of a request lie in the blocks of one side.
+    """The positions of a request's states in the blocks of one side.
 
     Attributes:
         block_states: states per block over all token shards.
@@ -41,7 +40,7 @@ class StateLayout:
     @classmethod
     def of(cls, plane: Plane, group: Group) -> StateLayout:
         shard = plane.token_shard
-        # Plane and check_rank have seen to it that no state is torn apart.
+        # Plane and check_rank have checked that no state is torn apart.
         interleave = int(shard.interleave / plane.tokens_per_state) if shard.count > 1 else 1
         return cls(
             block_states=plane.block_states * shard.count,
@@ -52,39 +51,34 @@ class StateLayout:
 
     @property
     def held_per_block(self) -> int:
-        """States of a block that are held."""
+        """The held states of a block."""
         return self.block_states // self.shard.count
 
     def held_before(self, state: int) -> int:
-        """How many of the states below `state` are held."""
+        """The number of held states below `state`."""
         turn = self.shard.count * self.shard.interleave
         whole, rest = divmod(state, turn)
         in_turn = min(max(rest - self.shard.index * self.shard.interleave, 0), self.shard.interleave)
         return whole * self.shard.interleave + in_turn
 
     def held_state(self, index: Index) -> Index:
-        """Which state is the `index`-th of those held."""
+        """The state with this index among the held states."""
         turn, within = index // self.shard.interleave, index % self.shard.interleave
         return (turn * self.shard.count + self.shard.index) * self.shard.interleave + within
 
     def holds(self, states: Int64s) -> npt.NDArray[np.bool_]:
-        """Whether each of the states is held."""
+        """Whether each state is held."""
         return np.equal(states // self.shard.interleave % self.shard.count, self.shard.index)
 
     def held_indices(self, states: Int64s) -> Int64s:
-        """The index of each of the states, all held, among those held."""
+        """The index of each state, all held, among the held states."""
         turn = self.shard.interleave * self.shard.count
         return states // turn * self.shard.interleave + states % self.shard.interleave
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Pieces with the same cut.
-
-    Attributes:
-        cut: which states of the blocks.
-        source_block, destination_block: the blocks, counted from the line's origin, ``int64[n]``.
-    """
+    """Pieces with the same cut; their blocks are counted from the line's origin, ``int64[n]``."""
 
     cut: Cut
     source_block: Int64s
@@ -93,11 +87,7 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The token line of two layouts.
-
-    Attributes:
-        source, destination: the layouts of both sides.
-    """
+    """The token line of two layouts."""
 
     source: StateLayout
     destination: StateLayout
@@ -119,19 +109,19 @@ class Line:
 
     @cached_property
     def period(self) -> int:
-        """After this many states the pieces repeat."""
+        """The number of states after which the pieces repeat."""
         return lcm(self.source_step, self.destination_step)
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Pieces end at multiples of these states, the fewest first: blocks, and the turns of token shards."""
+        """Pieces end at multiples of these numbers of states, the smallest first: blocks, and turns of token shards."""
         turns = () if self.same_tokens else (self.source.shard, self.destination.shard)
         steps = {self.source_step, self.destination_step, *(turn.interleave for turn in turns if turn.count > 1)}
         return tuple(sorted(steps))
 
     @cached_property
     def pieces_per_period(self) -> int:
-        """An upper bound, known without making them."""
+        """An upper bound, known without making the pieces."""
         return sum(self.period // step for step in self.steps)
 
     @cached_property
@@ -152,7 +142,7 @@ class Line:
             source_at, destination_at = self.source.held_indices(first), self.destination.held_indices(first)
         source_block, source_at = np.divmod(source_at, self.source.held_per_block)
         destination_block, destination_at = np.divmod(destination_at, self.destination.held_per_block)
-        # Blocks hold at most 2**20 states (`coverage.MAX_CELLS`), so that this does not wrap.
+        # Blocks hold at most 2**20 states (`coverage.MAX_CELLS`), so this does not wrap.
         cuts = (source_at * self.destination.held_per_block + destination_at) * (int(count.max()) + 1) + count
         order = np.argsort(cuts, kind="stable")
         return tuple(
@@ -165,6 +155,6 @@ class Line:
         )
 
     def _edges(self, begin: int, end: int) -> Int64s:
-        """Where pieces of ``[begin, end)`` begin or end, rising."""
+        """The beginnings and ends of the pieces of ``[begin, end)``, rising."""
         inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self.steps]
         return np.unique(np.concatenate((np.array([begin, end], np.int64), *inner)))

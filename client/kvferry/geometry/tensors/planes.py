@@ -1,4 +1,4 @@
-"""Planes from tensors whose axes are named, and what such a tensor holds of the model: heads, tokens, components."""
+"""Planes from tensors whose axes are named, and a tensor's part of the model: heads, tokens, components."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Part:
     """One component inside a tensor.
 
     Attributes:
-        component: its name, see `Plane.component`.
-        kv: its index along the ``kv`` axis.
+        component: see `Plane.component`.
+        kv: the component's index along the ``kv`` axis.
         content: its elements of the ``content`` axes; None: all.
         channels: its indices along the tensor's ``unit`` axis; None: all.
-        units: the units these are, counted over the whole model; None: those of the call.
-        axis_size: units of the whole model; None: that of the call.
-        format, token_granule: None: those of the call.
+        units: the units of these channels, counted over the whole model; None: the holding's.
+        axis_size: units of the whole model; None: the holding's.
+        format, token_granule: None: the holding's.
     """
 
     component: str
@@ -55,19 +55,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What the tensors of a call hold, the same for all of them.
+    """The part of the model that all tensors of a call hold.
 
     Attributes:
-        units: units held, counted over the whole model; None: as many as the tensor has, and no other rank has any.
+        units: units held, counted over the whole model; None: the tensor's units, and no other rank has any.
         axis_size: units of the whole model; None: the end of `units`.
         token_shard: tokens held.
         tokens_per_state: tokens that one state stands for.
-        format: what the bytes mean.
+        format: names the meaning of the bytes.
         dtype: None: the tensor's.
         token_granule: states that may not be cut apart; 0: a whole page.
         units_divide: whether single units may be read.
-        optional_cover: may stay uncovered by a source.
-        shared: other tensors of the rank that say so too may be the same memory: layers that share a cache.
+        optional_cover: whether the planes may stay uncovered by a source.
+        shared: whether other shared tensors of the rank may be the same memory, as of layers that share a cache.
     """
 
     units: Interval | None = None
@@ -93,7 +93,7 @@ Components = Sequence[str | Part] | Mapping[str, int]
 
 
 def heads_held(heads: range | Interval, total_heads: int | None) -> Holding:
-    """Holding of some heads of the model; raises `InvalidField`.
+    """The holding of a rank with these heads of the model; raises `InvalidField`.
 
     Args:
         heads: the heads, e.g. ``range(2, 4)``.
@@ -121,11 +121,11 @@ def planes_of(
 
     Args:
         tensors: a tensor for each layer, all of the same axes.
-        axes: names of the axes, see `planes_of_tensor`; None: nothing is known of the order inside a page, so
-            pages move whole (`opaque_planes`).
-        group: the group they belong to.
+        axes: names of the axes, see `planes_of_tensor`; None: the order inside a page is unknown, so pages move whole
+            (`opaque_planes`).
+        group: the planes' group.
         components: see `planes_of_tensor`.
-        holding: what they hold; the default is a rank that holds everything.
+        holding: the tensors' part of the model; the default is all of it.
 
     Raises:
         BadGeometry: shape and strides do not fit the axes or the group.
@@ -173,21 +173,21 @@ def planes_of_tensor(
     Args:
         tensor: of any strides, as long as the content of one unit of one state is contiguous.
         axes: the name of each axis, outermost first. ``block`` (or ``slot``: blocks and tokens in one axis),
-            ``token`` (alias ``row`` for states), ``unit`` (aliases ``head``, ``channel``), ``content`` (repeated if
-            it has several axes); where they exist ``kv``, ``page`` and ``layer``. An axis that is left out has one
-            element. Without ``page``, a block may still be several consecutive indices of ``block``, each a page.
-        group: its block_tokens and num_blocks say how many pages a block has and how many blocks must fit.
-        layers: the layer's name; with a ``layer`` axis, one for each of its indices.
-        components: along ``kv``, or the only one; or a mapping from component to its number of elements of
+            ``token`` (alias ``row`` for states), ``unit`` (aliases ``head``, ``channel``), ``content`` (repeated for
+            several axes of content); where they exist ``kv``, ``page`` and ``layer``. An absent axis has one element.
+            Without ``page``, a block may still be several consecutive indices of ``block``, each a page.
+        group: its block_tokens give the pages of a block, and its num_blocks the blocks that must fit.
+        layers: the layer's name; with a ``layer`` axis, a name for each of its indices.
+        components: along ``kv``, or the only component; or a mapping from component to its number of elements of
             ``content``, in order (K and V packed side by side); or `Part` for everything else. Default: key and value
             along ``kv``.
-        holding: what the tensor holds; the default is all of the model.
+        holding: the tensor's part of the model; the default is all of it.
 
     Returns:
         Planes by layer, then component.
 
     Raises:
-        BadGeometry: with shape and strides in it.
+        BadGeometry: names shape and strides.
     """
     view = view_of(tensor)
     axis = _Axes(view, texts("axes", axes))
@@ -213,20 +213,20 @@ def opaque_planes(
     component: str = "kv",
     holding: Holding | None = None,
 ) -> tuple[Plane, ...]:
-    """Planes of a tensor of which nothing is known but where its blocks begin: pages move whole, between equal
-    pages only.
+    """Planes of a tensor of which only the beginnings of its blocks are known: pages move whole, between equal pages
+    only.
 
-    Axes before `block_axis` (a leading 2 for K and V, say) give a plane each: ``kv.0``, ``kv.1`` ...
+    Each index of the axes before `block_axis` (a leading 2 for K and V, say) gives a plane: ``kv.0``, ``kv.1`` …
 
     Args:
         tensor: each of its blocks is one contiguous piece.
-        layer, group: what it is.
+        layer, group: those of the planes.
         block_axis: the axis of blocks, or of a block's pages.
         component: name of the component.
         holding: `units` and `axis_size` if ranks hold different parts.
 
     Raises:
-        BadGeometry: a block that is not contiguous.
+        BadGeometry: a block is not contiguous.
     """
     view = view_of(tensor)
     block_axis = integer("block_axis", block_axis)
@@ -245,10 +245,10 @@ def opaque_planes(
     page_bytes = view.tail_bytes(block_axis + 1)
     units = holding.units or Interval(0, holding.axis_size or 1)
     states = _block_states(group, holding)
-    # The number of pages in a block is not declared, so a block is one page; the bytes of a token are not known.
+    # The pages of a block are not declared, so a block is one page; the bytes of a token are unknown.
     state_bytes, rest = divmod(page_bytes, (states or 1) * len(units))
     if rest:
-        # A page that does not divide by its tokens is one state that stands for all of them.
+        # A page whose bytes do not divide by its tokens is one state that stands for all of them.
         states, state_bytes, rest = 1, *divmod(page_bytes, len(units))
         holding = replace(holding, tokens_per_state=Fraction(group.block_tokens or 1, holding.token_shard.count))
     if rest:
@@ -280,7 +280,7 @@ def opaque_planes(
 
 
 def _outer_offsets(view: TensorView, block_axis: int) -> list[int]:
-    """Bytes from the tensor's start to block 0 of each combination of indices outside the block axis."""
+    """Bytes from the tensor's start to block 0, for each combination of indices outside the block axis."""
     offsets = [0]
     for size, stride in zip(view.shape[:block_axis], view.strides[:block_axis], strict=True):
         offsets = [offset + index * stride for offset in offsets for index in range(size)]
@@ -365,7 +365,7 @@ def _parts(axis: _Axes, components: Components | None) -> list[Part]:
 
 
 def _block_states(group: Group, holding: Holding) -> int:
-    """States that a block of the group has on this rank; 0 for state groups, where the tensor decides."""
+    """States of one block of the group on this rank; 0 for state groups, where the tensor decides."""
     if group.kind is GroupKind.STATE:
         return 0
     states = Fraction(group.block_tokens, holding.token_shard.count) / holding.tokens_per_state
@@ -413,7 +413,7 @@ def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holdi
 
 
 def _paging(axis: _Axes, group: Group, holding: Holding) -> dict[str, int]:
-    """How a tensor's block axes make the group's blocks, as fields of a plane; strides in bytes."""
+    """The group's blocks in the tensor's block axes, as fields of a plane; strides in bytes."""
     states = _block_states(group, holding)
     if axis.has("slot"):
         states, stride = states or 1, axis.stride("slot")

@@ -1,4 +1,4 @@
-"""What a tensor says of its memory: torch and numpy alike, and neither is imported."""
+"""The memory of a tensor, of torch and numpy alike; neither is imported."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind
 
 
 class Tensor(Protocol):
-    """A torch tensor, a numpy array, a `TensorView`, or what shares its memory by ``__array_interface__``, DLPack or
-    as a buffer. Type checkers know the first three."""
+    """A torch tensor, a numpy array, a `TensorView`, or an object that shares memory through ``__array_interface__``,
+    DLPack or the buffer protocol. Type checkers know the first three."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -24,8 +24,8 @@ class Tensor(Protocol):
     def dtype(self) -> object: ...
 
 
-# torch has the name "cuda" for ROCm as well. Others (xpu, hpu, tpu ...) are refused: their devices are set by other
-# calls than those of `torch.cuda`, and no build of NIXL that can register their memory has been seen.
+# torch uses the name "cuda" for ROCm as well. Others (xpu, hpu, tpu ...) are refused: `torch.cuda` does not set their
+# devices, and no known build of NIXL can register their memory.
 _KINDS = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM}
 
 
@@ -34,13 +34,13 @@ class TensorView:
     """The memory of a tensor. Made from tensors by `view_of`, or by hand from addresses.
 
     Attributes:
-        address: of its first element.
+        address: of the first element.
         shape: elements along each axis.
         strides: bytes along each axis.
         itemsize: bytes of an element.
         dtype: name of the element type, e.g. ``bfloat16``.
         memory_kind, device: address space, as NIXL counts devices.
-        storage: address and length of the allocation it lies in; (0, 0) if that is not known.
+        storage: address and length of the allocation around the tensor; (0, 0) if unknown.
     """
 
     address: int
@@ -79,7 +79,7 @@ class TensorView:
 
     @property
     def contiguous_tail(self) -> int:
-        """The first axis from which on everything is one contiguous piece; the number of axes if nothing is."""
+        """The first axis from which all further axes are one contiguous piece; the number of axes if none are."""
         expected = self.itemsize
         for axis in range(len(self.shape) - 1, -1, -1):
             if self.shape[axis] > 1:
@@ -107,7 +107,7 @@ class TensorView:
         """The same memory with the axes from `axis` on, one contiguous piece, reshaped to `shape`.
 
         Raises:
-            BadGeometry: they are not one piece, or hold another number of elements.
+            BadGeometry: these axes are not one piece, or hold another number of elements.
         """
         if self.contiguous_tail > axis or prod(shape) != prod(self.shape[axis:]):
             raise BadGeometry("tensor", f"the axes from {axis} on of {self.described} are not one piece of {shape}")
@@ -116,11 +116,11 @@ class TensorView:
 
 
 def view_of(tensor: object) -> TensorView:
-    """The memory of a torch tensor (CPU or CUDA), a numpy array, or what shares its memory as one of them.
+    """The memory of a torch tensor (CPU or CUDA), a numpy array, or an object that shares its memory as one of them.
 
     Raises:
-        BadGeometry: not a strided tensor, memory that NIXL could not reach, that is read-only or smaller than the
-            strides say, or elements that are no plain numbers in the order of this machine's bytes.
+        BadGeometry: the object is not a strided tensor; its memory is read-only, out of NIXL's reach, or smaller than
+            the strides need; or its elements are not plain numbers in this machine's byte order.
     """
     if isinstance(tensor, TensorView):
         return tensor
@@ -134,7 +134,7 @@ def view_of(tensor: object) -> TensorView:
 
 
 def _known(tensor: object) -> Any:
-    """The torch tensor or numpy array that this is, or that shares its memory; raises `BadGeometry`."""
+    """The object itself if it is a torch tensor or numpy array, else one over its memory; raises `BadGeometry`."""
     for names in (
         ("data_ptr", "stride", "element_size", "untyped_storage"),
         ("__array_interface__", "dtype", "strides", "itemsize"),
@@ -196,14 +196,14 @@ def _view_of_numpy(array: Any) -> TensorView:
 
 
 def _check_elements(dtype: Any) -> None:
-    """Elements are bytes that mean the same on another machine: no pointers, no records, no text."""
+    """Check that elements are bytes that mean the same on another machine: no pointers, no records, no text."""
     problem = ""
     if dtype.hasobject:
         problem = "holds pointers to Python objects"
     elif dtype.names is not None or dtype.subdtype is not None:
         problem = "is structured; give a view of it for each component"
     elif dtype.itemsize == 0 or dtype.kind in "SUMm":
-        # What ml_dtypes adds, such as bfloat16, is of kind V.
+        # The types of ml_dtypes, such as bfloat16, are of kind V.
         problem = "is no number"
     elif not dtype.isnative:
         problem = "is not in this machine's byte order, in which kernels read"
@@ -212,7 +212,7 @@ def _check_elements(dtype: Any) -> None:
 
 
 def _bounds(root: Any) -> tuple[int, int]:
-    """Address and length of the memory of an array that is no view of another; (0, 0) if it does not say."""
+    """Address and length of the memory of an array that is no view of another; (0, 0) if unknown."""
     shape, strides = getattr(root, "shape", None), getattr(root, "strides", None)
     if not shape or strides is None or min(shape) < 1:
         return 0, 0
@@ -222,7 +222,7 @@ def _bounds(root: Any) -> tuple[int, int]:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of our own: what its owner makes the tensor point at later does not matter to it.
+    """The same memory as a tensor of our own, which stays when the owner later points its tensor at other memory.
     Raises `BadGeometry`."""
     if isinstance(tensor, TensorView):
         return tensor
@@ -234,14 +234,14 @@ def held(tensor: Tensor) -> Tensor:
 def regions_of(tensors: Iterable[Tensor]) -> tuple[MemoryRegion, ...]:
     """The memory to register with NIXL so that every tensor lies within one region.
 
-    One region for each allocation, from the first to the last byte that a tensor uses of it: a descriptor may not
-    span two regions, so tensors of one storage (layers, K and V) stay in one. Overlapping ranges are merged;
-    neighbouring ones of different allocations are not, since they may be freed apart.
+    Each allocation gives one region, from the first to the last byte that a tensor uses: a descriptor may not span two
+    regions, so tensors of one storage (layers, K and V) stay in one. Overlapping ranges are merged; neighbouring ranges
+    of different allocations are not, since they may be freed separately.
     """
     found: dict[tuple[MemoryKind, int, int], tuple[int, int]] = {}
     for view in map(view_of, tensors):
         first, last = view.extent
-        # A view whose storage is not known, or that reaches outside it, stands for itself.
+        # A view whose storage is unknown, or that reaches outside its storage, is its own allocation.
         base, length = view.storage
         if not base <= first < last <= base + length:
             base = first
@@ -262,22 +262,22 @@ DEVICES = {1: MemoryKind.DRAM, 2: MemoryKind.VRAM, 3: MemoryKind.DRAM, 10: Memor
 
 
 def shared(tensor: object) -> Any:
-    """Return a torch tensor or numpy array over the memory of another library's tensor. Nothing is copied.
+    """A torch tensor or numpy array over the memory of another library's tensor. Nothing is copied.
 
     Args:
         tensor: has ``__array_interface__``, ``__dlpack__``, or a buffer.
 
     Raises:
-        BadGeometry: it has none of them, or does not share its memory.
+        BadGeometry: the tensor has none of these, or does not share its memory.
     """
     try:
         found = _shared(tensor)
-        # Both are alive: a library that hands out copies, as DLPack lets it, cannot give the same memory twice.
+        # Both results are alive: a library that hands out copies, as DLPack lets it, cannot give the same memory twice.
         is_same = _address(found) == _address(_shared(tensor))
     except BadGeometry:
         raise
     except Exception as error:
-        # The other library's code: it may raise anything.
+        # The other library's code may raise anything.
         raise _unusable(tensor, f"does not share its memory: {type(error).__name__}: {error}") from None
     if not is_same:
         raise _unusable(tensor, "gives copies of its memory instead of sharing it")
@@ -309,8 +309,8 @@ def _from_dlpack(tensor: Any) -> Any:
     if kind is None:
         raise _unusable(tensor, f"lies on a device of DLPack's type {device}, which kvferry does not know")
     if kind is MemoryKind.DRAM:
-        # numpy before torch, which does not see that memory must not be written. Before 2.1 numpy allowed writing to
-        # none, and asked for no copy.
+        # numpy before torch, which ignores that memory is read-only. Before 2.1 numpy allowed no writing at all, and no
+        # check for copies.
         if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
             try:
                 return np.from_dlpack(tensor, copy=False)
