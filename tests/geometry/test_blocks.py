@@ -81,7 +81,7 @@ def test_blocks_pickle() -> None:
     ],
     ids=str,
 )
-def test_runs_that_lie_are_refused_before_they_are_expanded(changes: dict[str, object]) -> None:
+def test_runs_with_wrong_numbers_are_refused_before_they_are_expanded(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidField):
         blocks_from_proto(pb.GroupBlocks(group="full", **changes))  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def test_null_block_is_refused() -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.lists(st.integers(0, 30), max_size=12))
-def test_same_destination_block_twice_in_a_pool_is_refused(one: list[int], two: list[int]) -> None:
+def test_destination_block_given_twice_in_a_pool_is_refused(one: list[int], two: list[int]) -> None:
     lists = [Blocks(one).ids, Blocks(two).ids]
     if len(set(one + two)) == len(one) + len(two):
         check_unique("pool", lists)

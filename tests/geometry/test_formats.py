@@ -43,7 +43,7 @@ def check_rows(plane: Plane, rows: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("layout", VLLM_LAYOUTS)
-def test_vllm_packed_content_in_every_layout(layout: str) -> None:
+def test_vllm_packed_content_is_found_in_every_layout(layout: str) -> None:
     order = VLLM_LAYOUTS[layout]
     sizes = (2, BLOCKS, HEADS, TOKENS, 2 * DIM)
     memory = unique(*(sizes[axis] for axis in order))

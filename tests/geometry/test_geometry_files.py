@@ -92,7 +92,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("paging", [{}, {"block_size": 8, "page_size": 4}], ids=str)
-def test_every_layout_fills_its_memory_exactly_once(layout: dict[str, Any], paging: dict[str, Any]) -> None:
+def test_layouts_fill_their_memory_exactly_once(layout: dict[str, Any], paging: dict[str, Any]) -> None:
     for rank in geometry_file.parse(small(**layout, **paging)).ranks:
         assert (covered(rank) == 1).all()
 
@@ -139,7 +139,7 @@ def test_heads_are_divided_by_the_rule_unless_the_file_says_how(heads: int, tp_s
         assert {plane.units for plane in geometry.planes} == {Interval(begin, max(end, begin + 1))}
 
 
-def test_declared_shards_and_stages() -> None:
+def test_declared_shards_and_stages_are_held() -> None:
     engine = geometry_file.parse(
         document(tp_size=4, pp_size=2, shards=[[0, 3], [3, 4], [4, 7], [7, 8]], stages=[[0, 20], [20, 32]])
     )
@@ -257,7 +257,7 @@ def test_states_in_either_row_order_read_from_each_other() -> None:
     assert plan_read(rows_first, geometry_file.parse(channels_first), 0).reads
 
 
-def test_compressed_states_indexers_and_draft_layers() -> None:
+def test_compressed_states_indexers_and_draft_layers_are_read() -> None:
     engine = geometry_file.load(EXAMPLES / "sparse-mla-tp4.json")
     planes = {plane.name: plane for plane in engine.ranks[0].planes}
     assert planes["layers.3/index_scale"].tokens_per_state == Fraction(4)
@@ -298,7 +298,7 @@ def test_pages_that_cannot_be_cut_are_refused_with_the_reason() -> None:
         plan_read(geometry_file.parse(opaque), geometry_file.parse({**opaque, "block_size": 32}), 0)
 
 
-def test_identity_memory_and_null_block() -> None:
+def test_identity_memory_and_null_block_are_taken_from_the_file() -> None:
     engine = geometry_file.parse(small(identity={"model": "m"}, memory="vram", device=3, null_block=0))
     plane = engine.ranks[0].planes[0]
     assert (engine.identity, plane.memory_kind, plane.device) == ({"model": "m"}, MemoryKind.VRAM, 3)

@@ -72,7 +72,7 @@ def test_files_need_pydantic_and_say_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
 
 @given(value=junk, data=st.data())
-def test_any_junk_anywhere_is_an_engine_or_a_typed_error(value: object, data: st.DataObject) -> None:
+def test_documents_with_junk_anywhere_are_an_engine_or_a_typed_error(value: object, data: st.DataObject) -> None:
     mistaken = small(groups=[{"name": "full", "layers": [0], "components": [{"name": "key"}]}, *MAMBA["groups"][1:]])
     mistaken, value = copy.deepcopy(mistaken), copy.deepcopy(value)
     target: Any = mistaken

@@ -34,7 +34,7 @@ def test_views_of_one_array_share_a_region() -> None:
     assert [(region.base - array.ctypes.data, region.length) for region in found] == [(128, 384)]
 
 
-def test_each_allocation_has_a_region() -> None:
+def test_allocations_have_a_region_each() -> None:
     tensors = [torch.zeros(1000) for _ in range(3)]
     assert sorted(region.base for region in regions_of(tensors)) == sorted(t.data_ptr() for t in tensors)
 

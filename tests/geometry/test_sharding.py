@@ -31,7 +31,7 @@ def test_replicas_are_neighbours_as_in_vllm(replicas: int, heads: int) -> None:
         assert part == Interval(rank // replicas, rank // replicas + 1)
 
 
-def test_ten_heads_over_four_ranks() -> None:
+def test_heads_that_do_not_divide_evenly_are_spread_over_all_ranks() -> None:
     assert [str(part) for part in shards(4, 10)] == ["[0, 2)", "[2, 5)", "[5, 7)", "[7, 10)"]
 
 
@@ -41,6 +41,6 @@ def test_parts_that_do_not_exist_are_refused(index: int, count: int, size: int) 
         shard(index, count, size)
 
 
-def test_one_token_shard_holds_all() -> None:
+def test_a_single_token_shard_holds_all_tokens() -> None:
     assert token_shard(0, 1, 16) == TokenShard()
     assert token_shard(1, 4, 16) == TokenShard(1, 4, 16)

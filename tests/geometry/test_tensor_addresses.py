@@ -39,7 +39,7 @@ def check(laid_out: Laid, plane: Plane, pages: int = 1, **fixed: int) -> None:
 
 
 @given(tensor=laid(("kv", "block", "token", "unit", "content"), kv=2), first=st.integers(0, 5))
-def test_keys_and_values_in_any_order_of_axes(tensor: Laid, first: int) -> None:
+def test_keys_and_values_may_have_any_order_of_axes(tensor: Laid, first: int) -> None:
     group = Group("full", block_tokens=tensor.size("token"), num_blocks=tensor.size("block"))
     units = Interval(first, first + tensor.size("unit"))
     planes = planes_of_tensor(tensor.tensor, tensor.axes, group, "l", holding=Holding(units=units, axis_size=12))
@@ -52,7 +52,7 @@ def test_keys_and_values_in_any_order_of_axes(tensor: Laid, first: int) -> None:
 
 
 @given(tensor=laid(("layer", "block", "token", "unit", "content"), layer=3), split=st.data())
-def test_packed_content_of_a_cross_layer_tensor(tensor: Laid, split: st.DataObject) -> None:
+def test_packed_content_of_a_cross_layer_tensor_becomes_planes(tensor: Laid, split: st.DataObject) -> None:
     width = tensor.size("content")
     key = split.draw(st.integers(1, max(1, width - 1)))
     components = {"key": key, "value": width - key} if width > 1 else {"key": 1}
@@ -70,7 +70,7 @@ def test_packed_content_of_a_cross_layer_tensor(tensor: Laid, split: st.DataObje
 
 
 @given(tensor=laid(("block", "token", "unit", "content"), block=6), pages=st.sampled_from((1, 2, 3)))
-def test_several_pages_per_block(tensor: Laid, pages: int) -> None:
+def test_blocks_may_have_several_pages(tensor: Laid, pages: int) -> None:
     group = Group("full", block_tokens=tensor.size("token") * pages, num_blocks=6 // pages)
     (plane,) = planes_of_tensor(tensor.tensor, tensor.axes, group, "l", ("key",))
     assert (plane.num_blocks, plane.pages) == (6 // pages, pages)
@@ -78,7 +78,7 @@ def test_several_pages_per_block(tensor: Laid, pages: int) -> None:
 
 
 @given(tensor=laid(("block", "page", "token", "unit", "content"), page=2))
-def test_pages_with_an_axis_of_their_own(tensor: Laid) -> None:
+def test_pages_may_have_an_axis_of_their_own(tensor: Laid) -> None:
     group = Group("full", block_tokens=tensor.size("token") * 2, num_blocks=tensor.size("block"))
     (plane,) = planes_of_tensor(tensor.tensor, tensor.axes, group, "l", ("key",))
     for block in range(plane.num_blocks):
@@ -90,7 +90,7 @@ def test_pages_with_an_axis_of_their_own(tensor: Laid) -> None:
 
 
 @given(tensor=laid(("slot", "unit", "content"), slot=12), block_tokens=st.sampled_from((1, 3, 4, 5)))
-def test_token_slots_without_a_block_axis(tensor: Laid, block_tokens: int) -> None:
+def test_token_slots_need_no_block_axis(tensor: Laid, block_tokens: int) -> None:
     group = Group("full", block_tokens=block_tokens, num_blocks=12 // block_tokens)
     (plane,) = planes_of_tensor(tensor.tensor, tensor.axes, group, "l", ("key",))
     for block in range(plane.num_blocks):
@@ -100,7 +100,7 @@ def test_token_slots_without_a_block_axis(tensor: Laid, block_tokens: int) -> No
 
 
 @given(tensor=laid(("block", "token", "unit"), unit=10))
-def test_convolution_state_as_sub_projections_in_either_row_order(tensor: Laid) -> None:
+def test_convolution_state_is_sub_projections_in_either_row_order(tensor: Laid) -> None:
     group = Group("mamba", GroupKind.STATE, num_blocks=tensor.size("block"))
     parts = (
         Part("conv_x", channels=Interval(0, 6), units=Interval(6, 12), axis_size=18),
@@ -136,7 +136,7 @@ def test_token_shards_and_compressed_states_shrink_the_block() -> None:
     assert (plane.block_states, plane.pages, plane.state_bytes) == (8, 1, 32)
 
 
-def test_layers_apart_get_a_plane_each() -> None:
+def test_separate_layers_get_a_plane_each() -> None:
     caches = {f"layers.{i}": torch.zeros(2, 4, 16, 8, 32, dtype=torch.float16) for i in range(3)}
     group = Group("full", block_tokens=16, num_blocks=4)
     planes = planes_of(caches, ("kv", "block", "token", "head", "content"), group)
@@ -144,7 +144,7 @@ def test_layers_apart_get_a_plane_each() -> None:
     assert {plane.dtype for plane in planes} == {"float16"}
 
 
-def test_tensor_of_which_nothing_is_known_is_opaque_by_page() -> None:
+def test_tensor_without_named_axes_is_opaque_by_page() -> None:
     tensor = torch.arange(4 * 16 * 6, dtype=torch.int32).reshape(4, 16, 6)
     (plane,) = planes_of({"l": tensor}, None, Group("full", block_tokens=16, num_blocks=4))
     assert (plane.format, plane.token_granule, plane.page_tokens, plane.units_divide) == ("opaque", 16, 16, False)

@@ -50,7 +50,7 @@ def still_works(source: DeviceEngine, destination: DeviceEngine) -> None:
     assert destination.wrong(FEW) == []
 
 
-def test_a_read_is_cancelled_while_its_source_hangs(
+def test_a_read_can_be_cancelled_while_its_source_hangs(
     engine: Make, device: str, transports: Mapping[str, Mapping[str, str]]
 ) -> None:
     """It is not quiet before the source goes on; afterwards nothing writes to its blocks any more."""
@@ -68,7 +68,7 @@ def test_a_read_is_cancelled_while_its_source_hangs(
     still_works(source, destination)
 
 
-def test_a_read_is_cancelled_while_bytes_arrive(engine: Make, device: str) -> None:
+def test_a_read_can_be_cancelled_while_bytes_arrive(engine: Make, device: str) -> None:
     """However far it was: once it is quiet, its blocks are another request's."""
     source, destination = connected(engine, device, {})
     for seed in range(5):

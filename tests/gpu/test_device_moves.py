@@ -44,7 +44,7 @@ def test_a_request_moves(
 
 
 @pytest.mark.parametrize("transport", ["same host", "tcp"])
-def test_ucx_takes_the_transport(
+def test_ucx_uses_the_configured_transport(
     engine: Make, device: str, transports: Mapping[str, Mapping[str, str]], transport: str
 ) -> None:
     """As its own log says (UCX_PROTO_INFO): between two processes on one card the bytes move by cuda_ipc, on one host
@@ -60,7 +60,7 @@ def test_ucx_takes_the_transport(
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 3), (3, 2)], ids=_to)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tensor_parallel_sizes_differ(engine: Make, device: str, ranks: tuple[int, int], layout: str) -> None:
+def test_tensor_parallel_sizes_may_differ(engine: Make, device: str, ranks: tuple[int, int], layout: str) -> None:
     """Several ranks on one card, into each layout from another one."""
     names = list(LAYOUTS)
     source = engine([device] * ranks[0], SHAPE, names[names.index(layout) - 1])
@@ -70,7 +70,7 @@ def test_tensor_parallel_sizes_differ(engine: Make, device: str, ranks: tuple[in
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 48), (48, 32)], ids=_to)
 @pytest.mark.parametrize("tokens", [(0, 71), (35, 71), (64, 65)], ids=_to)
-def test_block_sizes_differ_and_ends_are_ragged(
+def test_block_sizes_may_differ_and_ends_may_be_ragged(
     engine: Make, device: str, sizes: tuple[int, int], tokens: tuple[int, int]
 ) -> None:
     first, end = tokens
@@ -82,7 +82,7 @@ def test_block_sizes_differ_and_ends_are_ragged(
     moved(source.ready(), destination.ready(), written, Written(2, tuple(range(9, 9 + count)), end, first))
 
 
-def test_what_arrives_is_seen_by_what_the_device_does_next(engine: Make, device: str) -> None:
+def test_bytes_that_arrive_are_seen_by_the_next_kernel(engine: Make, device: str) -> None:
     """Twenty times in a row, read into the same blocks and copied from there on another stream with no wait."""
     source, destination = (engine([device], SHAPE) for _ in range(2))
     source.ready()
@@ -104,7 +104,7 @@ def test_tokens_behind_the_last_one_are_cleared_on_the_device(engine: Make, devi
     assert destination.wrong(here) == []
 
 
-def test_two_devices(engine: Make, device: str, second: str) -> None:
+def test_a_request_moves_between_two_devices(engine: Make, device: str, second: str) -> None:
     """From one card to the other, and each of two ranks on a card of its own."""
     alone, pair = engine([device], SHAPE), engine([second, device], SHAPE, "tokens first")
     other = engine([second], SHAPE, "one storage")

@@ -36,7 +36,7 @@ def staged(source: DeviceEngine, destination: DeviceEngine, there: Written = THE
         pytest.param((2, 1), ("heads first", "tokens first"), (32, 16), id="smaller blocks"),
     ],
 )
-def test_what_is_staged_arrives(
+def test_staged_bytes_arrive(
     engine: Make, device: str, ranks: tuple[int, int], layouts: tuple[str, str], sizes: tuple[int, int]
 ) -> None:
     source, destination = (
@@ -58,7 +58,7 @@ def test_staging_memory_lies_with_the_destination(engine: Make, device: str, way
     assert staged(source.ready(), destination.ready()) == THERE.end * SHAPE.token_bytes
 
 
-def test_more_than_all_slots_hold_is_staged_in_turns(engine: Make, device: str) -> None:
+def test_a_read_larger_than_all_slots_is_staged_in_turns(engine: Make, device: str) -> None:
     shape = replace(SHAPE, layers=4, num_blocks=80)
     settings = Settings(staging={"path": "staged", "slot_bytes": 64 << 10, "slots": 2})
     source = engine([device], shape, "tokens first", settings=settings)
@@ -67,7 +67,7 @@ def test_more_than_all_slots_hold_is_staged_in_turns(engine: Make, device: str) 
     assert staged(source.ready(), destination.ready(), there, replace(there, ids=tuple(range(79, 9, -1)))) > 128 << 10
 
 
-def test_the_costs_of_this_machine_are_measured_and_a_path_is_chosen(engine: Make, device: str) -> None:
+def test_costs_of_this_machine_are_measured_and_a_path_is_chosen(engine: Make, device: str) -> None:
     """Pieces of 64 B of each token: whether they are staged, the measurement decides."""
     source, destination = engine([device], SHAPE, "tokens first"), engine([device] * 2, SHAPE, "tokens first")
     source.ready()

@@ -41,7 +41,7 @@ def engines(node: EmbeddedServer, device: str, tmp_path: Path) -> Iterator[list[
 
 
 @pytest.mark.timeout(900)
-def test_decode_says_what_prefill_says(engines: list[Node]) -> None:
+def test_decode_generates_the_tokens_of_prefill(engines: list[Node]) -> None:
     """One request at a time, since the rounding of bfloat16 depends on the batch. Where prefill takes a prompt for
     another one, decode goes on from that: it reads the cache, and computes nothing of the prompt itself."""
     prefill, decode = engines

@@ -111,7 +111,7 @@ def copies(source: int, target: torch.Tensor, ids: np.ndarray, places: np.ndarra
     ]
 
 
-def test_the_indices_of_a_batch_are_uploaded_once_and_consecutive_ones_never(played: Torch) -> None:
+def test_indices_of_a_batch_are_uploaded_once_and_consecutive_indices_never(played: Torch) -> None:
     target, source = torch.zeros(SLOT, dtype=torch.uint8), torch.arange(SLOT).to(torch.uint8)
     memory = access(played, target, source)
     scattered, places = np.array([7, 2, 5]), np.array([0, 1, 2])
@@ -134,7 +134,7 @@ def test_the_indices_of_a_batch_are_uploaded_once_and_consecutive_ones_never(pla
     assert torch.equal(one.view(-1, 8)[torch.from_numpy(many)], other.view(-1, 8))
 
 
-def test_each_thread_has_a_stream_of_its_own_and_keeps_it(played: Torch) -> None:
+def test_threads_have_a_stream_of_their_own_and_keep_it(played: Torch) -> None:
     target, source = torch.zeros(SLOT, dtype=torch.uint8), torch.zeros(SLOT, dtype=torch.uint8)
     memory = access(played, target, source)
 

@@ -84,7 +84,7 @@ TWICE = Copy(0, 8, np.array([0, 0, 2]), 0, 8, np.array([3, 1, 2]), (), 8)
 @settings(max_examples=300, deadline=None)
 @given(drawn=copies())
 @example(drawn=(0, 0, TWICE))
-def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]) -> None:
+def test_cells_are_permuted_to_their_positions(library: str, drawn: tuple[int, int, Copy]) -> None:
     offset, own_offset, copy = drawn
     # torch's own memory on both sides; numpy takes any address.
     memory = torch.full((SIZE,), 0xA5, dtype=torch.uint8)

@@ -26,7 +26,7 @@ def cache(group: Group, granule: int) -> tuple[np.ndarray[tuple[int, ...], np.dt
 @pytest.mark.parametrize("granule", [1, 4])
 @pytest.mark.parametrize("window", [0, 5, 11])
 @pytest.mark.parametrize("floor", [0, 8, 16])
-def test_what_was_not_moved_is_cleared(granule: int, window: int, floor: int) -> None:
+def test_tails_are_cleared_where_nothing_was_moved(granule: int, window: int, floor: int) -> None:
     kind = GroupKind.WINDOW if window else GroupKind.TOKENS
     group = Group("g", kind, BLOCK, NUM_BLOCKS, 0, window)
     for end in range(floor + 1, 5 * BLOCK + 1):

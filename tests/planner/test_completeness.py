@@ -90,7 +90,7 @@ def test_the_message_names_plane_heads_and_ranks() -> None:
     assert "[0, 3) all tokens by ranks 0 1" in error.values["problem"]
 
 
-def test_the_message_names_only_heads_that_nobody_holds() -> None:
+def test_the_message_names_only_heads_that_no_rank_holds() -> None:
     error = refused(engine([[held("layer", Interval(1, 3))], [held("layer", Interval(4, 6))]]))
     assert error is not None
     assert "units [0, 1), [3, 4) of 6 are held by no rank" in error.values["problem"]

@@ -55,7 +55,7 @@ def test_a_cross_layer_tensor_at_equal_tp_is_one_descriptor_per_run_of_blocks() 
     ("layout", "per_run"),
     [(HND, LAYERS * 2), (NHD, LAYERS * 2), (BLOCKS_FIRST, LAYERS), (PACKED, LAYERS), (CROSS_LAYER, 1)],
 )
-def test_one_descriptor_per_storage_and_run(layout: Layout, per_run: int) -> None:
+def test_descriptors_are_one_per_storage_and_run(layout: Layout, per_run: int) -> None:
     expansion = moved(made(layout), made(layout), [*range(10, 50), *range(90, 130)])
     assert expansion.descriptors == 2 * per_run
     assert isinstance(expansion.sources[0].descriptors[0], RawDescriptors)
@@ -111,13 +111,13 @@ def test_parts_of_layers_use_the_tables_of_the_whole(
                 found.footprint.check(some)
 
 
-def test_the_mean_run_decides() -> None:
+def test_the_mean_run_decides_between_raw_and_prepared() -> None:
     runs_of = {run: [start + i for start in range(0, 192, 12) for i in range(run)] for run in (3, 4)}
     kinds = {run: type(moved(made(HND), made(HND), ids).sources[0].descriptors[0]) for run, ids in runs_of.items()}
     assert kinds == {3: PreparedDescriptors, 4: RawDescriptors}
 
 
-def test_few_short_descriptors_are_not_worth_a_table() -> None:
+def test_short_descriptors_get_no_table_if_they_are_few() -> None:
     expansion = moved(made(HND), made(HND), [5, 3, 9])
     assert isinstance(expansion.sources[0].descriptors[0], RawDescriptors)
 
@@ -160,7 +160,7 @@ def test_planes_of_one_block_are_not_fused_since_they_may_be_tensors_of_their_ow
     assert [moved(geometry(blocks), geometry(blocks), [0]).descriptors for blocks in (1, 2)] == [2, 1]
 
 
-def test_tables_stay_below_what_an_index_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_stay_below_the_limit_of_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_tables, "TABLE_LIMIT", 3 * 200 + 1)
     plan = plan_read(made(HND), made(HND), 0)
     assert [len(table.source) for table in plan.tables.tables] == [3, 3, 2]
@@ -177,7 +177,9 @@ def test_rows_that_fit_no_table_are_read_raw(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
-def test_ever_new_token_ranges_do_not_fill_our_memory(monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
+def test_cached_rows_of_ever_new_token_ranges_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch, part: bool
+) -> None:
     monkeypatch.setattr(expansions, "PREPARED_MIN_COUNT", 1)
     layers = [Tensor(f"layers.{layer}", "key", axis=2) for layer in range(2)]
     geometry = engine("x", layers, block_tokens=64, num_blocks=4).geometry()

@@ -90,17 +90,17 @@ def golden(name: str, found: str) -> None:
 
 
 @pytest.mark.parametrize("pair", sorted(PAIRS))
-def test_text(pair: str) -> None:
+def test_text_equals_the_golden_file(pair: str) -> None:
     golden(f"{pair}.txt", to_text(PAIRS[pair]()) + "\n")
 
 
 @pytest.mark.parametrize("pair", sorted(PAIRS))
-def test_json(pair: str) -> None:
+def test_json_equals_the_golden_file(pair: str) -> None:
     golden(f"{pair}.json", json.dumps(to_json(PAIRS[pair]()), indent=2) + "\n")
 
 
 @pytest.mark.parametrize("pair", sorted(PAIRS))
-def test_picture(pair: str) -> None:
+def test_picture_equals_the_golden_file(pair: str) -> None:
     svg = to_svg(PAIRS[pair]())
     ElementTree.fromstring(svg)
     golden(f"{pair}.svg", svg)
@@ -182,7 +182,7 @@ def test_bytes_per_token_add_up(pair: str) -> None:
 
 
 @pytest.mark.parametrize("pair", sorted(PAIRS))
-def test_proto_says_the_same(pair: str) -> None:
+def test_proto_equals_the_explained_lines(pair: str) -> None:
     for plan in PAIRS[pair]():
         lines, message = explain(plan), plan_to_proto(plan)
         assert (message.rank, list(message.uncovered)) == (lines.rank, list(lines.uncovered))
@@ -209,7 +209,7 @@ def test_block_sizes_without_a_small_common_multiple_are_explained_by_one_block(
     assert (line.path, line.descriptors_per_block) == ("direct", 2 * 2 * 2)
 
 
-def test_no_plans_are_nothing() -> None:
+def test_output_for_no_plans_is_empty() -> None:
     assert to_text([]) == "no rank to plan for"
     assert to_json([])["ranks"] == []
     ElementTree.fromstring(to_svg([]))

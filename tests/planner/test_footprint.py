@@ -117,7 +117,7 @@ def test_a_byte_goes_only_to_a_block_of_the_same_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_no_stretch_touches_another_block(name: str) -> None:
+def test_stretches_that_touch_another_block_are_refused(name: str) -> None:
     turns = Random(name)
     for theirs, mine, read in small(name):
         source, destination = theirs.own, mine.own
@@ -135,7 +135,7 @@ def test_no_stretch_touches_another_block(name: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ids", [[0], [5], [1, 4], [2, 3]], ids=str)
-def test_between_two_blocks_of_the_request_lies_no_other(layout: str, ids: list[int]) -> None:
+def test_stretches_over_another_block_between_two_of_the_request_are_refused(layout: str, ids: list[int]) -> None:
     """From every byte to every byte, where both engines lay out their memory alike."""
     source, destination = one_group("p", layout), one_group("d", layout)
     plan = plan_read(source, destination, 0, rule=PathRule(Path.DIRECT))
@@ -147,7 +147,7 @@ def test_between_two_blocks_of_the_request_lies_no_other(layout: str, ids: list[
     refuses(read, Random(layout).sample(touching, min(len(touching), WRONG)))
 
 
-def test_a_source_block_given_twice_may_go_to_both_places() -> None:
+def test_a_source_block_given_twice_may_go_to_both_destinations() -> None:
     source, destination = one_group("p", "planes apart"), one_group("d", "packed")
     theirs, mine = {"full": Blocks([3, 1, 3])}, {"full": Blocks([2, 5, 0])}
     (read,) = plan_read(source, destination, 0).expand(theirs, mine).sources
@@ -231,7 +231,7 @@ def test_descriptors_that_run_on_into_the_next_plane_are_checked_piece_by_piece(
 
 
 @pytest.mark.parametrize(("ids", "fine"), [([5, 0], True), ([5, 1], False)], ids=str)
-def test_a_stretch_may_begin_in_whichever_of_planes_that_interleave(ids: list[int], fine: bool) -> None:
+def test_a_stretch_may_begin_in_any_of_several_planes_that_interleave(ids: list[int], fine: bool) -> None:
     """From the last block of value on into block 0 of key's next unit."""
     source, destination = PAIRS["woven"][:2]
     (read,) = plan_read(source, destination, 0).expand({"full": Blocks(ids)}, {"full": Blocks(ids)}).sources
@@ -243,7 +243,7 @@ def test_a_stretch_may_begin_in_whichever_of_planes_that_interleave(ids: list[in
 
 
 @pytest.mark.parametrize("memory", [(2, 0, 1, 0), (1, 1, 1, 0), (1, 0, 2, 0), (1, 0, 1, 1)], ids=str)
-def test_an_address_of_other_memory_is_of_no_block(memory: tuple[int, int, int, int]) -> None:
+def test_an_address_in_other_memory_is_refused(memory: tuple[int, int, int, int]) -> None:
     ((theirs, mine, read),) = small("planes apart to packed")
     piece = next((a, b, 1) for a in theirs.own for b in mine.own if theirs.tokens(a) & mine.tokens(b))
     footprint_of(read).check(raw_of([piece]))
@@ -284,7 +284,7 @@ def test_staged_rows_begin_and_end_in_blocks_of_the_request(name: str) -> None:
         ("source planes every 40 bytes", 2),
     ],
 )
-def test_the_effort_is_how_often_a_descriptor_is_looked_for(name: str, slabs: int) -> None:
+def test_effort_counts_the_lookups_of_descriptors(name: str, slabs: int) -> None:
     """Once per group, however many planes it has, unless they lie over each other."""
     for _, _, read in small(name):
         assert footprint_of(read).effort(raw_of([(1, 1, 1)] * 5)) == 5 * slabs
@@ -371,7 +371,7 @@ def test_a_row_of_one_block_needs_no_steps() -> None:
 
 
 @pytest.mark.usefixtures("prepared")
-def test_an_index_of_a_source_block_given_twice() -> None:
+def test_an_index_of_a_source_block_given_twice_may_go_to_both_destinations() -> None:
     source, destination = one_group("p", "planes apart"), one_group("d", "packed")
     (read,) = plan_read(source, destination, 0).expand({"full": Blocks([3, 1, 3])}, {"full": Blocks([2, 5, 0])}).sources
     (prepared,) = read.descriptors
@@ -385,7 +385,7 @@ def test_an_index_of_a_source_block_given_twice() -> None:
 
 @pytest.mark.usefixtures("prepared")
 @pytest.mark.parametrize("block", [5, BY_ID_LIMIT - 1, BY_ID_LIMIT, BY_ID_LIMIT + 3, 2 * BY_ID_LIMIT - 1])
-def test_block_ids_above_what_is_kept_in_a_table(block: int) -> None:
+def test_block_ids_too_high_for_a_table_are_searched_for(block: int) -> None:
     group = Group("state", GroupKind.STATE, num_blocks=2 * BY_ID_LIMIT)
     source, destination = (Engine(name, (group,), tp_ranks(STATE, 1), {"": HND}).geometry() for name in "pd")
     theirs, mine = {"state": Blocks([block])}, {"state": Blocks([7])}
@@ -423,7 +423,7 @@ def lattices(descriptors: PreparedDescriptors, turns: Random) -> Iterator[Prepar
 
 @pytest.mark.usefixtures("prepared")
 @pytest.mark.parametrize("name", [name for name in PAIRS if "every" not in name])
-def test_how_indices_were_made_is_a_hint_and_changes_no_answer(name: str) -> None:
+def test_grids_are_a_hint_and_change_no_answer(name: str) -> None:
     turns = Random(name)
     answers = []
     for _, _, read in small(name):
@@ -441,7 +441,7 @@ def test_how_indices_were_made_is_a_hint_and_changes_no_answer(name: str) -> Non
 
 
 @pytest.mark.usefixtures("prepared")
-def test_the_first_row_and_column_are_enough_only_for_one_row_of_the_table_and_one_block() -> None:
+def test_edges_of_a_grid_are_enough_only_for_one_row_of_the_table_and_one_block() -> None:
     source, destination = (engine(name, MODEL, block_tokens=3, num_blocks=6, layout=HND).geometry() for name in "pd")
     (read,) = plan_read(source, destination, 0).expand({"full": Blocks([1, 2])}, {"full": Blocks([3, 4])}).sources
     (prepared,) = read.descriptors

@@ -64,7 +64,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
-def test_every_address_is_that_of_pythons_integers(
+def test_addresses_equal_those_of_pythons_integers(
     world: tuple[Plane, Plane, list[int], list[int], int, Path],
 ) -> None:
     source, destination, theirs, mine, tokens, path = world

@@ -35,7 +35,7 @@ def blocks_read(plan: ReadPlan, count: int) -> dict[int, list[int]]:
 
 @settings(settings.get_profile("plan"), max_examples=100)
 @given(replicas=st.integers(1, 12), readers=st.integers(1, 12), count=st.integers(1, 40))
-def test_load_fan_in_and_contiguity(replicas: int, readers: int, count: int) -> None:
+def test_stripes_are_contiguous_and_limit_load_and_fan_in(replicas: int, readers: int, count: int) -> None:
     load = dict.fromkeys(range(replicas), 0)
     for plan in plans(replicas, readers):
         read = blocks_read(plan, count)
@@ -48,7 +48,7 @@ def test_load_fan_in_and_contiguity(replicas: int, readers: int, count: int) -> 
 
 
 @pytest.mark.parametrize(("replicas", "readers"), [(4, 1), (3, 2), (2, 4), (5, 5)])
-def test_without_striping_each_reader_reads_from_one_replica(replicas: int, readers: int) -> None:
+def test_readers_without_striping_read_from_one_replica_each(replicas: int, readers: int) -> None:
     used = [plan.source_ranks for plan in plans(replicas, readers, striping=False)]
     assert all(len(ranks) == 1 for ranks in used)
     # As even as whole reads can be.
@@ -56,7 +56,7 @@ def test_without_striping_each_reader_reads_from_one_replica(replicas: int, read
     assert max(counts) <= -(-readers // replicas)
 
 
-def test_as_many_readers_as_replicas_pair_up() -> None:
+def test_readers_pair_up_with_as_many_replicas() -> None:
     assert [plan.source_ranks for plan in plans(4, 4)] == [(0,), (1,), (2,), (3,)]
     assert all(read.stripe.whole for plan in plans(4, 4) for read in plan.reads)
 
@@ -76,7 +76,7 @@ def test_readers_of_different_tokens_share_the_replicas() -> None:
     assert [plan_read(source, destination, rank).source_ranks for rank in range(8)] == [(rank,) for rank in range(8)]
 
 
-def test_the_readers_own_token_shards_are_preferred() -> None:
+def test_token_shards_like_the_readers_own_are_preferred() -> None:
     # The source has both a whole copy and the same shards as the destination: shards need no recutting.
     whole = Rank((Held(MLA[0], Interval(0, 1)),))
     shards = tuple(Rank((Held(MLA[0], Interval(0, 1), TokenShard(index, 2, 1)),)) for index in range(2))

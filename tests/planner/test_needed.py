@@ -116,7 +116,7 @@ def expected(group: Group, source_group: Group, theirs: Blocks, mine: Blocks, as
     return tokens[0], required, end, lowest_of(mine, asked), source, own, *places
 
 
-def told(found: Mapping[str, GroupRequest]) -> Any:
+def values_of(found: Mapping[str, GroupRequest]) -> Any:
     """`needed` in the oracle's words."""
     if not found:
         return None
@@ -177,13 +177,13 @@ def groups(turns: Random) -> tuple[Group, Group]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_needed_is_what_the_sets_of_tokens_say(seed: int) -> None:
+def test_needed_tokens_are_those_of_set_arithmetic(seed: int) -> None:
     turns, seen = Random(seed), set()
     for _ in range(800):
         group, source_group = groups(turns)
         theirs, mine, asked = drawn(turns, source_group), drawn(turns, group), asked_of(turns)
         due = outcome(lambda: expected(group, source_group, theirs, mine, asked))  # noqa: B023
-        made = outcome(lambda: told(needed([group], {"g": source_group}, {"g": theirs}, {"g": mine}, asked)))  # noqa: B023
+        made = outcome(lambda: values_of(needed([group], {"g": source_group}, {"g": theirs}, {"g": mine}, asked)))  # noqa: B023
         assert made == due, (group, source_group, theirs, mine, asked)
         seen.add(due if isinstance(due, type) else type(due))
     assert seen == {BadBlock, BlocksShort, tuple, type(None)}
@@ -191,7 +191,7 @@ def test_needed_is_what_the_sets_of_tokens_say(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("granted", [True, False])
-def test_written_is_what_the_sets_of_tokens_say(seed: int, granted: bool) -> None:
+def test_written_blocks_are_those_of_set_arithmetic(seed: int, granted: bool) -> None:
     turns, seen = Random(seed), set()
     for _ in range(800):
         group, source_group = groups(turns)
@@ -251,20 +251,20 @@ def test_a_state_is_one_block_at_one_token(call: Call) -> None:
         call([STATE], right, {"state": Blocks([0], state_token=9)})
 
 
-def test_the_state_that_is_moved() -> None:
+def test_a_state_is_moved_whatever_the_tokens() -> None:
     theirs, mine = {"state": Blocks([5], state_token=9)}, {"state": Blocks([3], state_token=9)}
-    assert told(needed([STATE], {"state": STATE}, theirs, mine, (2, 3))) == (0, 0, 1, 0, [5], [3], 0, 0)
+    assert values_of(needed([STATE], {"state": STATE}, theirs, mine, (2, 3))) == (0, 0, 1, 0, [5], [3], 0, 0)
     assert written_of([STATE], theirs, mine) == written_of([STATE], None, mine) == {"state": [3]}
 
 
-def test_a_state_in_the_sources_null_block() -> None:
+def test_a_state_in_the_sources_null_block_is_refused() -> None:
     theirs, mine = {"state": Blocks([0])}, {"state": Blocks([3])}
     with pytest.raises(BadBlock, match=r"source block 0 .* the null block"):
         needed([STATE], {"state": STATE}, theirs, mine, None)
 
 
 @BOTH
-def test_no_block_is_given_twice_in_a_pool(call: Call) -> None:
+def test_a_block_given_twice_in_a_pool_is_refused(call: Call) -> None:
     once = {"a": whole(1, 2), "b": whole(3, 4)}
     assert call(POOLED, once, once)
     with pytest.raises(BadBlock, match=r"pool one.* block 2|block 2 .*given twice"):
@@ -276,14 +276,14 @@ def test_no_block_is_given_twice_in_a_pool(call: Call) -> None:
 
 
 @BOTH
-def test_groups_without_blocks(call: Call) -> None:
+def test_groups_without_destination_blocks_are_refused(call: Call) -> None:
     both = {"a": whole(1), "b": whole(2)}
     with pytest.raises(InvalidField, match="destination blocks") as caught:
         call(POOLED, both, {"a": whole(1)})
     assert "group 'b'" in str(caught.value)
 
 
-def test_groups_that_the_source_does_not_grant() -> None:
+def test_groups_that_the_source_does_not_grant_are_refused_or_not_written() -> None:
     both = {"a": whole(1), "b": whole(2)}
     with pytest.raises(BlocksShort):
         needed_of(POOLED, {"a": whole(1)}, both)
@@ -295,19 +295,19 @@ def test_groups_that_the_source_does_not_grant() -> None:
         written_of(POOLED, None, {"a": whole(1), "c": whole(2)})
 
 
-def test_of_a_group_of_which_nothing_is_read_nothing_is_written() -> None:
+def test_a_group_that_is_not_read_is_not_written() -> None:
     theirs = {"a": Blocks([1], 0, 0), "b": whole(2)}
     assert written_of(POOLED, theirs, {"a": Blocks([1], 0, 0), "b": whole(2)}) == {"b": [2]}
     assert list(needed_of(POOLED, theirs, {"a": Blocks([1], 0, 0), "b": whole(2)})) == ["b"]  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
-def test_tokens_below_the_limit_are_moved_and_no_others(side: str) -> None:
+def test_tokens_are_moved_below_the_limit_only(side: str) -> None:
     block = 1 << 20
     group = Group("g", block_tokens=block, num_blocks=8)
     last = TOKEN_LIMIT // block - 1
     fine = Blocks([3], last * block, TOKEN_LIMIT - 1)
-    assert told(needed([group], {"g": group}, {"g": fine}, {"g": fine}, None))[2] == TOKEN_LIMIT - 1
+    assert values_of(needed([group], {"g": group}, {"g": fine}, {"g": fine}, None))[2] == TOKEN_LIMIT - 1
     for wrong in (
         Blocks([3], last * block, TOKEN_LIMIT),
         Blocks([3], TOKEN_LIMIT),
@@ -318,7 +318,7 @@ def test_tokens_below_the_limit_are_moved_and_no_others(side: str) -> None:
             needed([group], {"g": group}, {"g": blocks["source"]}, {"g": blocks["destination"]}, (0, 0))
 
 
-def test_the_ids_are_a_copy_that_does_not_wrap() -> None:
+def test_ids_are_a_copy_that_does_not_wrap() -> None:
     group = Group("g", block_tokens=4, num_blocks=1 << 30)
     (one,) = needed([group], {"g": group}, {"g": whole(1 << 29)}, {"g": whole(7)}, None).values()
     assert (one.source.ids * 1024).tolist() == [1 << 39]
@@ -330,10 +330,10 @@ def test_the_token_before_a_window_is_not_required(theirs: list[int], mine: list
     """Token 3 is in a block of its own side's null block, which both declare to hold."""
     group = Group("g", GroupKind.WINDOW, block_tokens=4, num_blocks=8, null_block=0, window_tokens=4)
 
-    def told_of(source: list[int], destination: list[int]) -> Any:
+    def values_of_two(source: list[int], destination: list[int]) -> Any:
         given = {"g": Blocks(source, 0, 7)}, {"g": Blocks(destination, 0, 7)}
         assert written([group], *given, None)["g"].tolist() == [block for block in destination if block]
-        return told(needed([group], {"g": group}, *given, None))
+        return values_of(needed([group], {"g": group}, *given, None))
 
-    assert told_of(theirs, mine) == (4, 4, 7, 0, theirs[1:], mine[1:], 1, 1)
-    assert told_of([5, 6], [3, 4]) == (3, 4, 7, 0, [5, 6], [3, 4], 0, 0)
+    assert values_of_two(theirs, mine) == (4, 4, 7, 0, theirs[1:], mine[1:], 1, 1)
+    assert values_of_two([5, 6], [3, 4]) == (3, 4, 7, 0, [5, 6], [3, 4], 0, 0)

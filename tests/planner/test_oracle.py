@@ -17,7 +17,7 @@ PROFILE = settings.get_profile("plan")
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
 @given(world=worlds(), prepared=st.booleans(), path=st.sampled_from((None, Path.STAGED)))
-def test_every_byte_is_right_and_no_other_is_touched(world: World, prepared: bool, path: Path | None) -> None:
+def test_plans_move_every_byte_right_and_touch_no_other(world: World, prepared: bool, path: Path | None) -> None:
     source, destination = world.source.geometry(), world.destination.geometry()
     rule = PathRule(path=path)
     plans = [plan_read(source, destination, rank, striping=world.striping, rule=rule) for rank in world.readers]

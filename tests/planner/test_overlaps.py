@@ -137,7 +137,7 @@ def test_groups_of_one_pool_may_lie_over_each_other_and_no_others(data: st.DataO
     assert shared([one, other], *pooled) is None
 
 
-def test_a_plane_of_no_pool_between_theirs_changes_nothing() -> None:
+def test_planes_of_a_pool_may_overlap_around_a_plane_of_no_pool() -> None:
     # Its blocks, 3 bytes apart, meet every gap of the others', 128 bytes apart, before any of their bytes.
     gaps = plane("c", 16, num_blocks=30, block_stride=3, token_stride=0, state_bytes=1, page_tokens=1, block_states=1)
     short = {"token_stride": 1, "state_bytes": 1}
@@ -153,7 +153,7 @@ def test_a_plane_of_no_pool_between_theirs_changes_nothing() -> None:
     assert shared(pooled, *groups) == ("a/key", "c/key")
 
 
-def test_planes_of_one_group_of_a_pool_may_not() -> None:
+def test_planes_of_one_group_of_a_pool_may_not_share_bytes() -> None:
     group = replace(FULL, pool="all")
     assert shared([plane("a", 0), plane("b", 504)], group) == ("a/key", "b/key")
     assert shared([plane("a", 0), plane("b", 512)], group) is None
@@ -172,7 +172,7 @@ def test_blocks_past_the_groups_own_are_never_written() -> None:
     assert shared([long, plane("b", 512)], replace(FULL, num_blocks=5)) == ("a/key", "b/key")
 
 
-def test_one_stride_may_be_a_part_of_the_other() -> None:
+def test_planes_whose_strides_divide_each_other_are_compared() -> None:
     # Eight blocks of every other page's length: those with odd numbers meet the second half of the four.
     four = plane("a", 128, block_stride=256, token_stride=0, state_bytes=64, page_tokens=1, block_states=1)
     eight = replace(four, layer="b", base=0, num_blocks=8, block_stride=128)

@@ -24,7 +24,7 @@ def chosen(costs: Costs, *, source: Layout = NHD, destination: Layout = HND, ran
     return choice
 
 
-def test_pieces_cost_by_number_and_rows_by_their_bytes() -> None:
+def test_costs_depend_on_the_number_of_pieces_and_the_bytes_of_rows() -> None:
     # A block is 64 pieces of 4 bytes, or one row.
     pieces, size = 16 * 4, 16 * 4 * 4
     for costs, direct, staged in (
@@ -41,7 +41,7 @@ def test_pieces_cost_by_number_and_rows_by_their_bytes() -> None:
         assert choice.measurable
 
 
-def test_of_a_slice_of_heads_whole_rows_are_staged_and_the_slice_is_copied() -> None:
+def test_a_slice_of_heads_is_staged_as_whole_rows_and_copied_as_the_slice() -> None:
     # One head of four: a quarter of the bytes is wanted, but the row spans nearly all of them.
     row = 15 * 4 * 4 + 4
     assert chosen(replace(FREE, staged_byte=1e-9), ranks=4).staged == pytest.approx(row * 1e-9)
@@ -57,6 +57,6 @@ def test_the_plan_says_by_how_much_a_path_is_cheaper() -> None:
     assert dearer.reason.startswith("reading pieces of 4 B takes 0.50 of the time of reading rows of 256 B")
 
 
-def test_where_there_is_nothing_to_gain_nothing_is_compared() -> None:
+def test_paths_are_not_compared_where_staging_gains_nothing() -> None:
     same = chosen(Costs(), source=NHD, destination=NHD)
     assert (same.path, same.direct, same.staged, same.measurable) == (Path.DIRECT, 0.0, 0.0, False)

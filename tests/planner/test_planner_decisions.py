@@ -15,7 +15,7 @@ from tests.support.geometries import Engine, Held, Rank, Tensor, engine, tensors
 GQA = tensors(layers=2, axis=4)
 
 
-def test_every_rank_that_cannot_be_covered_is_refused() -> None:
+def test_ranks_that_cannot_be_covered_are_refused() -> None:
     """Not only the first: what was found out for one plane is remembered for those alike."""
     source = engine("p", GQA, 1).geometry()
     planes = tuple(replace(plane, format="another") for plane in source.ranks[0].planes)

@@ -37,7 +37,7 @@ def only(source: EngineGeometry, destination: EngineGeometry) -> Mismatch:
     return mismatch
 
 
-def test_units_held_by_nobody_are_named() -> None:
+def test_units_that_no_rank_holds_are_named() -> None:
     source = engine("p", GQA, 4).geometry()
     source = replace(source, ranks=source.ranks[:2])
     found = diff(source, engine("d", GQA, 1).geometry())
@@ -47,7 +47,7 @@ def test_units_held_by_nobody_are_named() -> None:
     assert found[0].source == "[0, 1) all tokens by rank 0, [1, 2) all tokens by rank 1"
 
 
-def test_only_the_ranks_that_need_the_missing_units_are_refused() -> None:
+def test_ranks_are_refused_only_if_they_need_the_missing_units() -> None:
     source, destination = engine("p", GQA, 4).geometry(), engine("d", GQA, 2).geometry()
     source = replace(source, ranks=source.ranks[:2])
     plan_read(source, destination, 0)
@@ -61,7 +61,7 @@ def test_units_held_twice_by_one_rank_are_no_geometry() -> None:
         RankGeometry(0, (*rank.planes, rank.planes[0]))
 
 
-def test_a_plane_that_the_source_lacks() -> None:
+def test_a_plane_that_the_source_lacks_is_refused() -> None:
     source, destination = engine("p", GQA[:1]).geometry(), engine("d", GQA).geometry()
     mismatch = only(source, destination)
     assert (mismatch.kind, mismatch.where, mismatch.destination) == ("uncovered", "layers.0/value", "[0, 4)")
@@ -99,7 +99,7 @@ def test_surplus_source_planes_are_fine() -> None:
         ("units_divide", False, "plane"),
     ],
 )
-def test_every_compared_field_is_named_with_both_values(field: str, value: object, kind: str) -> None:
+def test_compared_fields_are_named_with_both_values(field: str, value: object, kind: str) -> None:
     source = engine("p", GQA, layout=NHD if field == "units_divide" else HND).geometry()
     change: dict[str, Any] = {field: value}
     ours = getattr(source.ranks[0].planes[0], field)
@@ -108,7 +108,7 @@ def test_every_compared_field_is_named_with_both_values(field: str, value: objec
     assert (mismatch.kind, mismatch.where, mismatch.field, mismatch.source, mismatch.destination) == expected
 
 
-def test_all_fields_are_named_at_once() -> None:
+def test_differing_fields_are_all_named_at_once() -> None:
     destination = changed(engine("d", GQA).geometry(), format="other", dtype="int8", token_granule=2)
     found = diff(engine("p", GQA).geometry(), destination)
     assert [m.field for m in found] == ["format", "dtype", "token_granule"]
@@ -120,7 +120,7 @@ def test_ranks_that_differ_in_one_way_are_named_once() -> None:
     assert len(found) == 1
 
 
-def test_compressed_caches_of_another_ratio() -> None:
+def test_compressed_caches_of_another_ratio_are_refused() -> None:
     model = [Tensor("layers.0", "key", tokens_per_state=Fraction(4))]
     other = [Tensor("layers.0", "key", tokens_per_state=Fraction(2))]
     mismatch = only(engine("p", model).geometry(), engine("d", other).geometry())
@@ -140,19 +140,19 @@ def grouped(engine_id: str, group: Group, model: list[Tensor] | None = None) -> 
     return Engine(engine_id, (group,), tp_ranks(model or GQA, 1), {"": HND}).geometry()
 
 
-def test_groups_of_different_kinds() -> None:
+def test_groups_of_different_kinds_are_refused() -> None:
     window = Group("full", GroupKind.WINDOW, 16, 8, window_tokens=32)
     mismatch = only(grouped("p", Group("full", block_tokens=16, num_blocks=8)), grouped("d", window))
     assert (mismatch.field, mismatch.source, mismatch.destination) == ("kind", "TOKENS", "WINDOW")
 
 
-def test_windows_of_different_sizes() -> None:
+def test_windows_of_different_sizes_are_refused() -> None:
     small, large = (Group("full", GroupKind.WINDOW, 16, 8, window_tokens=size) for size in (32, 64))
     mismatch = only(grouped("p", small), grouped("d", large))
     assert (mismatch.field, mismatch.source, mismatch.destination) == ("window_tokens", "32", "64")
 
 
-def test_a_group_that_the_source_lacks() -> None:
+def test_a_group_that_the_source_lacks_is_refused() -> None:
     other = [replace(tensor, group="other") for tensor in GQA]
     source = grouped("p", Group("full", block_tokens=16, num_blocks=8))
     found = diff(source, grouped("d", Group("other", block_tokens=16, num_blocks=8), other))
@@ -208,13 +208,13 @@ def context(engine_id: str, count: int, interleave: int, granule: int = 1, held:
     return Engine(engine_id, (group,), ranks).geometry()
 
 
-def test_token_shards_that_nobody_holds() -> None:
+def test_token_shards_that_no_rank_holds_are_refused() -> None:
     mismatch = only(context("p", 3, 2, held=2), context("d", 1, 1))
     assert mismatch.kind == "uncovered"
     assert "tokens 1 of 3 by 2" in mismatch.source
 
 
-def test_token_shards_that_tear_a_granule() -> None:
+def test_token_shards_that_tear_a_granule_are_refused() -> None:
     found = diff(context("p", 2, 2, granule=4), context("d", 1, 1, granule=4))
     assert {m.kind for m in found} == {"granule"}
     assert found[0].field == "token_shard"
@@ -238,7 +238,7 @@ def test_a_state_has_no_token_shard() -> None:
         Engine("p", (Group("full", GroupKind.STATE, num_blocks=4),), (rank,)).geometry()
 
 
-def test_states_with_another_number_of_rows() -> None:
+def test_states_with_another_number_of_rows_are_refused() -> None:
     made = [
         grouped(name, Group("full", GroupKind.STATE, num_blocks=4), [Tensor("layers.0", "conv_x", state_rows=rows)])
         for name, rows in (("p", 3), ("d", 4))
@@ -246,14 +246,14 @@ def test_states_with_another_number_of_rows() -> None:
     assert only(*made).field == "block_states"
 
 
-def test_blocks_with_absurdly_many_cells_are_refused_before_they_fill_our_memory() -> None:
+def test_blocks_with_too_many_cells_are_refused_before_they_fill_the_memory() -> None:
     huge = [Tensor("layers.0", "key", axis=1 << 10, state_bytes=1)]
     group = Group("full", block_tokens=1 << 11, num_blocks=1)
     mismatch = only(grouped("p", group, huge), grouped("d", group, huge))
     assert mismatch.kind == "too_large"
 
 
-def test_a_rank_that_does_not_exist() -> None:
+def test_a_rank_that_does_not_exist_is_refused() -> None:
     geometry = engine("p", GQA).geometry()
     with pytest.raises(InvalidField, match="rank"):
         plan_read(geometry, geometry, 3)

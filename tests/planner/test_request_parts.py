@@ -78,7 +78,7 @@ def furthest(plan: ReadPlan, group: str, until: int) -> int:
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
 @given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)))
-def test_all_parts_together_read_the_bytes_of_one_read(world: World, data: st.DataObject, path: Path | None) -> None:
+def test_parts_together_read_the_bytes_of_one_read(world: World, data: st.DataObject, path: Path | None) -> None:
     asked = world.tokens or (0, world.length)
     steps = data.draw(splits(world))
     source, destination = world.source.geometry(), world.destination.geometry()
@@ -251,13 +251,13 @@ def test_tokens_asked_may_end_before_those_published() -> None:
     assert bytes_of(RequestParts(planned(granule=4), {"full": Blocks([5, 6])}, (0, 7)), steps) == [4 * token, 4 * token]
 
 
-def test_of_what_is_there_already_nothing_is_read() -> None:
+def test_tokens_that_are_there_already_are_not_read() -> None:
     parts = RequestParts(planned(), {"full": Blocks([5, 6], 8)}, (8, 16))
     steps = [([1], 0, 4), ([2], 4, 8), ([3], 8, 12), ([4], 12, 16)]
     assert [size > 0 for size in bytes_of(parts, steps)] == [False, False, True, True]
 
 
-def test_blocks_that_do_not_say_where_they_end_are_read_with_the_last_step() -> None:
+def test_blocks_without_an_end_token_are_read_with_the_last_step() -> None:
     parts = RequestParts(planned(), {"full": Blocks([5, 6])}, (0, 8))
     whole = planned().expand({"full": Blocks([1, 2])}, {"full": Blocks([5, 6])}, (0, 8)).total_bytes
     assert parts.next({"full": Blocks([1, 2])}, last=False).total_bytes == 0
@@ -287,13 +287,13 @@ def test_each_step_is_checked_before_it_is_read(step: Blocks, last: bool, error:
         parts.next({"full": step}, last=last)
 
 
-def test_only_tokens_that_were_asked_say_where_a_part_may_end() -> None:
+def test_parts_before_the_last_step_need_the_asked_tokens() -> None:
     parts = RequestParts(planned(), {"full": Blocks([5, 6])}, None)
     with pytest.raises(InvalidField, match="tokens"):
         parts.next({"full": Blocks([1], 0, 4)}, last=False)
 
 
-def test_windows_and_states_are_read_with_the_last_step_even_if_they_are_told_before() -> None:
+def test_windows_and_states_are_read_with_the_last_step_even_if_published_before() -> None:
     groups = (
         Group("full", block_tokens=4, num_blocks=16),
         Group("window", GroupKind.WINDOW, block_tokens=4, num_blocks=16, window_tokens=4),

@@ -29,7 +29,7 @@ def test_right_requests_are_expanded(plan: ReadPlan) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 12, 2**31 - 1, -(2**31)])
-def test_source_ids_out_of_range(plan: ReadPlan, bad: int) -> None:
+def test_source_ids_out_of_range_are_refused(plan: ReadPlan, bad: int) -> None:
     with pytest.raises(BadBlock) as caught:
         ask(plan, Blocks([3, bad]), Blocks([1, 2, 5, 9]))
     padding = ": -1 is padding? cut the table to the request's blocks" if bad == -1 else ""
@@ -43,13 +43,13 @@ def test_source_ids_out_of_range(plan: ReadPlan, bad: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 2**31 - 1])
-def test_destination_ids_out_of_range(plan: ReadPlan, bad: int) -> None:
+def test_destination_ids_out_of_range_are_refused(plan: ReadPlan, bad: int) -> None:
     with pytest.raises(BadBlock, match=f"destination block {bad} of 10"):
         ask(plan, Blocks([3, 4]), Blocks([1, 2, bad, 9]))
 
 
 @pytest.mark.parametrize("ids", [[3.0, 4.0], [2**31], [-(2**31) - 1], [[3], [4]], np.array([2**32 + 1])])
-def test_ids_that_numpy_would_truncate(ids: object) -> None:
+def test_ids_that_numpy_would_truncate_are_refused(ids: object) -> None:
     with pytest.raises(InvalidField):
         Blocks(ids)  # type: ignore[arg-type]
 
@@ -67,7 +67,7 @@ def test_null_blocks_where_nothing_is_needed_are_fine(plan: ReadPlan) -> None:
     assert found.total_bytes == 16 * 2 * 2 * 4
 
 
-def test_a_destination_block_given_twice(plan: ReadPlan) -> None:
+def test_a_destination_block_given_twice_is_refused(plan: ReadPlan) -> None:
     with pytest.raises(BadBlock, match=r"destination block 5 .* given twice"):
         ask(plan, Blocks([3, 4]), Blocks([5, 2, 9, 5]))
 
@@ -96,7 +96,7 @@ def test_a_pool_and_a_group_of_one_name_are_different_things() -> None:
     assert plan_read(geometry, geometry, 0).expand(blocks, blocks).descriptors
 
 
-def test_fewer_source_blocks_than_wanted(plan: ReadPlan) -> None:
+def test_source_blocks_fewer_than_wanted_are_refused(plan: ReadPlan) -> None:
     with pytest.raises(BlocksShort) as caught:
         ask(plan, Blocks([3]), Blocks([1, 2, 5, 9]), (0, 32))
     assert caught.value.values == {
@@ -107,22 +107,22 @@ def test_fewer_source_blocks_than_wanted(plan: ReadPlan) -> None:
     }
 
 
-def test_fewer_destination_blocks_than_granted(plan: ReadPlan) -> None:
+def test_destination_blocks_fewer_than_granted_are_refused(plan: ReadPlan) -> None:
     with pytest.raises(BlocksShort, match=r"the destination has tokens \[0, 16\)"):
         ask(plan, Blocks([3, 4]), Blocks([1, 2]))
 
 
-def test_a_side_that_says_more_than_its_blocks_hold(plan: ReadPlan) -> None:
+def test_an_end_token_beyond_the_blocks_is_refused(plan: ReadPlan) -> None:
     with pytest.raises(BlocksShort, match="2 blocks of 16"):
         ask(plan, Blocks([3, 4], 0, 33), Blocks([1, 2, 5, 9]))
 
 
-def test_tokens_below_the_sources_first(plan: ReadPlan) -> None:
+def test_tokens_below_the_sources_first_are_refused(plan: ReadPlan) -> None:
     with pytest.raises(BlocksShort, match=r"the source has tokens \[16, 32\)"):
         ask(plan, Blocks([4], 16), Blocks([1, 2, 5, 9]), (8, 32))
 
 
-def test_no_tokens_need_no_blocks(plan: ReadPlan) -> None:
+def test_requests_for_no_tokens_need_no_blocks(plan: ReadPlan) -> None:
     assert plan.expand({"full": Blocks([])}, {"full": Blocks([])}).sources == ()
     assert plan.expand({"full": Blocks([3])}, {"full": Blocks([1, 2])}, (5, 5)).sources == ()
 
@@ -132,7 +132,7 @@ def test_a_prefix_that_covers_everything_reads_nothing(plan: ReadPlan) -> None:
 
 
 @pytest.mark.parametrize("tokens", [(-1, 8), (9, 8), (0.0, 8.0), ("a", "b"), (1, 2, 3), 7, (0, None)])
-def test_token_ranges_that_are_none(plan: ReadPlan, tokens: object) -> None:
+def test_token_ranges_that_are_invalid_are_refused(plan: ReadPlan, tokens: object) -> None:
     with pytest.raises(InvalidField, match="tokens"):
         ask(plan, Blocks([3, 4]), Blocks([1, 2, 5, 9]), tokens)
 
@@ -160,7 +160,7 @@ def test_positions_far_up_are_exact() -> None:
     assert near.sources[0].descriptors[0].source.tolist() == far.sources[0].descriptors[0].source.tolist()
 
 
-def test_groups_that_nobody_has(plan: ReadPlan) -> None:
+def test_groups_that_neither_engine_has_are_refused(plan: ReadPlan) -> None:
     blocks = {"full": Blocks([3, 4])}
     with pytest.raises(InvalidField, match="ful1"):
         plan.expand(blocks, {"full": Blocks([1, 2, 5, 9]), "ful1": Blocks([1])})
@@ -181,7 +181,7 @@ def state_plan() -> ReadPlan:
     return plan_read(geometry, geometry, 0)
 
 
-def test_states_at_different_tokens() -> None:
+def test_states_at_different_tokens_are_refused() -> None:
     with pytest.raises(BlocksShort, match="asked for a state at token 7, the source has one at 8"):
         ask(state_plan(), Blocks([1], state_token=8), Blocks([2], state_token=7))
 
@@ -204,17 +204,17 @@ def granular(granule: int) -> ReadPlan:
     return plan_read(geometry, geometry, 0)
 
 
-def test_a_prefix_inside_a_granule() -> None:
+def test_a_prefix_inside_a_granule_is_refused() -> None:
     with pytest.raises(InvalidField, match="a multiple of 8 tokens: group 'full' cannot be cut finer"):
         ask(granular(8), Blocks([1, 2]), Blocks([3, 4], 12))
 
 
-def test_a_start_inside_a_granule() -> None:
+def test_a_start_inside_a_granule_is_refused() -> None:
     with pytest.raises(InvalidField, match="a multiple of 8 tokens"):
         ask(granular(8), Blocks([1, 2]), Blocks([3, 4]), (12, 32))
 
 
-def test_a_prefix_inside_a_state_of_several_tokens() -> None:
+def test_a_prefix_inside_a_state_of_several_tokens_is_refused() -> None:
     from fractions import Fraction
 
     geometry = engine("x", [Tensor("layers.0", "key", tokens_per_state=Fraction(4))], num_blocks=6).geometry()

@@ -154,7 +154,7 @@ def test_replicas_move_each_state_once_also_if_a_token_is_not_required(seed: int
     assert left_out
 
 
-def test_how_far_along_its_line_a_request_is_changes_nothing() -> None:
+def test_segments_do_not_depend_on_the_distance_along_the_line() -> None:
     """A request may begin at any token below 2**62."""
 
     def cuts(lane: Lane, needed: GroupRequest) -> list[tuple[int, int, int, list[int], list[int]]]:
@@ -186,7 +186,7 @@ def test_how_far_along_its_line_a_request_is_changes_nothing() -> None:
     assert torn
 
 
-def test_no_more_segments_for_a_long_request() -> None:
+def test_segments_are_as_many_for_a_long_request_as_for_a_short_one() -> None:
     layout = StateLayout(4, TokenShard(), 4096, 4096), StateLayout(6, TokenShard(), 4096, 4096)
     lane = Lane(0, FULL, Stripe(), DRAM, *layout, 1, Fraction(1), ())
     counts = set()

@@ -58,7 +58,7 @@ def test_a_part_needs_no_blocks_of_groups_it_does_not_read() -> None:
     assert plan.expand({"full": Blocks([1])}, {"full": Blocks([2])}).descriptors
 
 
-def test_nothing_is_a_selection_too() -> None:
+def test_selections_may_be_empty() -> None:
     plan = plan_read(SOURCE.geometry(), DESTINATION.geometry(), 0).only(lambda plane: False)
     assert plan.source_ranks == ()
     assert plan.expand({}, {}).sources == ()

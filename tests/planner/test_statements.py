@@ -41,7 +41,7 @@ def test_1_with_d_a_multiple_of_p_rank_r_reads_only_rank_r_div_ratio(p: int, d: 
 
 
 @pytest.mark.parametrize(("p", "d"), RATIOS)
-def test_2_its_slice_of_every_remote_block_starts_at_its_place(p: int, d: int) -> None:
+def test_2_a_ranks_slice_of_every_remote_block_starts_at_its_offset(p: int, d: int) -> None:
     for plan in plans(gqa(p), gqa(d)):
         rank, local = plan.rank.rank, plan.rank.planes[0].bytes_per_block
         assert local == HEADS // d * 16 * 4
@@ -52,7 +52,7 @@ def test_2_its_slice_of_every_remote_block_starts_at_its_place(p: int, d: int) -
 
 
 @pytest.mark.parametrize(("p", "d"), RATIOS)
-def test_3_as_many_descriptors_as_with_equal_tp_and_none_per_token(p: int, d: int) -> None:
+def test_3_descriptors_are_as_many_as_with_equal_tp_and_none_is_per_token(p: int, d: int) -> None:
     ids = {"full": Blocks([7, 2, 9, 4])}
     equal = plans(gqa(p), gqa(p))[0].expand(ids, ids)
     sliced = plans(gqa(p), gqa(d))[0].expand(ids, ids)
@@ -75,7 +75,7 @@ def test_5_sizes_that_do_not_fit_are_refused_before_any_transfer() -> None:
 
 
 @pytest.mark.parametrize(("p", "d"), [*RATIOS, *((d, p) for p, d in RATIOS)])
-def test_6_nhd_with_a_ratio_works(p: int, d: int) -> None:
+def test_6_nhd_layouts_move_between_unequal_tp_sizes(p: int, d: int) -> None:
     source, destination = gqa(p, NHD), gqa(d, NHD)
     ids = {"full": Blocks([7, 2, 9])}
     assert move(plans(source, destination), source, destination, ids, {"full": Blocks([1, 5, 3])}, 48)
@@ -180,7 +180,7 @@ def test_15_states_are_read_from_all_ranks_while_attention_reads_a_subset() -> N
     assert move(plans(source, destination), source, destination, theirs, mine, 32)
 
 
-def test_15_without_striping_attention_reads_one_rank_only() -> None:
+def test_15_attention_without_striping_reads_one_rank_only() -> None:
     source, destination = hybrid("p", 8).geometry(), hybrid("d", 2).geometry()
     plan = plan_read(source, destination, 1, striping=False)
     assert {read.source_rank for read in plan.reads if read.destination.group == "full"} == {4}
@@ -208,7 +208,7 @@ def test_16_a_plan_prints_itself() -> None:
     assert "[4, 6)" in text
 
 
-def test_16_groups_that_wrap_several_layers_of_one_kind_with_unequal_pages() -> None:
+def test_16_groups_may_have_components_with_unequal_pages() -> None:
     # Latent and indexer planes in one group: 64-token pages beside 16-token pages, other state sizes, one block table.
     def made(name: str, block_tokens: int) -> Engine:
         model = [
@@ -225,7 +225,7 @@ def test_16_groups_that_wrap_several_layers_of_one_kind_with_unequal_pages() -> 
     assert move(made_plans, source, destination, {"full": Blocks([3, 1], 0, 90)}, {"full": Blocks([5, 2, 4])}, 90)
 
 
-def test_16_fewer_blocks_than_wanted_are_a_failed_request_and_no_crash() -> None:
+def test_16_blocks_fewer_than_wanted_fail_the_request_without_a_crash() -> None:
     (plan, *_) = plans(gqa(2), gqa(2))
     with pytest.raises(BlocksShort, match=r"asked for tokens \[0, 48\), the source has tokens \[0, 32\)"):
         plan.expand({"full": Blocks([1, 2])}, {"full": Blocks([1, 2, 3])}, (0, 48))
@@ -280,13 +280,13 @@ def test_20_replicated_source_heads_are_read_once() -> None:
 
 
 @pytest.mark.parametrize(("p", "d"), [(3, 2), (2, 3), (6, 4), (5, 7), (7, 5), (12, 8), (16, 10)])
-def test_21_the_same_when_neither_size_divides_the_other(p: int, d: int) -> None:
+def test_21_tp_sizes_that_do_not_divide_each_other_are_planned_and_right(p: int, d: int) -> None:
     source, destination = gqa(p), gqa(d)
     theirs, mine = {"full": Blocks([3, 7, 1])}, {"full": Blocks([2, 8, 5])}
     assert move(plans(source, destination), source, destination, theirs, mine, 45)
 
 
-def test_uneven_heads_as_declared() -> None:
+def test_heads_are_read_as_declared_even_if_uneven() -> None:
     def made(name: str, *sizes: int) -> Engine:
         model = tensors(layers=1, axis=10)
         edges = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
@@ -300,7 +300,7 @@ def test_uneven_heads_as_declared() -> None:
     assert move(plans(source, destination), source, destination, ids, ids, 40)
 
 
-def test_any_layer_split_to_any_layer_split() -> None:
+def test_layer_splits_read_from_any_other_layer_split() -> None:
     def made(name: str, size: int, *stages: int) -> Engine:
         ranks = []
         for stage in range(len(stages)):

@@ -18,7 +18,7 @@ SIZES = range(1, 13)
 @pytest.mark.parametrize(
     "heads", [pytest.param(heads, marks=() if heads in (1, 8) else pytest.mark.slow) for heads in HEADS]
 )
-def test_every_pair_of_sizes_is_planned_and_right(heads: int) -> None:
+def test_plans_of_every_pair_of_sizes_are_right(heads: int) -> None:
     model = tensors(layers=1, components=["key"], axis=heads)
     engines = {
         size: engine("x", model, size, block_tokens=2, num_blocks=6, layout=NHD if size % 2 else HND) for size in SIZES

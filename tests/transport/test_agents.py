@@ -75,7 +75,7 @@ def test_peers_are_read_where_the_sockets_of_this_process_cannot_be_listed(
     assert agent.destroy()
 
 
-def test_nothing_is_known_of_the_connections_of_another_backend(memory: Memory) -> None:
+def test_connections_of_another_backend_count_as_tcp(memory: Memory) -> None:
     agent = ReadingAgent("other", [memory.region], NixlOptions(backend="POSIX"))
     assert agent.over_tcp("any")
     assert agent.destroy()
@@ -142,7 +142,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> N
         NixlOptions(**options)  # type: ignore[arg-type]
 
 
-def test_without_nixl_the_error_says_what_to_install() -> None:
+def test_the_error_without_nixl_names_the_package_to_install() -> None:
     code = """
 import sys
 for package in ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"):

@@ -135,7 +135,7 @@ def measured(transport: Transport, peer: AgentInfo) -> Costs:
     return found
 
 
-def test_what_only_the_first_read_costs_is_not_measured(
+def test_costs_of_the_first_read_only_are_not_measured(
     transport: Transport, peer: AgentInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent is made, and memory touched that never was: neither is so again. One turn shows what the fastest of

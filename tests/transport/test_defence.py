@@ -158,7 +158,7 @@ SPACE = (1 << 63) - 1
         ([*[1 << 62] * 4, 1], False),
     ],
 )
-def test_all_entries_of_a_table_are_counted_in_32_bits(counts: list[int], good: bool) -> None:
+def test_table_entries_are_counted_in_32_bits(counts: list[int], good: bool) -> None:
     everywhere = RegionMap("everywhere", [MemoryRegion(MemoryKind.DRAM, 0, 0, SPACE)])
     rows = table(1, [(0, 1, count) for count in counts], [(0, 1, count) for count in counts])
     with contextlib.nullcontext() if good else pytest.raises(InvalidField, match="count"):
@@ -258,7 +258,7 @@ def damaged(info: AgentInfo) -> dict[str, AgentInfo]:
         ("x", 1, (1 << 16) + 1, False),
     ],
 )
-def test_what_an_agent_may_announce_is_bounded(name: str, size: int, regions: int, good: bool) -> None:
+def test_announcements_of_an_agent_are_bounded(name: str, size: int, regions: int, good: bool) -> None:
     metadata = bytes(size)
     announced = AgentInfo(
         name, metadata, hashlib.sha256(metadata).digest(), (MemoryRegion(MemoryKind.DRAM, 0, 64, 1),) * regions
@@ -280,7 +280,7 @@ def test_damaged_metadata_never_reach_nixl(
     assert read.gauges().agents == 0
 
 
-def test_metadata_of_another_agent_or_other_regions_are_refused_and_harm_no_one(
+def test_metadata_of_another_agent_or_other_regions_are_refused_without_harm(
     ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
 ) -> None:
     read = transport(ucx_tls)

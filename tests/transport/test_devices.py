@@ -98,7 +98,7 @@ def on_threads(do: Callable[[int], None]) -> None:
         thread.join()
 
 
-def test_eight_ranks_use_eight_devices(devices: Devices) -> None:
+def test_ranks_use_a_device_each(devices: Devices) -> None:
     memory = [np.full((2, SIZE), rank + 1, np.uint8) for rank in range(RANKS)]
     regions = [
         MemoryRegion(MemoryKind.VRAM, rank, array.ctypes.data, array.nbytes) for rank, array in enumerate(memory)
@@ -139,7 +139,7 @@ def test_eight_ranks_use_eight_devices(devices: Devices) -> None:
     assert calls >= {"nixlAgent", "registerMem", "loadRemoteMD", "postXferReq", "releaseXferReq", "__del__"}
 
 
-def test_a_configured_device_is_set_instead(devices: Devices) -> None:
+def test_a_configured_device_is_set_instead_of_the_memorys(devices: Devices) -> None:
     array = np.zeros(SIZE, np.uint8)
     region = MemoryRegion(MemoryKind.VRAM, 3, array.ctypes.data, SIZE)
     ServingAgent("a", [region], NixlOptions(cuda_device=1)).close()

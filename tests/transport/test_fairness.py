@@ -62,7 +62,7 @@ def test_a_small_read_overtakes_a_huge_one_from_another_source_when_there_is_roo
     assert any(overtaken(read, (source, other), memory) for _ in range(TRIES))
 
 
-def test_what_is_in_flight_to_a_destination_is_bounded(
+def test_bytes_in_flight_to_a_destination_are_bounded(
     new_source: MakeSource, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = new_source("tcp")

@@ -17,7 +17,7 @@ from tests.transport.transfers import TCP, Clock, assert_done, assert_failed, re
 
 
 @pytest.mark.parametrize("warmed", [False, True], ids=["before its first read", "between reads"])
-def test_a_killed_source_fails_its_reads_and_nobody_elses(
+def test_a_killed_source_fails_only_its_own_reads(
     warmed: bool, ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
     read = transport(ucx_tls)
@@ -99,7 +99,7 @@ def test_a_source_stopped_while_it_is_read_expires_and_is_quarantined_until_it_g
     assert memory.right()
 
 
-def test_a_stuck_read_gives_up_its_agent_and_its_end_is_the_fence(
+def test_a_stuck_read_retires_its_agent_whose_end_is_the_fence(
     new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
     source, clock = new_source(TCP), Clock()
@@ -176,7 +176,7 @@ def test_a_source_that_does_not_answer_at_first_fails_its_reads_in_bounded_time(
     assert memory.right()
 
 
-def test_cancel_ends_at_once_and_says_what_is_still_under_way(
+def test_cancel_ends_at_once_and_reports_chunks_still_under_way(
     new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
     read = transport(TCP, chunk_bytes=1 << 20, bytes_in_flight=2 << 20)
@@ -220,7 +220,7 @@ def test_a_source_that_restarts_under_its_name_is_read_with_its_new_metadata(
     assert memory.right()
 
 
-def test_too_many_agents_given_up_fail_new_reads_of_that_peer_only(
+def test_retiring_too_many_agents_fails_new_reads_of_that_peer_only(
     source: Source, new_source: MakeSource, memory: Memory, transport: MakeTransport, ucx_tls: str
 ) -> None:
     read = transport(ucx_tls, retired_agents=0)

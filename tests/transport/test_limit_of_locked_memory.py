@@ -49,7 +49,7 @@ def test_transports_of_the_environment_decide(card: pytest.MonkeyPatch) -> None:
     assert locked_memory.too_little_to_begin("tcp")
 
 
-def test_a_card_that_nixl_has_no_driver_for_refuses_nobody(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_card_without_a_driver_in_nixl_refuses_no_agent(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver = tmp_path / "mlx5_0" / "device" / "driver"
     driver.unlink()
     (tmp_path / "bnxt_re").mkdir()
@@ -58,22 +58,22 @@ def test_a_card_that_nixl_has_no_driver_for_refuses_nobody(card: pytest.MonkeyPa
     assert locked_memory.too_little_to_begin("rc_verbs")
 
 
-def test_transports_that_are_left_out_by_name_refuse_nobody(card: pytest.MonkeyPatch) -> None:
+def test_transports_that_are_excluded_by_name_refuse_no_agent(card: pytest.MonkeyPatch) -> None:
     card.setenv("UCX_TLS", "^ib")
     assert locked_memory.too_little_to_begin("") == ""
 
 
-def test_without_a_card_a_limit_does_not_matter(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_limit_does_not_matter_without_a_card(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "uverbs0").unlink()
     assert locked_memory.too_little() == ""
 
 
-def test_who_may_lock_all_is_not_limited(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_that_may_lock_all_memory_is_not_limited(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "status").write_text("CapEff:\t000001ffffffffff\n")
     assert locked_memory.too_little() == ""
 
 
-def test_without_a_limit_all_is_well(card: pytest.MonkeyPatch) -> None:
+def test_an_unlimited_process_has_no_problem(card: pytest.MonkeyPatch) -> None:
     card.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, DOCKER))
     assert locked_memory.too_little() == ""
 

@@ -190,7 +190,7 @@ def test_a_first_read_that_failed_is_fenced_by_the_end_of_the_agent_only(when: s
     assert world.link.over
 
 
-def test_what_gave_an_error_is_not_asked_again_and_its_siblings_are(world: World) -> None:
+def test_a_chunk_that_gave_an_error_is_not_checked_again_and_its_siblings_are(world: World) -> None:
     doomed, other = world.posted(), world.posted()
     broken, sound = world.handles
     waiting = world.share(1)
@@ -222,7 +222,7 @@ def test_what_gave_an_error_is_not_asked_again_and_its_siblings_are(world: World
     assert world.link.over
 
 
-def test_no_answer_is_given_up_after_the_warm_up_and_the_fence_time() -> None:
+def test_a_peer_without_an_answer_is_stuck_after_the_warm_up_and_the_fence_time() -> None:
     world = World(MOVING)
     world.link.open()
     assert world.link.fence_at() == 165.0
@@ -258,7 +258,7 @@ def test_a_read_is_stuck_a_fence_time_after_its_transfer_has_ended(world: World)
     assert not world.link.stuck(1e6)
 
 
-def test_what_a_card_moves_is_stuck_after_a_second() -> None:
+def test_a_chunk_that_a_card_moves_is_stuck_after_a_second() -> None:
     world = World()
     world.tcp = False
     world.link.open()
@@ -290,14 +290,14 @@ def test_a_share_waits_for_the_first_answer_from_when_it_came() -> None:
     assert late.state is TransferState.PENDING
 
 
-def test_a_peer_opened_after_a_share_came_has_its_time_as_well() -> None:
+def test_a_peer_opened_after_a_share_came_has_its_whole_warm_up_time() -> None:
     world = World(MOVING)
     early = PeerWork(world.transfer(CHUNK), INFO, [], 90.0)
     world.link.open()
     assert world.link.answer_due(early) == 105.0
 
 
-def test_at_least_two_chunks_are_under_way_and_no_more_than_are_allowed(world: World) -> None:
+def test_chunks_under_way_are_at_least_two_and_no_more_than_allowed(world: World) -> None:
     first = world.share(8)
     assert [world.link.post_next() for _ in range(4)] == [True, True, True, False]
     assert first.progress().chunks_in_flight == 3
@@ -313,7 +313,7 @@ def test_at_least_two_chunks_are_under_way_and_no_more_than_are_allowed(world: W
     assert [tight.link.post_next() for _ in range(3)] == [True, True, False]
 
 
-def test_a_post_over_tcp_that_is_done_at_once_does_not_make_the_peer_one_whose_posts_copy(
+def test_a_post_over_tcp_that_is_done_at_once_does_not_count_as_copying(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_link, "COPIED", CHUNK)
@@ -334,7 +334,7 @@ def test_a_post_over_tcp_that_is_done_at_once_does_not_make_the_peer_one_whose_p
     assert world.link.copies
 
 
-def test_nothing_is_posted_before_the_first_answer() -> None:
+def test_chunks_are_not_posted_before_the_first_answer() -> None:
     world = World(MOVING)
     world.link.open()
     world.share(1)
@@ -354,7 +354,7 @@ def test_transfers_take_turns_and_those_that_ended_lose_theirs(world: World) -> 
     assert [one.progress().chunks_in_flight for one in (first, second, third)] == [1, 0, 1]
 
 
-def test_what_ends_while_it_is_made_is_not_posted(world: World) -> None:
+def test_a_transfer_that_ends_while_its_chunk_is_made_is_not_posted(world: World) -> None:
     transfer = world.share(1)
     make = world.make
 
@@ -371,7 +371,7 @@ def test_what_ends_while_it_is_made_is_not_posted(world: World) -> None:
 
 
 @pytest.mark.parametrize("refusal", [InvalidField("descriptors", 1, "others"), RuntimeError("a bug")])
-def test_what_cannot_be_made_fails_one_read_as_what_it_is(world: World, refusal: Exception) -> None:
+def test_a_chunk_that_cannot_be_made_fails_one_read_with_its_own_error(world: World, refusal: Exception) -> None:
     wrong, right = world.share(1), world.share(1)
     world.refusal = refusal
     assert world.link.post_next()
@@ -426,7 +426,7 @@ def test_short_descriptors_are_posted_so_many_at_a_time() -> None:
     assert [chunk.count for chunk in divide(short, options)] == [4, 4, 2]
 
 
-def test_deadlines_of_what_is_under_way_are_judged(world: World) -> None:
+def test_deadlines_of_chunks_under_way_are_judged(world: World) -> None:
     transfer = world.posted(deadline=110.0)
     world.link.settle(109.9)
     states = [transfer.state]
@@ -455,7 +455,7 @@ def pauses(world: World, polls: int) -> Sequence[float]:
     return found
 
 
-def test_polls_come_less_often_the_longer_nothing_comes_and_often_again_after_news(world: World) -> None:
+def test_polls_back_off_while_nothing_arrives_and_come_often_again_after_news(world: World) -> None:
     waited_for, given_up = world.posted(), world.posted()
     due = world.link.next_poll()
     assert due is not None
@@ -529,7 +529,7 @@ def test_a_stalled_peer_takes_no_room(world: World) -> None:
     assert world.link.flowing(world.now) == 0
 
 
-def test_everything_fails_with_an_agent_and_is_quiet_with_its_end(world: World) -> None:
+def test_reads_fail_with_their_agent_and_are_quiet_with_its_end(world: World) -> None:
     moving, waiting = world.posted(), world.share(1)
     world.link.fail_all(TransferFailed("the agent failed"))
     assert [one.state for one in (moving, waiting)] == [TransferState.FAILED] * 2
@@ -541,7 +541,7 @@ def test_everything_fails_with_an_agent_and_is_quiet_with_its_end(world: World) 
 
 
 @pytest.mark.parametrize("fails", ["add_peer", "warm_up", ""])
-def test_only_what_was_added_is_removed(fails: str) -> None:
+def test_a_peer_is_removed_only_if_it_was_added(fails: str) -> None:
     world = World()
 
     def refuse(*_: Any) -> Any:

@@ -87,7 +87,7 @@ with open("/proc/self/maps") as maps:
     [({}, "", "1024 stderr"), ({"UCX_RCACHE_MAX_UNRELEASED": "7"}, "", "7 stderr"), ({}, "nixl", "None")],
     ids=["unset", "set", "too-late"],
 )
-def test_ucx_finds_what_vllm_learned_unless_it_is_set(given: dict[str, str], before: str, expected: str) -> None:
+def test_ucx_finds_vllms_settings_unless_they_are_set(given: dict[str, str], before: str, expected: str) -> None:
     program = f"""
 import os, sys, types
 if {before!r}:

@@ -54,7 +54,7 @@ def assert_failed_and_still(transfer: Transfer, read: Transport, source: Source,
     assert read.gauges().transfers == read.gauges().uncertain == 0
 
 
-def test_staging_memory_that_is_not_to_be_had_fails_what_was_begun_before_it(
+def test_staging_memory_that_is_refused_fails_the_parts_begun_before(
     ucx_tls: str, source: Source, memory: Memory
 ) -> None:
     # No machine has so much: numpy says so when the memory is made.
@@ -73,7 +73,7 @@ def test_staging_memory_that_is_not_to_be_had_fails_what_was_begun_before_it(
     assert read.close(SOON)
 
 
-def test_a_thread_that_is_not_to_be_had_fails_what_was_begun_before_it(
+def test_a_thread_that_is_refused_fails_the_parts_begun_before(
     ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, reading_agents=2, chunk_bytes=1 << 16))
@@ -128,7 +128,7 @@ def share() -> RankRead:
     return RankRead(order)
 
 
-def test_a_cancel_while_the_transfer_is_started_does_not_say_quiet(
+def test_a_cancel_while_the_transfer_is_started_does_not_report_quiet(
     source: Source, memory: Memory, transport: MakeTransport
 ) -> None:
     transport_ = transport(chunk_bytes=1 << 16)
@@ -148,7 +148,7 @@ def test_a_cancel_while_the_transfer_is_started_does_not_say_quiet(
     assert read.stop()
 
 
-def test_a_cancel_before_the_transfer_is_started_says_quiet_and_nothing_is_started() -> None:
+def test_a_cancel_before_the_transfer_is_started_reports_quiet_and_nothing_is_started() -> None:
     read = share()
     assert read.stop()
     started: list[str] = []
@@ -163,7 +163,7 @@ def test_a_cancel_before_the_transfer_is_started_says_quiet_and_nothing_is_start
     assert read.stop()
 
 
-def test_cancels_from_another_thread_never_say_quiet_of_what_goes_on() -> None:
+def test_cancels_from_another_thread_never_report_quiet_while_reads_go_on() -> None:
     class Clock:
         def __call__(self) -> float:
             return 0.0
@@ -193,7 +193,7 @@ def test_cancels_from_another_thread_never_say_quiet_of_what_goes_on() -> None:
             assert transfer is None
 
 
-def test_the_error_of_a_read_given_up_tells_when_it_is_quiet(
+def test_the_error_of_a_read_given_up_shows_when_it_is_quiet(
     new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
     read = transport(TCP, chunk_bytes=1 << 20)

@@ -43,7 +43,7 @@ def test_raw_descriptors_of_any_length_arrive_byte_for_byte(
     assert progress.chunks > 10
 
 
-def test_one_descriptor_longer_than_a_chunk_is_divided(
+def test_a_descriptor_longer_than_a_chunk_is_divided(
     ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
 ) -> None:
     read = transport(ucx_tls, chunk_bytes=1 << 20)
@@ -93,7 +93,7 @@ def test_one_transfer_reads_from_several_sources(
     assert memory.right()
 
 
-def test_nothing_to_read_is_done_at_once_and_makes_no_agent(source: Source, transport: MakeTransport) -> None:
+def test_an_empty_read_is_done_at_once_and_makes_no_agent(source: Source, transport: MakeTransport) -> None:
     read = transport()
     assert read.start([], deadline=None, label="nothing").state is TransferState.DONE
     transfer = read.start([raw_part(source.info, [])], deadline=now() - 1, label="no descriptors")
@@ -130,7 +130,7 @@ def test_small_transfers_do_not_wait_for_all_of_a_huge_one(
     assert order[-1] == "huge"
 
 
-def test_many_transfers_from_many_threads(
+def test_transfers_from_many_threads_arrive(
     ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
 ) -> None:
     read = transport(ucx_tls, chunk_bytes=64 << 10)

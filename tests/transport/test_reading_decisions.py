@@ -40,7 +40,7 @@ from tests.transport.staged_parts import part
 from tests.transport.transfers import until
 
 
-def test_every_byte_arrives_and_everything_is_counted(world: World) -> None:
+def test_bytes_arrive_and_are_counted(world: World) -> None:
     read = world.transport()
     gauges = read.gauges()
     assert (gauges.transfers, gauges.uncertain, gauges.quiesced, gauges.bytes_moved, gauges.agents) == (0, 0, 0, 0, 0)
@@ -60,7 +60,7 @@ def test_every_byte_arrives_and_everything_is_counted(world: World) -> None:
     assert (gauges.bytes_moved, gauges.agents, gauges.uncertain, gauges.quiesced) == (7 * CHUNK, 0, 0, 0)
 
 
-def test_what_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
+def test_a_transfer_that_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
     read = world.transport()
     done(world.read(read))
     moving, going_on = world.moving(read, chunks=3), world.moving(read, at=1)
@@ -82,7 +82,7 @@ def test_what_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
     assert gauges.agents == 1
 
 
-def test_what_ended_and_is_quiet_is_not_uncertain_until_it_is_forgotten(world: World) -> None:
+def test_a_transfer_that_ended_and_is_quiet_is_not_uncertain_before_it_is_forgotten(world: World) -> None:
     read, seen = world.transport(), list[tuple[int, int, int]]()
 
     def look(_: Transfer) -> None:
@@ -97,7 +97,7 @@ def test_what_ended_and_is_quiet_is_not_uncertain_until_it_is_forgotten(world: W
     assert until(lambda: seen == [(0, 0, 0)])
 
 
-def test_of_a_read_that_is_quiet_nothing_is_kept(world: World) -> None:
+def test_a_quiet_read_leaves_nothing_behind(world: World) -> None:
     read = world.transport()
     ended, lost = world.moving(read, chunks=2), world.moving(read, "other", 1)
     references = [weakref.ref(ended), weakref.ref(lost)]
@@ -119,7 +119,7 @@ def test_of_a_read_that_is_quiet_nothing_is_kept(world: World) -> None:
     assert until(forgotten)
 
 
-def test_idle_it_sleeps(world: World) -> None:
+def test_an_idle_thread_sleeps(world: World) -> None:
     read = world.transport()
     done(world.read(read))
     assert until(lambda: read.gauges().bytes_moved == SIZE)
@@ -162,7 +162,7 @@ def test_agents_are_made_when_they_are_needed(world: World) -> None:
     assert (read.gauges().agents, len(world.agents.made)) == (1, 1)
 
 
-def test_what_is_not_registered_is_refused_and_nothing_is_read(world: World) -> None:
+def test_memory_that_is_not_registered_is_refused_and_nothing_is_read(world: World) -> None:
     read = world.transport()
     good = world.part(world.info())
     beyond = raw([world.bytes.ctypes.data + SIZE], [world.memory.base], [1])
@@ -185,7 +185,7 @@ def test_what_is_not_registered_is_refused_and_nothing_is_read(world: World) -> 
     assert world.agents.made[0].spaces == [own]
 
 
-def test_nothing_to_read_is_done_at_once(world: World) -> None:
+def test_an_empty_read_is_done_at_once(world: World) -> None:
     read = world.transport()
     nothing = raw([], [], [])
     done(read.start([raw_part(world.info(), [nothing])], deadline=None, label="nothing"))
@@ -195,7 +195,7 @@ def test_nothing_to_read_is_done_at_once(world: World) -> None:
     assert world.memory.right()
 
 
-def test_after_the_end_nothing_is_begun(world: World) -> None:
+def test_a_closed_transport_begins_nothing(world: World) -> None:
     read = world.transport()
     done(world.read(read))
     assert read.close(SOON)
@@ -212,7 +212,7 @@ def test_after_the_end_nothing_is_begun(world: World) -> None:
     assert read.gauges().transfers == 0
 
 
-def test_the_end_waits_for_what_may_still_write(world: World) -> None:
+def test_closing_waits_for_reads_that_may_still_write(world: World) -> None:
     read = world.transport(reading_agents=2)
     read.prepare()
     moving = world.moving(read)
@@ -229,7 +229,7 @@ def test_the_end_waits_for_what_may_still_write(world: World) -> None:
     assert all(agent.destroyed for agent in world.agents.made)
 
 
-def test_what_is_stuck_ends_with_the_fence_time_and_the_end_of_its_agent(world: World) -> None:
+def test_a_stuck_read_is_quiet_after_the_fence_time_and_the_end_of_its_agent(world: World) -> None:
     read = world.transport(fence_time=600.0)
     moving, waiting = world.moving(read), world.moving(read, "other", 1)
     assert not read.close(0.05)
@@ -304,7 +304,7 @@ def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
     return replace(world.info("source"), regions=source.info.regions), planned
 
 
-def test_rows_go_through_staging_memory_of_the_size_asked_for(world: World) -> None:
+def test_rows_go_through_staging_memory_of_the_configured_size(world: World) -> None:
     memory, source = Memory(1 << 20), local_source()
     options = NixlOptions()
     with_slots = StagingOptions(slot_bytes=16384, slots=3)
@@ -379,7 +379,7 @@ def test_another_agent_of_the_same_name_is_added_when_the_first_is_through(world
     assert read.gauges().peers == 1
 
 
-def test_who_does_not_answer_at_first_is_waited_for_so_long(world: World) -> None:
+def test_a_peer_that_does_not_answer_is_waited_for_until_its_time_out(world: World) -> None:
     read = world.transport(warm_up_timeout=50.0, fence_time=600.0)
     world.agents.warm["peer"] = MOVING
     waiting = world.read(read)
@@ -396,7 +396,7 @@ def test_who_does_not_answer_at_first_is_waited_for_so_long(world: World) -> Non
     assert until(lambda: world.agents.made[0].destroyed)
 
 
-def test_over_all_peers_so_much_is_under_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_under_way_are_bounded_over_all_peers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry._transport.peer_link.STALLED", 1000.0)
     read = world.transport(bytes_in_flight_total=6 * CHUNK, reading_agents=2)
     names = [name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[0]][:2]
@@ -421,7 +421,7 @@ def test_over_all_peers_so_much_is_under_way(world: World, monkeypatch: pytest.M
         done(transfer)
 
 
-def test_one_chunk_is_always_allowed_and_never_two(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_chunk_is_allowed_whatever_the_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry._transport.peer_link.STALLED", 1000.0)
     read = world.transport(bytes_in_flight_total=1)
     transfers = [world.read(read, name, at) for at, name in enumerate(("a", "b", "c"))]
@@ -443,7 +443,7 @@ def test_one_chunk_is_always_allowed_and_never_two(world: World, monkeypatch: py
 
 
 @pytest.mark.parametrize("error", [SystemExit("an engine's"), RuntimeError("a bug")])
-def test_a_thread_that_fails_waits_for_what_it_posted(world: World, error: BaseException) -> None:
+def test_a_thread_that_fails_waits_for_posted_chunks(world: World, error: BaseException) -> None:
     read = world.transport()
     moving = world.moving(read)
     behind = read.start([world.part(world.info(metadata=b"new"), 3)], deadline=None, label="behind")
@@ -483,7 +483,7 @@ def test_a_deadline_is_kept_however_long_nothing_happens(world: World) -> None:
     assert not late.quiet
 
 
-def test_what_is_due_first_is_looked_at_first(world: World) -> None:
+def test_the_earliest_alarm_wakes_the_thread(world: World) -> None:
     """What is under way is polled, long before the deadline of what waits for room."""
     read = world.transport(bytes_in_flight=2 * CHUNK)
     done(world.read(read))

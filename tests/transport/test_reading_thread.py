@@ -95,7 +95,7 @@ def test_a_peer_that_cannot_be_opened_breaks_alone(
     assert read.gauges().agents == 1
 
 
-def test_a_thread_that_fails_waits_for_what_it_posted_and_everything_else_fails(
+def test_a_thread_that_fails_waits_for_posted_chunks_and_fails_all_other_work(
     new_source: MakeSource, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = transport(TCP, chunk_bytes=1 << 20, bytes_in_flight=2 << 20, fence_time=30.0)
@@ -154,7 +154,7 @@ def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_
     assert_done(read.start([(source.info, planned)], deadline=None, label="right"))
 
 
-def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
+def test_descriptors_too_many_to_check_at_once_are_checked_before_they_are_posted(
     source: Source, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source whose planes lie over each other makes the check of a long read take many seconds; it runs then where no

@@ -17,7 +17,7 @@ from tests.transport.sources import SOON
 from tests.transport.transfers import until
 
 
-def test_who_breaks_leaves_its_agent_to_those_that_it_reads_from(world: World) -> None:
+def test_a_broken_peer_leaves_its_retired_agent_to_the_other_peers(world: World) -> None:
     read = world.transport()
     patient = world.moving(read, "patient")
     doomed = world.lost(read, "doomed", 1)
@@ -85,7 +85,7 @@ def test_an_agent_that_does_not_end_leaves_its_reads_uncertain(world: World, cap
     assert "could not be destroyed" not in caplog.text
 
 
-def test_so_many_agents_are_given_up_and_no_more(world: World) -> None:
+def test_retired_agents_are_bounded(world: World) -> None:
     read = world.transport(retired_agents=1, reading_agents=2)
     read.prepare()
     assert until(lambda: len(world.agents.made) == 2)

@@ -43,7 +43,7 @@ def both_moving(world: World, read: Transport) -> tuple[Agent, Agent]:
     return first, second
 
 
-def test_each_agent_reads_a_part_and_nothing_is_read_twice(world: World) -> None:
+def test_agents_read_a_part_each_and_nothing_twice(world: World) -> None:
     read = sharing(world)
     world.agents.state[PEER] = MOVING
     transfer = world.read(read, at=1)
@@ -55,7 +55,7 @@ def test_each_agent_reads_a_part_and_nothing_is_read_twice(world: World) -> None
     assert (transfer.progress().chunks, world.memory.right()) == (4, True)
 
 
-def test_it_is_quiet_when_both_agents_are(world: World) -> None:
+def test_a_shared_read_is_quiet_when_both_agents_are(world: World) -> None:
     read = sharing(world)
     world.agents.state[PEER] = MOVING
     transfer = world.read(read, at=1)
@@ -71,7 +71,7 @@ def test_it_is_quiet_when_both_agents_are(world: World) -> None:
     assert transfer.state is TransferState.CANCELLED
 
 
-def test_an_error_of_one_agent_ends_it_and_its_blocks_wait_for_both(world: World) -> None:
+def test_an_error_of_one_agent_ends_a_shared_read_and_its_blocks_wait_for_both(world: World) -> None:
     read = sharing(world)
     world.agents.state[PEER] = MOVING
     transfer = world.read(read, at=1)
@@ -165,7 +165,7 @@ def test_a_second_agent_is_made_where_posts_copy_and_there_are_cores(
     assert (read.gauges().agents, world.memory.right()) == (agents, True)
 
 
-def test_where_no_second_agent_can_be_made_one_reads_all_and_it_is_not_tried_for_each_read(world: World) -> None:
+def test_one_agent_reads_all_where_no_second_can_be_made_and_making_is_not_retried_for_each_read(world: World) -> None:
     read = world.transport(reading_agents=2)
     read.prepare(0.0)
     home = read._threads.of(PEER)
@@ -182,7 +182,9 @@ def test_where_no_second_agent_can_be_made_one_reads_all_and_it_is_not_tried_for
     assert (world.agents.refused, world.memory.right()) == (1, True)
 
 
-def test_where_the_system_refuses_a_second_thread_one_reads_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_agent_reads_all_where_the_system_refuses_a_second_thread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     read = world.transport(reading_agents=None)
     done(world.read(read))
@@ -196,7 +198,9 @@ def test_where_the_system_refuses_a_second_thread_one_reads_all(world: World, mo
     assert world.memory.right()
 
 
-def test_bytes_are_right(source: Source, memory: Memory, transport: MakeTransport, ucx_tls: str) -> None:
+def test_shared_reads_deliver_the_right_bytes(
+    source: Source, memory: Memory, transport: MakeTransport, ucx_tls: str
+) -> None:
     read = transport(ucx_tls, reading_agents=2, chunk_bytes=256 << 10)
     read.prepare(SOON)
     for _ in range(4):

@@ -108,7 +108,7 @@ def test_a_cancelled_read_is_quiet_at_once_and_its_slots_when_nothing_writes_to_
     assert memory.right()
 
 
-def test_who_waits_for_a_slot_ends_at_its_deadline(
+def test_a_read_that_waits_for_a_slot_ends_at_its_deadline(
     source: Source, new_source: MakeSource, memory: Memory, staged: MakeStaged
 ) -> None:
     stuck = new_source("tcp")
@@ -148,7 +148,7 @@ def test_a_killed_source_fails_the_read_and_keeps_no_slot(
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_constants_are_measured_and_the_slots_given_back(
+def test_constants_are_measured_and_slots_given_back(
     ucx_tls: str, new_source: MakeSource, staged: MakeStaged, slots: int
 ) -> None:
     source, read = new_source(ucx_tls, size=16 << 20), staged(ucx_tls, slots=slots, slot_blocks=256)
@@ -199,7 +199,7 @@ def test_memory_too_small_to_be_measured_is_not_read(new_source: MakeSource, sta
     assert read.gauges().bytes_moved == 0
 
 
-def test_over_a_slow_network_one_turn_is_enough(
+def test_measuring_takes_one_turn_over_a_slow_network(
     new_source: MakeSource, staged: MakeStaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, moved = new_source("tcp", size=16 << 20), []
@@ -305,7 +305,7 @@ def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Call
     return share
 
 
-def test_who_ends_while_it_waits_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
+def test_a_read_that_ends_while_it_waits_leaves_the_slot_to_others(source: Source, memory: Memory) -> None:
     woken: list[str] = []
     share = shares_of_one_slot(source, memory, woken)
     one, two, three, four = (share(name) for name in ("one", "two", "three", "four"))
@@ -346,7 +346,7 @@ def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent
     assert share.next(NixlOptions()) is not None
 
 
-def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
+def test_a_read_without_room_leaves_the_slot_to_others(source: Source, memory: Memory) -> None:
     woken: list[str] = []
     share = shares_of_one_slot(source, memory, woken)
     one, two, three = share("one"), share("two"), share("three")

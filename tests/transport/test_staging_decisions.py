@@ -120,7 +120,7 @@ class Readers:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_readers_of_few_slots(seed: int) -> None:
+def test_slots_are_shared_by_many_readers_without_two_writers(seed: int) -> None:
     turns = Random(seed)
     memory, sources = Memory(4 * SIZE), [local_source(name) for name in ("one", "other")]
     slots = turns.choice([1, 2, 3, 8])
@@ -203,7 +203,7 @@ def test_a_slot_is_lent_only_where_nobody_waits() -> None:
     assert woken == ["woken"]
 
 
-def test_who_has_its_slots_is_called_when_one_has_been_permuted() -> None:
+def test_a_reader_with_all_its_slots_is_called_when_one_has_been_permuted() -> None:
     woken: list[str] = []
     pool, memory = pool_of(8, woken), Memory(SIZE)
     share = staged_share(pool, part(local_source(), memory, some(1), some(2)))
@@ -219,7 +219,7 @@ def test_who_has_its_slots_is_called_when_one_has_been_permuted() -> None:
     assert share.next(OPTIONS) is not None
 
 
-def test_who_steps_back_lets_those_behind_it_pass() -> None:
+def test_a_reader_that_steps_back_lets_later_readers_pass() -> None:
     woken: list[str] = []
     pool, memory = pool_of(1, woken), Memory(SIZE)
     first, second = (staged_share(pool, part(local_source(), memory, [1], [2])) for _ in range(2))
@@ -245,7 +245,7 @@ def test_who_steps_back_lets_those_behind_it_pass() -> None:
     assert woken == ["woken"]
 
 
-def test_what_cannot_be_read_gives_its_slot_back() -> None:
+def test_a_batch_that_cannot_be_read_gives_its_slot_back() -> None:
     pool, memory = pool_of(2), Memory(SIZE)
     asked = part(local_source(), memory, [1, 5], [2, 4])
     info, planned = asked
@@ -257,7 +257,7 @@ def test_what_cannot_be_read_gives_its_slot_back() -> None:
     assert staged_share(pool, asked).next(OPTIONS) is not None
 
 
-def test_every_batch_is_checked_before_it_is_read() -> None:
+def test_batches_are_checked_before_they_are_read() -> None:
     pool, memory = pool_of(2), Memory(SIZE)
     everything = list(range(BLOCKS - 1))
     info, planned = part(local_source(), memory, everything, everything)
@@ -311,7 +311,7 @@ def test_a_permutation_that_failed_fails_the_read(error: Exception, *, quiet: bo
     assert (transfer.quiet, pool.in_use) == (quiet, 0 if quiet else 1)
 
 
-def test_what_arrives_after_the_end_is_not_copied_into_the_blocks() -> None:
+def test_bytes_that_arrive_after_the_end_are_not_copied_into_the_blocks() -> None:
     device = Device()
     pool, memory = StagingPool(device.allocate(2 * SLOT), SLOT, lambda: None), Memory(SIZE)
     share = staged_share(pool, part(local_source(), memory, [1], [2]))
@@ -326,7 +326,7 @@ def test_what_arrives_after_the_end_is_not_copied_into_the_blocks() -> None:
     assert memory.untouched()
 
 
-def test_what_is_said_of_a_chunk_is_said_of_its_transfer() -> None:
+def test_a_staged_chunk_shares_label_deadline_and_end_of_its_transfer() -> None:
     pool, memory = pool_of(2), Memory(SIZE)
     share = staged_share(pool, part(local_source(), memory, [1], [2]), deadline=now() - 1)
     chunk = share.next(OPTIONS)

@@ -28,7 +28,7 @@ def make(clock: Clock, size: int = 20, deadline: float | None = 110.0) -> Transf
     return Transfer("t", size, 2, deadline, clock, lambda: None)
 
 
-def test_done_when_the_last_byte_arrived(clock: Clock) -> None:
+def test_a_transfer_is_done_when_its_last_byte_has_arrived(clock: Clock) -> None:
     transfer = make(clock)
     states = [transfer.state]
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_nothing_is_posted_after_the_deadline(clock: Clock) -> None:
     assert transfer.quiet
 
 
-def test_late_success_makes_quiet_but_not_done(clock: Clock) -> None:
+def test_late_success_makes_a_transfer_quiet_but_not_done(clock: Clock) -> None:
     transfer = make(clock, size=10)
     assert transfer.begin()
     clock.now = 111.0
@@ -98,7 +98,7 @@ def test_a_deadline_that_has_passed_stays_passed(clock: Clock) -> None:
     assert transfer.state is TransferState.EXPIRED
 
 
-def test_cancel_says_whether_it_is_quiet(clock: Clock) -> None:
+def test_cancel_returns_whether_the_transfer_is_quiet(clock: Clock) -> None:
     idle, moving = make(clock), make(clock)
     assert moving.begin()
     assert idle.cancel()
@@ -110,7 +110,7 @@ def test_cancel_says_whether_it_is_quiet(clock: Clock) -> None:
     assert moving.cancel()
 
 
-def test_what_has_ended_stays_as_it_ended(clock: Clock) -> None:
+def test_an_ended_transfer_keeps_its_state(clock: Clock) -> None:
     transfer = make(clock, size=10)
     assert transfer.begin()
     transfer.landed(10)
@@ -174,14 +174,14 @@ def test_waiting_ends_with_the_transfer(clock: Clock) -> None:
     assert not waiter.is_alive()
 
 
-def test_nothing_to_move_is_done_at_once(clock: Clock) -> None:
+def test_an_empty_transfer_is_done_at_once(clock: Clock) -> None:
     transfer = make(clock, size=0, deadline=1.0)
     assert transfer.state is TransferState.DONE
     assert transfer.wait_quiet(0)
 
 
 @pytest.mark.parametrize(("late", "counts"), [(-0.001, True), (0.0, False), (0.001, False)])
-def test_at_its_deadline_a_transfer_has_expired_as_its_lease_has(clock: Clock, late: float, *, counts: bool) -> None:
+def test_a_transfer_has_expired_at_its_deadline_as_its_lease_has(clock: Clock, late: float, *, counts: bool) -> None:
     moving, settled, extended, idle = (make(clock, size=10) for _ in range(4))
     assert moving.begin()
     clock.now = 110.0 + late
@@ -194,7 +194,7 @@ def test_at_its_deadline_a_transfer_has_expired_as_its_lease_has(clock: Clock, l
     assert idle.goes_on() is counts
 
 
-def test_without_a_deadline_bytes_count_for_ever(clock: Clock) -> None:
+def test_bytes_without_a_deadline_count_for_ever(clock: Clock) -> None:
     transfer = make(clock, size=10, deadline=None)
     clock.now = 1e9
     assert transfer.extend(5.0)
@@ -208,14 +208,14 @@ def test_without_a_deadline_bytes_count_for_ever(clock: Clock) -> None:
     assert not transfer.extend(5.0)
 
 
-def test_a_renewal_says_nothing_of_what_has_ended(clock: Clock) -> None:
+def test_a_renewal_does_not_change_an_ended_transfer(clock: Clock) -> None:
     transfer = make(clock)
     transfer.cancel()
     assert not transfer.extend(200.0)
     assert transfer.deadline == 110.0
 
 
-def test_what_is_about_to_be_read_is_not_read_after_a_cancel(clock: Clock) -> None:
+def test_a_chunk_about_to_be_read_is_not_read_after_a_cancel(clock: Clock) -> None:
     transfer = make(clock)
     assert transfer.goes_on()
     states = [transfer.state]
@@ -230,7 +230,7 @@ def test_a_cancel_wakes_the_threads_that_read() -> None:
     assert woken == ["woken"]
 
 
-def test_an_error_that_gives_it_up_says_when_it_is_quiet(clock: Clock) -> None:
+def test_an_error_given_to_a_transfer_shows_when_it_is_quiet(clock: Clock) -> None:
     transfer = make(clock)
     assert transfer.begin()
     early = TransferStuck("stuck", quiet=True)
@@ -247,7 +247,7 @@ def test_an_error_that_gives_it_up_says_when_it_is_quiet(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("ending", ["landed", "fenced"])
-def test_whoever_waits_for_quiet_is_told_however_it_came(clock: Clock, ending: str) -> None:
+def test_waiting_for_quiet_ends_by_arrival_or_fence(clock: Clock, ending: str) -> None:
     transfer = make(clock)
     assert transfer.begin()
     calls: list[str] = []
@@ -270,7 +270,7 @@ def test_whoever_waits_for_quiet_is_told_however_it_came(clock: Clock, ending: s
     assert calls == ["before", "after"]
 
 
-def test_a_deadline_that_passes_is_told(clock: Clock) -> None:
+def test_a_deadline_that_passes_runs_the_callbacks(clock: Clock) -> None:
     transfer = make(clock)
     calls: list[TransferState] = []
     transfer.add_done_callback(lambda ended: calls.append(ended.state))

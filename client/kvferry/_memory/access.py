@@ -17,7 +17,7 @@ from kvferry.planner.summed_blocks import AlikeBlocks
 
 
 class StillCopying(Exception):
-    """A device did not say whether its copies have ended, so its memory may still be written."""
+    """A device did not confirm the end of its copies, so its memory may still be written."""
 
 
 class MemoryAccess(Protocol):

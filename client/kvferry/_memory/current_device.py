@@ -7,7 +7,7 @@ device's context when memory is registered and when peers are connected. Without
 A thread of kvferry's own is also taken out of other threads' captures of CUDA graphs. While a thread captures a graph
 in the mode "global", torch's default, CUDA refuses "potentially unsafe" calls on all threads, e.g. allocating memory
 or querying an event, and such a call spoils the capture. This protects threads that may take part in the capture.
-kvferry's take no part: they use streams of their own, which nobody captures, and nothing captured depends on them. A
+kvferry's take no part: they use streams of their own, which are never captured, and nothing captured needs them. A
 thread leaves captures by calling ``cuThreadExchangeStreamCaptureMode`` with the mode "thread local" (CUDA driver API,
 stream management; HIP has the same function).
 

@@ -37,7 +37,7 @@ BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = {
-    # UCX writes what goes wrong to standard output, which belongs to the program.
+    # UCX writes its errors to standard output, which belongs to the program.
     "UCX_LOG_FILE": "stderr",
     # UCX's cache of registrations was seen to leak without a limit (vLLM 0.32.0, vllm/distributed/nixl_utils.py).
     "UCX_RCACHE_MAX_UNRELEASED": "1024",

@@ -46,7 +46,7 @@ STALLED = 0.25
 
 CARD_FENCE = 1.0
 """Seconds after the end of a transfer until a chunk counts as stuck, at most, where a network card moves the bytes: no
-thread of the source takes part, so the end of the agent harms nobody, and a chunk takes milliseconds."""
+thread of the source takes part, so the end of the agent harms no process, and a chunk takes milliseconds."""
 
 RATE_FIRST = 1e9
 """Bytes per second that are assumed of a peer until its first chunk is measured."""
@@ -386,7 +386,7 @@ class Link:
         try:
             handle.release()
         except NixlError as error:
-            logger.warning("a handle of an ended read was not released: %s", error)
+            logger.warning("peer %s: the handle of an ended read was not released: %s", self.info.name, error)
 
 
 def _answer(ask: Callable[[], HandleState]) -> tuple[HandleState, NixlError | None]:

@@ -326,7 +326,7 @@ class ReadingThread:
         quiet = all(link.quiet for link in self._links)
         fenced = agent.destroy()
         if not fenced and not quiet:
-            logger.error("reading agent %s did not end: what it posted stays uncertain", self.name)
+            logger.error("reading agent %s was not destroyed: its posted reads stay uncertain", self.name)
             return False
         self._links.fenced()
         return True

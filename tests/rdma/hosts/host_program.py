@@ -32,7 +32,7 @@ from kvferry import (
     Release,
 )
 from kvferry.stats import TransportGauges
-from tests.rdma.hosts.told import MODEL, Place, Request, content, prompt
+from tests.rdma.hosts.exchanged import MODEL, Place, Request, content, prompt
 from tests.support.caches import POISON, Memory
 from tests.support.faults.reports import Seen
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvferry import TlsConfig
 from kvferry._clock import now
 from kvferry_server.domain.times import Times
-from tests.rdma.hosts.told import MODEL, Home, Place, Request
+from tests.rdma.hosts.exchanged import MODEL, Home, Place, Request
 from tests.support.certificates import tls_flags
 from tests.support.faults.reports import Seen
 from tests.support.identifiers import unique_id

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import NotAllowed, TransferExpired
+from tests.rdma.hosts.exchanged import MODEL
 from tests.rdma.hosts.played_host import PORT, SOON, TIMES, TRANSPORTS, Pair, Reader, Source, open_engine
-from tests.rdma.hosts.told import MODEL
 from tests.support.caches import shards
 
 DATAGRAM = 1024
@@ -47,7 +47,7 @@ def test_bytes_move_over_verbs_and_control_over_tcp(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("source_ranks", "reader_ranks"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 3)])
-def test_every_rank_reads_its_share(pair: Pair, source_ranks: int, reader_ranks: int) -> None:
+def test_ranks_read_their_shares(pair: Pair, source_ranks: int, reader_ranks: int) -> None:
     source = Source(open_engine([pair.prefill.engines] * source_ranks, "prefill", units(source_ranks)))
     reader = Reader(open_engine([pair.decode.engines] * reader_ranks, "decode", units(reader_ranks), serve=False))
     reader.warm(source)
@@ -55,7 +55,7 @@ def test_every_rank_reads_its_share(pair: Pair, source_ranks: int, reader_ranks:
     close(source, reader)
 
 
-def test_an_engine_with_a_rank_on_either_host(pair: Pair) -> None:
+def test_an_engine_may_have_a_rank_on_either_host(pair: Pair) -> None:
     """The node server of the second host relays for its rank, as the policy lets it."""
     source = Source(open_engine([pair.prefill.engines, pair.decode.engines], "prefill", units(2)))
     pair.reader.warm(source)
@@ -63,7 +63,7 @@ def test_an_engine_with_a_rank_on_either_host(pair: Pair) -> None:
     close(source)
 
 
-def test_nobody_reads_whom_the_policy_does_not_let(pair: Pair) -> None:
+def test_a_reader_that_the_policy_does_not_allow_is_refused(pair: Pair) -> None:
     source = Source(open_engine([pair.decode.engines], "decode"))
     reader = Reader(open_engine([pair.prefill.engines], "decode", serve=False))
     request = source.publish()
@@ -73,7 +73,7 @@ def test_nobody_reads_whom_the_policy_does_not_let(pair: Pair) -> None:
     close(reader, source)
 
 
-def test_a_directory_says_where_an_engine_is(pair: Pair, directory: Path) -> None:
+def test_a_directory_resolves_an_engines_address(pair: Pair, directory: Path) -> None:
     source = Source(open_engine([pair.prefill.engines], "prefill", home_in_references=False))
     engine_id = source.ranks[0].place.engine_id
     homes = [host.address for host in pair.both]
@@ -115,7 +115,7 @@ def close(*engines: Source | Reader) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", [0, 1])
-def test_bytes_go_over_the_card_that_is_named(pair: Pair, card: int) -> None:
+def test_bytes_go_over_the_configured_card(pair: Pair, card: int) -> None:
     environment = {**TRANSPORTS, "UCX_NET_DEVICES": f"rxe{card}:1"}
     prefill, decode = (host.start_engines(environment) for host in pair.both)
     source = Source(open_engine([prefill], "prefill"))

@@ -15,7 +15,7 @@ def lose_all(pair: Pair) -> None:
         host.shape("loss", "100%")
 
 
-def test_some_packets_are_lost(pair: Pair) -> None:
+def test_reads_survive_lost_packets(pair: Pair) -> None:
     before = pair.decode.counter("completer_retry_err") + pair.decode.counter("rcvd_seq_err")
     for host in pair.both:
         host.shape("loss", "3%")
@@ -24,7 +24,7 @@ def test_some_packets_are_lost(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_cut_while_nothing_moves(pair: Pair) -> None:
+def test_a_cut_while_nothing_moves_does_no_harm(pair: Pair) -> None:
     request = pair.source.publish()
     pair.plug(connected=False)
     assert pair.source.released(request, TIMES.hold + SOON).outcome.name == "UNREAD"
@@ -32,7 +32,7 @@ def test_cut_while_nothing_moves(pair: Pair) -> None:
     pair.works()
 
 
-def test_cut_before_a_read_and_mended_while_it_waits(pair: Pair) -> None:
+def test_a_cut_before_a_read_may_be_repaired_while_the_read_waits(pair: Pair) -> None:
     request = pair.source.publish()
     pair.plug(connected=False)
     reading = pair.reader.read(request, timeout=SOON)
@@ -41,7 +41,7 @@ def test_cut_before_a_read_and_mended_while_it_waits(pair: Pair) -> None:
     pair.works()
 
 
-def test_cut_in_the_middle_and_mended_within_the_lease(pair: Pair) -> None:
+def test_a_cut_in_the_middle_may_be_repaired_within_the_lease(pair: Pair) -> None:
     request, reading = pair.moving(timeout=SOON)
     before = pair.decode.counter("completer_retry_err")
     pair.plug(connected=False)
@@ -53,7 +53,7 @@ def test_cut_in_the_middle_and_mended_within_the_lease(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("cut", ["a cable", pytest.param("beyond a switch", marks=pytest.mark.slow)])
-def test_cut_in_the_middle_until_the_read_has_ended(pair: Pair, cut: str) -> None:
+def test_a_cut_in_the_middle_until_the_end_fails_the_read(pair: Pair, cut: str) -> None:
     request, reading = pair.moving(timeout=SOON)
     if cut == "a cable":
         pair.plug(connected=False)

@@ -8,7 +8,7 @@ from kvferry.errors import TransferExpired, TransferFailed
 from tests.rdma.hosts.played_host import PATIENCE, SOON, TIMES, Pair
 
 
-def test_the_source_stands_still_for_a_moment(pair: Pair) -> None:
+def test_a_source_may_pause_for_a_moment(pair: Pair) -> None:
     request, reading = pair.moving(timeout=SOON)
     before = pair.decode.counter("completer_retry_err")
     pair.prefill.machine.pause()
@@ -21,7 +21,7 @@ def test_the_source_stands_still_for_a_moment(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_the_source_stands_still_until_the_read_has_ended(pair: Pair) -> None:
+def test_a_source_that_pauses_until_the_read_has_ended_fails_it(pair: Pair) -> None:
     request, reading = pair.moving(timeout=SOON)
     pair.prefill.machine.pause()
     try:
@@ -36,7 +36,7 @@ def test_the_source_stands_still_until_the_read_has_ended(pair: Pair) -> None:
     pair.works()
 
 
-def test_the_reader_stands_still_until_its_blocks_have_other_bytes(pair: Pair) -> None:
+def test_a_reader_that_pauses_until_its_blocks_have_other_bytes_fails_its_read(pair: Pair) -> None:
     """By its own clock its lease is live when the last byte arrives. Its home knows better."""
     request, reading = pair.moving(timeout=SOON)
     pair.decode.machine.pause()

@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["source", "reader"])
-def test_an_interface_is_set_down(pair: Pair, side: str) -> None:
+def test_a_read_whose_interface_is_set_down_fails_and_becomes_quiet(pair: Pair, side: str) -> None:
     machine = (pair.prefill if side == "source" else pair.decode).machine
     request, reading = pair.moving(timeout=SOON)
     machine.run("ip", "link", "set", "eth1", "down")
@@ -28,7 +28,7 @@ def test_an_interface_is_set_down(pair: Pair, side: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["source", "reader"])
-def test_a_device_is_deleted_that_is_in_use(pair: Pair, side: str) -> None:
+def test_a_deleted_device_stays_with_its_users(pair: Pair, side: str) -> None:
     """Who has it keeps it; nobody else finds it. The last test: it does not come back while it is kept."""
     machine = (pair.prefill if side == "source" else pair.decode).machine
     request, reading = pair.moving(timeout=SOON)

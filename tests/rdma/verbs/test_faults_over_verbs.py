@@ -77,11 +77,11 @@ def _scenarios() -> list[object]:
 
 
 @pytest.mark.parametrize("scenario", _scenarios())
-def test_a_fault_of_a_process_over_verbs(world: World, scenario: Scenario) -> None:
+def test_a_process_fault_over_verbs_has_its_expected_outcome(world: World, scenario: Scenario) -> None:
     play(world, scenario)
 
 
-def test_a_source_that_takes_its_memory_away_is_read_all_the_same(world: World) -> None:
+def test_a_source_that_unmaps_its_memory_is_still_read(world: World) -> None:
     world.sound = False
     request, reading = moving(world, [world.reader.process], PATIENT)
     world.source.second.call("unmap")
@@ -94,7 +94,7 @@ def test_a_source_that_takes_its_memory_away_is_read_all_the_same(world: World) 
     world.sound = True
 
 
-def test_a_read_that_is_cancelled_between_chunks(world: World) -> None:
+def test_a_read_can_be_cancelled_between_chunks(world: World) -> None:
     world.sound = False
     request, reading = moving(world, [], PATIENT)
     world.reader.process.call("cancel", reading.number)
@@ -110,7 +110,7 @@ def test_a_read_that_is_cancelled_between_chunks(world: World) -> None:
     world.sound = True
 
 
-def test_a_source_that_is_killed_while_others_are_read(world: World, tmp_path: Path) -> None:
+def test_a_source_that_is_killed_fails_only_its_own_reads(world: World, tmp_path: Path) -> None:
     """Its readers are told by its home, their blocks are quiet at once, and nobody else notices."""
     world.sound = False
     other = Source(world.home, tmp_path, ucx_tls="").ready()
@@ -148,7 +148,7 @@ def test_a_source_that_is_killed_while_others_are_read(world: World, tmp_path: P
     world.sound = True
 
 
-def test_a_rank_that_may_not_lock_its_memory_says_so() -> None:
+def test_a_rank_that_may_not_lock_its_memory_raises_an_error() -> None:
     program = """if True:
         import sys
         sys.modules["torch"] = None
@@ -167,7 +167,7 @@ def test_a_rank_that_may_not_lock_its_memory_says_so() -> None:
     assert "RLIMIT_MEMLOCK is 8,388,608 bytes" in done.stdout
 
 
-def test_a_device_that_is_deleted_under_a_read(world: World) -> None:
+def test_a_device_deleted_under_a_read_has_its_expected_outcome(world: World) -> None:
     """Last: nobody who starts after it has a device."""
     world.sound = False
     request, reading = moving(world, [world.reader.process], PATIENT)

@@ -130,7 +130,7 @@ def look(*before: str, **settings: str) -> dict[str, Finding]:
     return {one.found.partition(":")[0]: one for one in found}
 
 
-def test_nixls_own_libibverbs_has_no_driver_and_the_doctors_advice_mends_that() -> None:
+def test_nixls_own_libibverbs_has_no_driver_and_the_doctors_advice_repairs_it() -> None:
     with own_libibverbs():
         engine = subprocess.run(
             [sys.executable, "-c", TWO_AGENTS], capture_output=True, text=True, check=True, timeout=100
@@ -143,7 +143,7 @@ def test_nixls_own_libibverbs_has_no_driver_and_the_doctors_advice_mends_that() 
         assert look()["rxe0"].finding == "rdma-usable"
 
 
-def test_ports_that_are_down_and_a_card_that_ucx_refuses(faster_cards: tuple[str, str]) -> None:
+def test_ports_that_are_down_and_a_card_that_ucx_refuses_are_reported(faster_cards: tuple[str, str]) -> None:
     command("ip", "link", "set", "veth7", "down")
     try:
         found = look(UCX_IB_GID_INDEX="200")
@@ -154,7 +154,7 @@ def test_ports_that_are_down_and_a_card_that_ucx_refuses(faster_cards: tuple[str
     assert "UCX: no usable transports" in found["rxe0"].found
 
 
-def test_a_limit_of_locked_memory() -> None:
+def test_a_limit_of_locked_memory_is_reported() -> None:
     unprivileged = ("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "--")
     found = look("prlimit", "--memlock=8388608:8388608", *unprivileged)["rxe0"]
     assert found.finding == "rdma-not-registered"

@@ -101,7 +101,7 @@ class FileModel(Content):
 
 
 class Meaning(Described):
-    """What the bytes mean, and what may be cut. Of a group, for its components; of a component, for itself."""
+    """What the bytes mean, and what may be cut. A group's fields hold for components that do not have them."""
 
     format: str = text(
         "plain",
@@ -135,7 +135,7 @@ class FileComponent(Meaning):
         None, 1, 1 << 24, "Elements of one unit of one state. Default: head_dim, latent_dim or rope_dim; 1 for states."
     )
     dtype: Own[Dtype] = other(None, "Type of one element. Default: that of the group.")
-    rows: int = integer(1, 1, 1 << 20, "State: its rows; the axis of which neighbouring rows are the tokens.")
+    rows: int = integer(1, 1, 1 << 20, "State: its number of rows. Rows use the token axis.")
     replicated: bool = other(False, "Every rank holds all units.")
     shards: Own[list[Span]] = other(None, "Units held, by tp_rank: tp_size intervals.")
     tensor: Own[str] = text(
@@ -144,11 +144,13 @@ class FileComponent(Meaning):
         "Components of one tensor lie together where the order has component inside token. Default: one tensor; for "
         "states conv for conv_ components, and one for each other.",
     )
-    layers: Own[list[Index | Span]] = other(None, "Layers of the group that have it. Default: all.", min_length=1)
+    layers: Own[list[Index | Span]] = other(
+        None, "Layers of the group that have the component. Default: all.", min_length=1
+    )
 
 
 class Placing(Described):
-    """How a cache is divided and where it lies. Of the file, for its groups; of a group, for itself."""
+    """How a cache is divided and where it lies. The file's fields hold for groups that do not have them."""
 
     block_size: Own[int] = integer(None, 1, 1 << 20, "Tokens per block, over all token shards.")
     num_blocks: Own[int] = integer(None, 1, (1 << 31) - 1, "Number of blocks.")
@@ -188,7 +190,7 @@ class TokenShards(Described):
 
 
 class Table(Placing, Meaning):
-    """Planes that share one block table. Of a group in groups; of the file, where it has no groups."""
+    """Planes that share one block table: those of a group or, without groups, of the file."""
 
     kind: Literal["full", "window", "state"] = other(
         "full",
@@ -247,7 +249,7 @@ class Table(Placing, Meaning):
 
 
 class FileGroup(Table, Content):
-    """One of several groups. What it leaves out of `Content` and `Placing` is the file's."""
+    """One of several groups. The file's fields of `Content` and `Placing` hold where the group does not have them."""
 
     name: str = text(..., 128, "Unique in its engine, equal on both engines of a read.")
     description: str = text("", 4096, "For people.")

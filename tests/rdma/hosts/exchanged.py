@@ -1,4 +1,4 @@
-"""What the processes of two hosts tell each other: of homes, ranks and requests, and what a request's bytes are."""
+"""The values that the processes of two hosts exchange, about homes, ranks and requests, and a request's bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = Model(layers=4, heads=4, head_dim=16, num_blocks=256)
 
 @dataclass(frozen=True)
 class Home:
-    """What a client is told.
+    """The home of a client.
 
     Attributes:
         address: of its node server.
