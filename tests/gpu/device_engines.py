@@ -115,7 +115,7 @@ class DeviceEngine:
         return self.answers()
 
     def answers(self) -> list[Any]:
-        """The answers of all ranks to what was begun there."""
+        """The answers of all ranks to the commands begun there."""
         return [process.answer() for process in self.ranks]
 
     def publish(self, written: Written, *, expected_reads: int = 1, checksums: bool = False) -> Publication:
@@ -168,11 +168,11 @@ class DeviceEngine:
         return _soon(lambda: [each for each in self.session.released() if each.publication == publication.number] != [])
 
     def wrong(self, *written: Written) -> list[str]:
-        """What differs on each rank from a poisoned cache that holds these requests; [] if nothing does."""
+        """The differences, on each rank, from a poisoned cache that holds these requests; [] if there are none."""
         return [problem for problem in self.all("wrong", *written) if problem]
 
     def log(self) -> str:
-        """What its ranks' processes have written."""
+        """The output of its ranks' processes."""
         return "".join(process.log.read_text(errors="replace") for process in self.ranks)
 
     def close(self, *, sound: bool = True) -> None:
@@ -203,7 +203,7 @@ def engines_of(
         yield make
     finally:
         again = sound()
-        # Whoever reads ends before those that it reads from.
+        # Readers end before their sources.
         for engine in reversed(made):
             engine.close(sound=again)
 

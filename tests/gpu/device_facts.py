@@ -1,4 +1,4 @@
-"""What a machine has: its device, driver and the versions of what moves the bytes."""
+"""The facts about a machine: its device, driver and the versions of the libraries that move the bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def facts(device: str) -> dict[str, str]:
-    """What this process runs on, by name. Loads NIXL."""
+    """The facts about this process's machine, by name. Loads NIXL."""
     on_device = torch.device(device).type == "cuda"
     found = {"device": device}
     if on_device:

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, with a cache on a device: what a test tells it to do, it does and answers."""
+"""A rank in a process of its own, with a cache on a device, which carries out a test's commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ANSWER_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's cache lies, and what it holds.
+    """The place of a rank's cache, and the rank's heads.
 
     Attributes:
         device: as torch names it.
@@ -72,7 +72,7 @@ class Settings:
 
 
 class RankProcess:
-    """A process that becomes a rank, and later another one. Calls are answered with a value or what they raised there.
+    """A process that becomes a rank, and later another one. A call returns its value there, or raises its exception.
 
     Args:
         environment: beside this process's; libraries read it when they are loaded.
@@ -120,7 +120,7 @@ class RankProcess:
         return value
 
     def tail(self, size: int = 3000) -> str:
-        """The end of what it has written."""
+        """The end of its output."""
         return self.log.read_text(errors="replace")[-size:] if self.log.exists() else ""
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
 
 def _run(pipe: Connection, log: str) -> None:
     with Path(log).open("ab", buffering=0) as file:
-        # UCX says on stderr which transports it takes, and what goes wrong.
+        # UCX reports its transports and errors on stderr.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     rank = _Rank()
@@ -156,7 +156,7 @@ def _run(pipe: Connection, log: str) -> None:
 
 
 class _Rank:
-    """What a rank's process can do. Each method is a command."""
+    """The commands of a rank's process: each method is a command."""
 
     def __init__(self) -> None:
         self._device = "cpu"
@@ -308,11 +308,11 @@ class _Rank:
         return self.reading.wait_quiet(timeout)
 
     def start(self, grant: Grant, *, cleared: bool) -> None:
-        """Begin this rank's share of what its scheduler was granted."""
+        """Begin this rank's share of a read that its scheduler was granted."""
         self.port.start(grant, tails=Tails.ZERO if cleared else Tails.KEEP)
 
     def finished(self) -> WorkerOutput:
-        """What has happened since the last call."""
+        """The events since the last call."""
         return self.port.finished()
 
     def limit_memory(self, spare: int) -> None:
@@ -356,7 +356,7 @@ class _Rank:
         return captured
 
     def facts(self) -> dict[str, str]:
-        """What this process runs on."""
+        """The facts about this process's machine."""
         return facts(self._device)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: the machine, what became of each test, and the measures, as Markdown."""
+"""The report of a run: the machine, the outcome of each test, and the measures, as Markdown."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """It as Markdown."""
+        """The table as Markdown."""
         lines = [f"### {self.title}", "", _row(self.columns), "|---|" + "---:|" * (len(self.columns) - 1)]
         return "\n".join([*lines, *map(_row, self.rows)]) + "\n"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test.
+    """The outcome of one test.
 
     Attributes:
         result: passed, failed or skipped.
@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Collected:
-    """What became of the tests: a plug-in of pytest."""
+    """The outcomes of the tests: a plug-in of pytest."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Outcome] = {}

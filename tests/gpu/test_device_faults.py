@@ -1,4 +1,4 @@
-"""A read that is cancelled, or whose source dies, becomes quiet, and harms nobody."""
+"""A read that is cancelled, or whose source dies, becomes quiet, and harms no other read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_read_can_be_cancelled_while_its_source_hangs(
 
 
 def test_a_read_can_be_cancelled_while_bytes_arrive(engine: Make, device: str) -> None:
-    """However far it was: once it is quiet, its blocks are another request's."""
+    """At any point of the read: once it is quiet, its blocks may be another request's."""
     source, destination = connected(engine, device, {})
     for seed in range(5):
         destination.begin(source.publish(replace(ALL, seed=seed)), ALL, "begin")

@@ -1,4 +1,4 @@
-"""What arrives on a device is what the source has, for every way from one memory to another; nothing else changes."""
+"""Bytes arrive on a device as the source has them, for every pair of memories and layouts; nothing else changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_request_moves(
 def test_ucx_uses_the_configured_transport(
     engine: Make, device: str, transports: Mapping[str, Mapping[str, str]], transport: str
 ) -> None:
-    """As its own log says (UCX_PROTO_INFO): between two processes on one card the bytes move by cuda_ipc, on one host
+    """By UCX's own log (UCX_PROTO_INFO): between two processes on one card the bytes move by cuda_ipc, on one host
     by cma."""
     environment = {**transports[transport], "UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info"}
     source, destination = (engine([device], SHAPE, environment=environment) for _ in range(2))

@@ -68,7 +68,7 @@ def test_a_read_larger_than_all_slots_is_staged_in_turns(engine: Make, device: s
 
 
 def test_costs_of_this_machine_are_measured_and_a_path_is_chosen(engine: Make, device: str) -> None:
-    """Pieces of 64 B of each token: whether they are staged, the measurement decides."""
+    """Pieces of 64 B of each token: the measurement decides whether they are staged."""
     source, destination = engine([device], SHAPE, "tokens first"), engine([device] * 2, SHAPE, "tokens first")
     source.ready()
     destination.ready()

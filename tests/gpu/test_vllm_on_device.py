@@ -1,4 +1,4 @@
-"""A real vLLM on the device, where one is installed: decode says, after reading prefill's cache, what prefill says."""
+"""A real vLLM on the device, where it is installed: after reading prefill's cache, decode generates its tokens."""
 
 from __future__ import annotations
 

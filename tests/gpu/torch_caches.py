@@ -1,4 +1,4 @@
-"""Caches as an engine keeps them, in torch tensors on a device, and what reads must bring: by plain slicing alone."""
+"""Caches as an engine keeps them, in torch tensors on a device, and the expected bytes of reads, by plain slicing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kvferry import Group
 
 POISON = -0x5A5B
-"""What a cache is filled with before a read: 0xA5A5 in each element."""
+"""The filling of a cache before a read: 0xA5A5 in each element."""
 CANONICAL = ("kv", "block", "head", "token", "content")
 
 LAYOUTS = {
@@ -141,7 +141,7 @@ class TorchCache:
         return found
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was told."""
+        """Wait until the device has done all its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -1,4 +1,4 @@
-"""What is given to a device: on a stream of its own, with few uploads, and what happens when it has no memory left.
+"""The work given to a device: on a stream of its own, with few uploads; and errors when it has no memory left.
 
 There is no GPU here. torch's streams and its allocators are played, on the CPU's memory; the copies are torch's own.
 """
@@ -38,7 +38,7 @@ SLOT = 1 << 14
 
 
 class Cuda:
-    """`torch.cuda`: counts streams, and knows on which one a thread is."""
+    """`torch.cuda`: counts streams, and knows each thread's current stream."""
 
     def __init__(self) -> None:
         self.streams: list[Cuda] = []
@@ -66,7 +66,7 @@ class Cuda:
 
 
 class Torch:
-    """torch with a device: what is allocated there is counted, and may be refused."""
+    """torch with a device: allocations there are counted, and may be refused."""
 
     version = SimpleNamespace(hip=None)
 

@@ -134,7 +134,7 @@ def test_a_source_block_given_twice_is_read_twice_through_staging_memory() -> No
 
 @pytest.mark.parametrize("size", [1, 4096, 3 << 20])
 def test_staging_memory_begins_at_a_huge_page(size: int) -> None:
-    # What the kernel copies to an odd address takes more than twice as long.
+    # The kernel's copies to an odd address take more than twice as long.
     space = HostAccess().allocate(size)
     assert space.region.base % (2 << 20) == 0
     assert space.region.length == size
@@ -153,9 +153,9 @@ def test_memory_of_no_tensor_is_refused() -> None:
 
 
 class Device:
-    """torch as a device would have it, on the CPU: what is queued runs when the stream is waited for.
+    """torch as if with a device, on the CPU: queued work runs when the stream is waited for.
 
-    There is no GPU here. What this stands in for is `torch.cuda`'s stream, and the order of calls on it.
+    There is no GPU here. This stands in for `torch.cuda`'s stream, and the order of calls on it.
     """
 
     type = "cuda"

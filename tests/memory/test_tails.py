@@ -1,4 +1,4 @@
-"""What a read clears of its blocks: all that it did not move, and nothing of what was there before it."""
+"""The tokens of its blocks that a read clears: all that it did not move, and none that were there before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds of a few hundred bytes, and oracles that know whose each byte is, or where blocks begin and end."""
+"""Worlds of a few hundred bytes, and oracles of each byte's owner, and of the beginnings and ends of blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one_group(engine_id: str, layout: str, block_tokens: int = 2) -> EngineGeome
 
 
 def three_groups(engine_id: str, layout: str, others: int) -> EngineGeometry:
-    """Another group of `others` blocks beside it, and one of states."""
+    """A second group of `others` blocks beside the first, and one of states."""
     groups = (
         Group("full", block_tokens=2, num_blocks=BLOCKS),
         Group("other", block_tokens=2, num_blocks=others),
@@ -55,7 +55,7 @@ def two_groups(engine_id: str, pool: str, ranks: Sequence[Sequence[Tensor]]) -> 
 
 
 def piled(geometry: EngineGeometry, step: int) -> EngineGeometry:
-    """The same, each plane `step` bytes behind the one before, whatever it lies over."""
+    """The same engine, each plane `step` bytes behind the plane before, even if planes overlap."""
     planes = geometry.ranks[0].planes
     moved = tuple(replace(plane, base=planes[0].base + step * at) for at, plane in enumerate(planes))
     return replace(geometry, ranks=(RankGeometry(0, moved),))
@@ -72,7 +72,7 @@ def woven(engine_id: str) -> EngineGeometry:
 
 
 def one_unit(engine_id: str, layout: str) -> EngineGeometry:
-    """One unit and one page: strides from unit to unit, and from page to page, that lead nowhere."""
+    """One unit and one page: strides from unit to unit, and from page to page, that are never used."""
     model = tensors(layers=2, axis=1, state_bytes=2)
     geometry = engine(engine_id, model, block_tokens=2, num_blocks=BLOCKS, layout=LAYOUTS[layout]).geometry()
     planes = (
@@ -128,7 +128,7 @@ PAIRS = pairs()
 
 
 class Bytes:
-    """Which blocks the bytes of a rank are of, by the definition of a plane, and what a request has of them."""
+    """The blocks to which the bytes of a rank belong, by the definition of a plane, and the request's share of them."""
 
     def __init__(self, geometry: EngineGeometry, rank: int, blocks: Given) -> None:
         self.groups = {group.name: group for group in geometry.groups}
@@ -142,7 +142,7 @@ class Bytes:
                     self.owners[byte].add((plane.group, block))
 
     def tokens(self, byte: int) -> set[tuple[str, int]]:
-        """The tokens of the request's blocks that a byte is of, with their groups; one for a state."""
+        """The tokens of the request's blocks to which a byte belongs, with their groups; one token for a state."""
         found = set()
         for name, block in self.owners.get(byte, ()):
             size = max(1, self.groups[name].block_tokens)
@@ -159,18 +159,18 @@ class Bytes:
 
     @property
     def others(self) -> list[int]:
-        """The bytes of other blocks, and those before and behind all."""
+        """The bytes of other blocks, and the bytes before and behind all blocks."""
         edges = {min(self.owners) - 1, max(self.owners) + 1}
         return [byte for byte in sorted({*self.owners} | edges) if not self.tokens(byte)]
 
     def strange(self, begin: int, length: int) -> bool:
-        """Whether a byte of this stretch is of blocks, none of which are the request's."""
+        """Whether a byte of this stretch belongs to blocks, but to none of the request's."""
         return any(self.owners.get(byte) and not self.tokens(byte) for byte in range(begin, begin + length))
 
 
 @dataclass(frozen=True)
 class Side:
-    """One rank's memory: which blocks of which groups begin and end where, and what a request has of them."""
+    """One rank's memory: the beginnings and ends of each group's blocks, and the request's share of them."""
 
     planes: tuple[Plane, ...]
     groups: Mapping[str, Group]
@@ -192,11 +192,11 @@ class Side:
         return cls(planes, {group.name: group for group in groups}, blocks, starts, ends)
 
     def known(self, where: int, length: int) -> bool:
-        """Whether these bytes begin with a state and end with one; other places within a block are not looked at."""
+        """Whether these bytes begin with a state and end with one; other positions within a block are not checked."""
         return where in self.starts and where + length in self.ends
 
     def places(self, group: str, where: int, length: int) -> list[int] | None:
-        """Where the blocks of these bytes stand in the request; None if one is not its own, or there is none."""
+        """The indices of these bytes' blocks in the request; None if a block is not the request's, or there is none."""
         first = {block for name, block in self.starts.get(where, ()) if name == group}
         last = {block for name, block in self.ends.get(where + length, ()) if name == group}
         if not first or not last:

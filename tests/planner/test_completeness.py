@@ -50,7 +50,7 @@ def refused(made: EngineGeometry) -> BadGeometry | None:
 
 
 def is_whole(planes: list[Plane]) -> bool:
-    """Whether, of every head, ranks that split the tokens in the same way hold all tokens."""
+    """Whether, for every head, ranks that split the tokens in the same way hold all tokens."""
     for head in range(HEADS):
         splits: dict[tuple[int, int], set[int]] = {}
         for one in planes:
@@ -112,7 +112,7 @@ def test_a_plane_that_is_whole_does_not_excuse_another() -> None:
         [[held("0", Interval(0, 6))], [held("1", Interval(0, 6))]],
         # Replicas.
         [[held("0", Interval(0, 3))], [held("0", Interval(3, 6))], [held("0", Interval(0, 3))]],
-        # Tokens are shared out within each half of the heads.
+        # Tokens are divided within each half of the heads.
         [[held("0", Interval(3 * (rank // 2), 3 * (rank // 2) + 3), TokenShard(rank % 2, 2))] for rank in range(4)],
         # Some heads are held whole, the others by shards of tokens.
         [[held("0", Interval(0, 4))], *([held("0", Interval(4, 6), TokenShard(index, 2))] for index in range(2))],
@@ -125,7 +125,7 @@ def test_whole_engines_pass(ranks: list[list[Plane]]) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_an_engine_of_any_size_is_decided(shards: int) -> None:
-    """Also one whose heads lie on as many ranks, and whose tokens nobody holds whole."""
+    """Also an engine whose heads lie on as many ranks, and whose tokens no rank holds whole."""
     many = 2000
     one = replace(held("layer", Interval(0, 1), TokenShard(0, 2)), axis_size=many)
     ranks = [

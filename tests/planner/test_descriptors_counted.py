@@ -92,7 +92,7 @@ def test_scattered_blocks_are_indices_into_prepared_rows() -> None:
 def test_parts_of_layers_use_the_tables_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, layout: Layout, tp: int, layers: tuple[int, ...]
 ) -> None:
-    """NIXL would have to prepare tables of their own, and there are as many parts as a source makes steps."""
+    """NIXL would have to prepare the parts' own tables, and a source makes as many parts as steps."""
     monkeypatch.setattr("kvferry.planner.expansion.PREPARED_MIN_COUNT", 1)
     plan = plan_read(made(layout, tp), made(layout), 0, rule=PathRule(Path.DIRECT))
     names, blocks = {f"layers.{layer}" for layer in layers}, {"full": Blocks(SCATTERED)}
@@ -190,7 +190,7 @@ def test_cached_rows_of_ever_new_token_ranges_do_not_fill_the_memory(
     for begin in range(64):
         for end in range(begin + 1, 65):
             plan.expand({"full": Blocks([1])}, {"full": Blocks([2])}, (begin, end))
-    # Rows by cut, and where they stand in tables: of a part, and of the plan that it is a part of.
+    # Rows by cut, and their positions in tables: of a part, and of the whole plan.
     assert live_cuts() - before <= ROWS_KEPT + 1
 
 

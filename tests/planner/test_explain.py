@@ -165,7 +165,7 @@ def test_json_has_the_promised_shape(pair: str) -> None:
 
 @pytest.mark.parametrize("pair", sorted(PAIRS))
 def test_bytes_per_token_add_up(pair: str) -> None:
-    # Whatever is read in stripes and shards: together it is what the rank holds of a token.
+    # Stripes and shards of reads together are the rank's bytes of a token.
     for plan in PAIRS[pair]():
         expected = sum(
             Fraction(len(plane.units) * plane.state_bytes, plane.token_shard.count) / plane.tokens_per_state

@@ -1,4 +1,4 @@
-"""Nothing is written below the first wanted token, however the token shards of both sides lie."""
+"""Nothing is written below the first wanted token, for any token shards of both sides."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_first_token_inside_a_granule_is_refused(theirs: int, mine: int) -> No
 
 
 def test_the_token_before_a_window_is_left_where_its_granule_begins_too_early() -> None:
-    """It is not required, so that what may not be written is no reason to refuse the read."""
+    """This token is not required, so a granule that may not be written is no reason to refuse the read."""
     made = [
         EngineGeometry(name, (Group("full", GroupKind.WINDOW, 16, BLOCKS, window_tokens=13),), ranks(1, base))
         for name, base in (("p", 1 << 36), ("d", 1 << 40))

@@ -52,7 +52,7 @@ def test_descriptors_that_run_on_from_plane_to_plane_are_read(read_from: str, re
 
 
 def test_the_part_of_a_descriptor_behind_a_plane_is_checked_too() -> None:
-    """From the last block of a plane on into the first of the next, of which the request has only the last."""
+    """From the last block of a plane into the first block of the next plane; the request has only the last block."""
     geometry = engine("p", MODEL).geometry(), engine("d", MODEL).geometry()
     plan = plan_read(*geometry, 0)
     expansion = plan.expand({"full": Blocks([11], end_token=16)}, {"full": Blocks([11])}, None)
@@ -74,7 +74,7 @@ WRONG = 60
 
 
 def small(name: str) -> Iterator[tuple[Bytes, Bytes, SourceDescriptors]]:
-    """A small world read directly: by source rank, whose bytes are which."""
+    """A small world read directly, by source rank: the oracles of both sides, and the reads."""
     source, destination, theirs, mine = PAIRS[name]
     plan = plan_read(source, destination, 0, rule=PathRule(Path.DIRECT))
     for read in plan.expand(theirs, mine).sources:
@@ -91,7 +91,7 @@ def raw_of(pieces: Iterable[tuple[int, int, int]], memory: MemoryPair = DRAM) ->
 
 
 def refuses(read: SourceDescriptors, pieces: Iterable[tuple[int, int, int]]) -> None:
-    """Each of the pieces is refused, for itself."""
+    """Check that each of the pieces is refused on its own."""
     for piece in pieces:
         with pytest.raises(InvalidField, match="of the request's blocks"):
             footprint_of(read).check(raw_of([piece]))
@@ -110,7 +110,7 @@ def test_a_byte_goes_only_to_a_block_of_the_same_tokens(name: str) -> None:
         footprint_of(read).check(raw_of((there, here, 1) for there, here in right))
         wrong = sorted(pairs - set(right))
         wrong = turns.sample(wrong, min(len(wrong), WRONG))
-        # Of other blocks, and of none.
+        # Bytes of other blocks, and bytes of no block.
         wrong += [(there, turns.choice(destination)) for there in theirs.others]
         wrong += [(turns.choice(source), here) for here in mine.others]
         refuses(read, ((there, here, 1) for there, here in wrong))
@@ -156,7 +156,7 @@ def test_a_source_block_given_twice_may_go_to_both_destinations() -> None:
     there, here = Bytes(source, 0, theirs), Bytes(destination, 0, mine)
     refuses(read, ((byte, here.own[0], 1) for byte in there.others))
     refuses(read, ((there.own[0], byte, 1) for byte in here.others))
-    # From block 1 on into block 2, which nobody asked for.
+    # From block 1 into block 2, which is not the request's.
     stride = source.ranks[0].planes[0].block_stride
     refuses(read, ((there.own[0], byte, stride + 1) for byte in here.own))
 
@@ -187,7 +187,7 @@ def adjacent(engine_id: str, block_tokens: int, num_blocks: int) -> EngineGeomet
     ).geometry()
     planes = geometry.ranks[0].planes
     if num_blocks == 1:
-        # There is nothing to step to.
+        # There is no block to step to.
         planes = tuple(replace(plane, block_stride=0) for plane in planes)
     return replace(geometry, ranks=(RankGeometry(0, (planes[0], replace(planes[1], base=planes[0].extent[1]))),))
 
@@ -258,7 +258,7 @@ def test_staged_rows_begin_and_end_in_blocks_of_the_request(name: str) -> None:
     for theirs, _, read in small(name):
         own, others = theirs.own, theirs.others
         pairs = [sorted(turns.sample(own, 2)) for _ in range(60)]
-        # Whatever lies between, and wherever they go.
+        # Bytes between the ends, and destinations, do not matter.
         footprint_of(read).check_source(raw_of((begin, 7, end - begin + 1) for begin, end in pairs))
         for other in others:
             ends = sorted((other, turns.choice(own)))
@@ -299,7 +299,7 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tokens(side: Bytes, table: DescriptorTable, column: str) -> list[set[tuple[str, int]]]:
-    """The request's tokens that each index of one side is of."""
+    """The request's tokens to which each index of one side belongs."""
     rows = getattr(table, column).tolist()
     return [
         side.tokens(address + at * stride) & side.tokens(address + at * stride + length - 1)
@@ -436,7 +436,7 @@ def test_grids_are_a_hint_and_change_no_answer(name: str) -> None:
                 refused = [_refuses(read, some) for some in (lattice, replace(lattice, grids=()), wrong_hint)]
                 assert refused in ([True] * 3, [False] * 3)
                 answers.append(refused[0])
-    # There is nothing wrong to go to where there is one block.
+    # With one block there is no wrong destination.
     assert set(answers) == ({False} if name == "one block" else {True, False})
 
 

@@ -1,4 +1,4 @@
-"""Which states a token shard holds, by the definition: the turn of `interleave` states that is its own."""
+"""The states that a token shard holds, by the definition: its own turns of `interleave` states."""
 
 from __future__ import annotations
 

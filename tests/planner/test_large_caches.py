@@ -98,7 +98,7 @@ def test_an_address_off_by_a_multiple_of_4_gib_is_found(name: str, gib: int, sid
                 inside &= of.extent[0] <= moved and moved + int(raw.length[at]) <= of.extent[1]
                 column[at] = moved
         if inside:
-            # The regions' check has nothing to say: it lies inside of one.
+            # The regions' check finds nothing: the address lies inside a region.
             with pytest.raises(InvalidField, match="the request's blocks"):
                 read.footprint.check(bad)
             refused += 1
@@ -106,7 +106,7 @@ def test_an_address_off_by_a_multiple_of_4_gib_is_found(name: str, gib: int, sid
 
 
 def test_a_wrapped_address_of_another_block_of_the_same_request_is_found() -> None:
-    # 256 blocks are 4 GiB: what is off by that is a block of the request, on both sides.
+    # 256 blocks are 4 GiB: an address off by that is in a block of the request, on both sides.
     ids = [0, 256, 512, 768]
     expansion = planned(*WHOLE).expand({"full": Blocks(ids)}, {"full": Blocks(ids)})
     (read,) = expansion.sources

@@ -21,7 +21,7 @@ def plans(replicas: int, readers: int, *, striping: bool = True) -> list[ReadPla
 
 
 def blocks_read(plan: ReadPlan, count: int) -> dict[int, list[int]]:
-    """Which blocks of the request are read from which source rank."""
+    """The blocks of the request that are read from each source rank."""
     ids = {"full": Blocks(range(count))}
     found: dict[int, list[int]] = {}
     for source in plan.expand(ids, ids).sources:

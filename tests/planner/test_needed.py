@@ -1,4 +1,4 @@
-"""What a request moves and writes, token by token: `needed` and `written` against sets of tokens."""
+"""The tokens that a request moves and writes: `needed` and `written` against sets of tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Range = tuple[int, int] | None
 
 
 class Wrong(Exception):
-    """The oracle's own: which error is due."""
+    """The error that the oracle expects."""
 
     def __init__(self, kind: type[KvferryError]) -> None:
         self.kind = kind
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the kind of its error."""
+    """A call's result, or the kind of its error."""
     try:
         return call()
     except Wrong as wrong:
@@ -57,14 +57,14 @@ def ids_of(group: Group, blocks: Blocks, tokens: list[int]) -> list[int]:
 
 
 def wanted(group: Group, lowest: int, end: int) -> list[int]:
-    """What of ``[lowest, end)`` the token at `end` attends to, if the window counts that token."""
+    """The tokens of ``[lowest, end)`` to which the token at `end` attends, if the window counts that token."""
     return [
         token for token in range(lowest, end) if group.kind is not GroupKind.WINDOW or end - token < group.window_tokens
     ]
 
 
 def one_more(group: Group, lowest: int, end: int) -> list[int]:
-    """What it attends to beside these, if the window does not count it."""
+    """The further tokens to which the token at `end` attends, if the window does not count that token."""
     return [end - group.window_tokens] if group.kind is GroupKind.WINDOW and end - group.window_tokens >= lowest else []
 
 
@@ -78,7 +78,7 @@ def lowest_of(mine: Blocks, asked: Range) -> int:
 
 
 def moved(group: Group, offered: range, mine: Blocks, asked: Range, *, theirs: Callable[[int], bool]) -> list[int]:
-    """The tokens that are moved; `theirs` says whether the source has a block for one that it offers."""
+    """The tokens that are moved; `theirs`: whether the source has a block for an offered token."""
     room = held(group, mine)
     end = asked[1] if asked is not None else offered.stop if mine.end_token is None else mine.end_token
     lowest = lowest_of(mine, asked)
@@ -139,7 +139,7 @@ def expected_written(group: Group, theirs: Blocks | None, mine: Blocks, asked: R
             block for at, block in enumerate(mine.ids.tolist(), first) if at in places and block != group.null_block
         ]
     assert theirs.end_token is not None
-    # Whether the source has a block is known later: it may name one that is not written.
+    # Whether the source has a block is known later, so a block that is not written may be among them.
     tokens = moved(group, range(theirs.first_token, theirs.end_token), mine, asked, theirs=lambda token: True)
     if not tokens:
         return None
@@ -202,7 +202,7 @@ def test_written_blocks_are_those_of_set_arithmetic(seed: int, granted: bool) ->
         found = outcome(lambda: written([group], given, {"g": mine}, asked))  # noqa: B023
         made: Any = found if isinstance(found, type) else found["g"].tolist() if "g" in found else None
         if theirs is None and due == [] and not isinstance(made, type):
-            # Nothing is written. It may name a block that is not.
+            # Nothing is written, so an invalid block is not found.
             assert len(made) <= 1
             continue
         assert made == due, (group, theirs, mine, asked)
@@ -287,7 +287,7 @@ def test_groups_that_the_source_does_not_grant_are_refused_or_not_written() -> N
     both = {"a": whole(1), "b": whole(2)}
     with pytest.raises(BlocksShort):
         needed_of(POOLED, {"a": whole(1)}, both)
-    # What this rank reads is known with the source's geometry only.
+    # The reads of this rank are known only with the source's geometry.
     assert written_of(POOLED, {"a": whole(1)}, both) == {"a": [1]}
     assert written_of(POOLED, None, {"b": whole(2)}) == {"b": [2]}
     assert written_of(POOLED, {"a": whole(5), "c": whole(5)}, {"a": whole(1)}) == {"a": [1]}

@@ -1,4 +1,4 @@
-"""Whatever two engines look like: every wanted byte is right and no other is touched."""
+"""For any two engines, every wanted byte is right and no other is touched."""
 
 from __future__ import annotations
 

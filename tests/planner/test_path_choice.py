@@ -1,4 +1,4 @@
-"""Which path a lane takes: what the constants of the cost model decide, and how the plan explains it."""
+"""The path of a lane: how the constants of the cost model decide, and how the plan explains the decision."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ GQA = tensors(layers=2, axis=4)
 
 
 def test_ranks_that_cannot_be_covered_are_refused() -> None:
-    """Not only the first: what was found out for one plane is remembered for those alike."""
+    """Not only the first rank: the result for one plane is remembered for planes alike."""
     source = engine("p", GQA, 1).geometry()
     planes = tuple(replace(plane, format="another") for plane in source.ranks[0].planes)
     source = replace(source, ranks=(replace(source.ranks[0], planes=planes),))

@@ -1,4 +1,4 @@
-"""What cannot be read is refused when two engines meet, naming the field and both values; not by the first request."""
+"""Planes that cannot be read are refused when two engines meet, with the field and both values; not by a request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def changed(geometry: EngineGeometry, component: str = "key", rank: int | None =
 
 
 def only(source: EngineGeometry, destination: EngineGeometry) -> Mismatch:
-    """The one reason why the pair is refused; planning refuses with the same."""
+    """The only reason why the pair is refused; planning refuses with the same reason."""
     (mismatch,) = diff(source, destination)
     with pytest.raises(Incompatible) as caught:
         plan_read(source, destination, destination.ranks[0].rank)
@@ -191,7 +191,7 @@ def test_opaque_pages_are_not_cut_by_unit() -> None:
 
 
 def test_undivided_units_in_another_order_are_refused() -> None:
-    # Two units of one state each: divisible or not, other strides would be another order of what is moved whole.
+    # Two units of one state each: divisible or not, other strides would be another order of units moved whole.
     model = [Tensor("layers.0", "kv", axis=2, granule=4, divide=False)]
     heads_first = engine("p", model, layout=Layout("BPUT", pages=4)).geometry()
     tokens_first = engine("d", model, layout=NHD).geometry()

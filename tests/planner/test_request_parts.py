@@ -127,7 +127,7 @@ def read_layers(world: World, data: st.DataObject, path: Path | None) -> None:
         data.draw(st.lists(st.frozensets(st.sampled_from(names)), max_size=3)) if index < len(steps) - 1 else []
         for index in range(len(steps))
     ]
-    # A reader that was busy hears of several steps at once, and of the latest layers only.
+    # A reader that was busy gets several steps at once, and the latest layers only.
     heard = data.draw(st.lists(st.booleans(), min_size=sum(map(len, finishing)) + len(steps)))
     for rank in world.readers:
         plan = plan_read(source, destination, rank, striping=world.striping, rule=PathRule(path=path))
@@ -167,7 +167,7 @@ def of_layers(plan: ReadPlan, layers: frozenset[str]) -> ReadPlan:
 def early(
     plan: ReadPlan, granted: dict[str, Blocks], mine: dict[str, Blocks], asked: tuple[int, int]
 ) -> dict[str, GroupRequest]:
-    """What may have been read of a request whose last step has not come."""
+    """The tokens that may have been read of a request whose last step has not come."""
     found: dict[str, GroupRequest] = {}
     theirs = {group.name: group for group in plan.source.groups}
     for group in plan.groups:
@@ -188,7 +188,7 @@ def planned(theirs: int = 4, mine: int = 4, granule: int = 1) -> ReadPlan:
 
 
 def bytes_of(parts: RequestParts, steps: Sequence[tuple[list[int], int, int]]) -> list[int]:
-    """The bytes that each step brings; the last is the last."""
+    """The bytes that each step brings; the final element is the last step's."""
     found = []
     for index, (ids, first, end) in enumerate(steps):
         step = {"full": Blocks(ids, first, end)}
@@ -204,7 +204,7 @@ def test_a_part_ends_inside_a_block_of_the_destination_where_granules_allow() ->
         4 * token,
         2 * token,
     ]
-    # Of what cannot be cut inside a page, whole pages move.
+    # Formats that cannot be cut inside a page move as whole pages.
     assert bytes_of(RequestParts(planned(4, 8, granule=4), {"full": Blocks([5, 6])}, (0, 10)), steps) == [
         4 * token,
         4 * token,
@@ -223,7 +223,7 @@ def test_the_layers_of_each_chunk_are_read_as_they_finish() -> None:
         for layers, size in (
             ({"layers.1"}, layer),
             ({"layers.1"}, 0),
-            # The source has layers that nobody here reads.
+            # The source has layers that this rank does not read.
             ({"layers.1", "layers.0", "draft.0"}, layer),
         ):
             expansion = parts.next({}, Unfinished(runs_of(chunk), tuple(layers)), last=False)

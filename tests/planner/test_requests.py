@@ -1,4 +1,4 @@
-"""R7: what a request gets wrong is a typed error before anything is expanded."""
+"""R7: a mistake in a request is a typed error before anything is expanded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_null_block_is_neither_read_nor_written(plan: ReadPlan) -> None:
 
 
 def test_null_blocks_where_nothing_is_needed_are_fine(plan: ReadPlan) -> None:
-    # Block tables name the null block for what they do not hold, such as blocks that left a window.
+    # Block tables name the null block for absent blocks, such as blocks that left a window.
     found = plan.expand({"full": Blocks([0, 4])}, {"full": Blocks([0, 0, 5, 9])}, (16, 32))
     assert found.total_bytes == 16 * 2 * 2 * 4
 

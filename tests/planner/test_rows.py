@@ -120,7 +120,7 @@ def test_an_extent_holds_the_bytes_of_planes_that_interleave(seed: int) -> None:
 
 
 def steps(loop: Loop) -> list[Cell]:
-    """What a loop copies."""
+    """The cells that a loop copies."""
     return [
         (
             loop.source + sum(at * source for at, (_, source, _) in zip(place, loop.axes, strict=True)),
@@ -148,7 +148,7 @@ def test_loops_copy_the_states_of_a_cut(seed: int) -> None:
             for loop in loops:
                 own_steps = [axis[2] for axis in loop.axes]
                 assert own_steps == sorted(own_steps, reverse=True)
-            # States in equal steps are one loop, and what touches is one cell.
+            # States in equal steps are one loop, and states that touch are one cell.
             unit = due[: cut.count]
             equal = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(unit)}
             if len(equal) <= 1:

@@ -1,4 +1,4 @@
-"""Which states a lane moves: against the definition of stripes, granules and token shards, one state at a time."""
+"""The states that a lane moves, against the definition of stripes, granules and token shards, one state at a time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def drawn(turns: Random) -> tuple[Lane, GroupRequest]:
 
 
 def moves(lane: Lane, needed: GroupRequest) -> set[tuple[int, int, int, int]] | None:
-    """Of each state: its block and its place among those held there, on both sides; None: it cannot be cut there."""
+    """For each state, its block and its index among the states held there, on both sides; None: no cut is possible."""
     per_state, granule = lane.tokens_per_state, lane.granule
     begin, end = int(needed.begin // per_state), -int(-needed.end // per_state)
     if begin * per_state < needed.floor:
@@ -229,7 +229,7 @@ def test_refused_cuts_name_those_that_are_possible() -> None:
 
 
 def test_tokens_of_the_only_block_that_lie_apart_are_read_one_by_one() -> None:
-    # With one block its stride means nothing, and may be that of tokens without holes.
+    # With one block its stride means nothing, and may equal the stride of tokens without holes.
     (apart, close) = (
         Plane(
             "l",

@@ -1,4 +1,4 @@
-"""A process that exits in the middle of a read, closing nothing. Its standard input says from whom it reads."""
+"""A process that exits in the middle of a read, closing nothing. Its standard input gives the sources."""
 
 from __future__ import annotations
 

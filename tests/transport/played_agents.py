@@ -1,4 +1,4 @@
-"""Agents that do as a test tells them, and copy the bytes themselves, and a rank that reads with them.
+"""Agents that a test controls, and that copy the bytes themselves, and a rank that reads with them.
 
 NIXL does not fail, stall or answer at a moment that a test names; what NIXL really does is in other tests of this
 folder.
@@ -34,7 +34,7 @@ DONE, MOVING, FAILED = HandleState.DONE, HandleState.MOVING, "an error"
 
 
 class Handle:
-    """A read that is where the test says."""
+    """A read whose state the test sets."""
 
     def __init__(self, agent: Agent, peer: str, chunk: Descriptors | None) -> None:
         self.agent, self.peer, self.chunk = agent, peer, chunk
@@ -128,7 +128,7 @@ class Agent:
 
 @dataclass
 class Agents:
-    """All that were made, and what they say of each peer's first read and of its chunks: DONE where nothing is said."""
+    """All agents that were made, and the states of each peer's first read and of its chunks: DONE by default."""
 
     warm: dict[str, HandleState | str] = field(default_factory=dict)
     state: dict[str, HandleState | str] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class World:
         return transport.start([self.part(self.info(name), at, chunks * CHUNK)], deadline=deadline, label=name)
 
     def moving(self, transport: Transport, name: str = "peer", at: int = 0, chunks: int = 1) -> Transfer:
-        """One that is under way until the test says otherwise."""
+        """A transfer that is under way until the test ends it."""
         self.agents.state[name] = MOVING
         transfer = self.read(transport, name, at, chunks)
 
@@ -198,7 +198,7 @@ class World:
         return transfer
 
     def lost(self, transport: Transport, name: str = "peer", at: int = 0) -> Transfer:
-        """One whose connection broke under way."""
+        """A transfer whose connection broke under way."""
         transfer = self.moving(transport, name, at)
         self.agents.state[name] = FAILED
         assert transfer.wait(SOON)

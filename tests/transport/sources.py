@@ -28,11 +28,11 @@ Bytes = npt.NDArray[np.uint8]
 DRAM = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
 POISON = 0xA5
 SOON = 20.0
-"""Seconds that something may take which a busy machine does in far less."""
+"""Seconds within which even a busy machine is done."""
 
 
 def content(seed: int, size: int) -> Bytes:
-    """What the memory of a source holds: every 4 bytes tell where they are, and whose."""
+    """The content of a source's memory: every 4 bytes encode their position and their source."""
     return (np.arange(size // 4, dtype=np.uint32) * np.uint32(2654435761) + np.uint32(seed)).view(np.uint8)
 
 

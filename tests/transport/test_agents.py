@@ -1,4 +1,4 @@
-"""The wrappers around NIXL: what would crash it raises instead."""
+"""The wrappers around NIXL: calls that would crash NIXL raise instead."""
 
 import os
 import resource
@@ -62,7 +62,7 @@ def test_a_connection_over_tcp_is_seen(source: Source, memory: Memory) -> None:
 def test_peers_are_read_where_the_sockets_of_this_process_cannot_be_listed(
     source: Source, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So after a change of user, in a sandbox without /proc, and where no file descriptor is left.
+    # As after a change of user, in a sandbox without /proc, and where no file descriptor is left.
     agent = ReadingAgent("unlisted", [memory.region], NixlOptions(ucx_tls="tcp"))
     monkeypatch.setattr(sockets, "FOLDER", Path("/nowhere"))
     agent.add_peer(source.info)

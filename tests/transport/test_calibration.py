@@ -1,4 +1,4 @@
-"""What is measured of reads and copies is what they cost: with agents and copies that take as long as the test says."""
+"""The measured costs of reads and copies are the real ones: agents and copies take as long as the test sets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Machine(Agents):
 
 
 class PricedAgent(Agent):
-    """Its reads cost what the machine says."""
+    """An agent whose reads take as long as the machine sets."""
 
     def make(self, peer: str, chunk: Descriptors) -> Handle:
         self.own()
@@ -168,7 +168,7 @@ def test_slots_of_a_failed_measurement_are_lent_again_when_nothing_can_write_to_
     transport = Transport([memory.region], agents=cast(NixlAgents, agents))
     pool = transport.pool(MemoryKind.DRAM, 0)
     assert measure(transport, peer, pool, now() + 0.1) is None
-    # What was posted may still write into the slot that it was read into, and into no other.
+    # The posted read may still write into its own slot, and into no other.
     (handle,) = [handle for agent in agents.made for handle in agent.handles]
     assert handle.chunk is not None
     begins, _ = written(handle.chunk)

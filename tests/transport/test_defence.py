@@ -1,4 +1,4 @@
-"""What would harm a process is refused before NIXL sees it (R7), and nothing of it is posted."""
+"""Descriptors and metadata that would harm a process are refused before NIXL sees them (R7); nothing is posted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRAPS = (1 << 64) - 4096
 
 
 def one(source: int, destination: int, length: int, memory: MemoryPair = DRAM) -> RawDescriptors:
-    # Beside one that is right, so that only looking at the first is not enough.
+    # Beside a right descriptor, so that checking only the first is not enough.
     return raw([SOURCE, source], [DESTINATION, destination], [1, length], memory)
 
 
@@ -146,7 +146,7 @@ def test_a_range_inside_the_larger_of_two_nested_regions_passes() -> None:
 
 
 SPACE = (1 << 63) - 1
-"""Bytes of a region, as only a liar announces one."""
+"""Bytes of a region, more than any honest agent announces."""
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_metadata_of_another_agent_or_other_regions_are_refused_without_harm(
     region = source.info.regions[0]
     more = dataclasses.replace(region, length=region.length + 4096)
     part = raw_part(source.info, [memory.all_of(source)])
-    # Also while the agent whose metadata they are is a peer.
+    # Also while the agent to which the metadata belong is a peer.
     for _ in range(2):
         with pytest.raises(BadAgentMetadata):
             read.warm(dataclasses.replace(source.info, name="somebody-else"))

@@ -1,6 +1,6 @@
 """Agents of device memory are made, used and ended with their memory's device set, on every thread that calls NIXL.
 
-There is no GPU here. What is played is torch's setting of devices, and NIXL's binding, which checks it in every call.
+There is no GPU here. The test plays torch's setting of devices, and NIXL's binding, which checks it in every call.
 The agents, their threads and the transport are real, and the bytes lie in host memory.
 """
 

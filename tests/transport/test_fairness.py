@@ -13,7 +13,7 @@ from tests.transport.sources import SOON, Memory, Source, raw_part
 
 CHUNK = 64 << 10
 TRIES = 10
-"""On a busy machine a small read may have ended before this thread asks to hear of it."""
+"""On a busy machine a small read may have ended before this thread adds its callback."""
 
 
 def huge(read: Transport, source: Source, memory: Memory) -> Transfer:

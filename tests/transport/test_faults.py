@@ -80,9 +80,9 @@ def test_a_source_stopped_while_it_is_read_expires_and_is_quarantined_until_it_g
     assert not late.error.quiet
     assert not late.wait_quiet(0.05)
     assert read.gauges().uncertain == 1
-    # R10: everybody else goes on, on the same agent.
+    # R10: all other reads go on, on the same agent.
     assert_done(read_all(read, source, memory, deadline=None))
-    # And what waits behind it for the same source expires without having been posted: quiet at once.
+    # A read that waits behind it for the same source expires without having been posted: quiet at once.
     behind = read_all(read, stopped, memory, at=8 << 20, deadline=clock.later + 0.1)
     assert behind.wait(SOON)
     assert behind.state is TransferState.EXPIRED
@@ -147,7 +147,7 @@ def test_an_agent_given_up_still_finishes_what_it_reads_from_others(
     doomed = read_all(read, victim, memory, at=8 << 20)
     assert doomed.wait(SOON)
     assert doomed.state is TransferState.FAILED
-    # Uncertain for as long as the other one needs the agent, whose end is the fence.
+    # Uncertain for as long as the other read needs the agent, whose end is the fence.
     assert until(lambda: read.gauges().retired_agents == 1)
     assert not doomed.wait_quiet(0.5)
     assert read.gauges().retired_agents == 1

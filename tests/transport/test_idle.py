@@ -1,4 +1,4 @@
-"""R12: what has read and served, and now does nothing, uses no CPU."""
+"""R12: agents that have read and served, and now do nothing, use no CPU."""
 
 import time
 from contextlib import suppress
@@ -20,7 +20,7 @@ def threads() -> set[str]:
 
 
 def cpu_seconds(these: set[str]) -> float:
-    """The processor time of these threads; of one that earlier tests have left, and that has ended, nothing."""
+    """The processor time of these threads; a thread of earlier tests that has ended counts nothing."""
     found = 0
     for thread in these:
         with suppress(FileNotFoundError, ProcessLookupError):

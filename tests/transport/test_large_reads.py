@@ -48,7 +48,7 @@ def block(base: int, number: int) -> Bytes:
 
 
 def content(number: int) -> Bytes:
-    """What the source's block holds."""
+    """The content of the source's block."""
     return np.random.default_rng(number).integers(0, 256, large.BLOCK_BYTES, np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""One peer on one agent, moment by moment: what may still write, what is given up, and until when (R4, R5, R10).
+"""One peer on one agent, moment by moment: reads that may still write, reads given up, and when (R4, R5, R10).
 
 NIXL does not fail, stall or answer at a moment that a test names, so an agent that does as it is told stands in for it
 here; what NIXL really does is in the tests of faults and of quiet.
@@ -38,7 +38,7 @@ DONE, MOVING, FAILED = HandleState.DONE, HandleState.MOVING, "an error"
 
 
 class Handle:
-    """A read that is where the test says."""
+    """A read whose state the test sets."""
 
     def __init__(self, state: HandleState | str) -> None:
         self.state = state
@@ -81,7 +81,7 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    # What a link asks of its agent.
+    # The methods that a link calls on its agent.
 
     def add_peer(self, info: AgentInfo) -> None:
         pass
@@ -101,19 +101,19 @@ class World:
     def remove_peer(self, name: str) -> None:
         self.removed.append(name)
 
-    # What a test does.
+    # The methods that a test calls.
 
     def transfer(self, size: int, deadline: float | None = None) -> Transfer:
         return Transfer("t", size, 1, deadline, self.clock, lambda: None)
 
     def share(self, chunks: int, deadline: float | None = None) -> Transfer:
-        """A transfer of so many chunks that waits for its turn."""
+        """A transfer of this many chunks that waits for its turn."""
         transfer = self.transfer(chunks * CHUNK, deadline)
         self.link.queued.append(PeerWork(transfer, INFO, [raw([0], [0], [chunks * CHUNK])], self.now))
         return transfer
 
     def posted(self, chunks: int = 1, deadline: float | None = None) -> Transfer:
-        """One of which everything is under way."""
+        """A transfer with everything under way."""
         transfer = self.share(chunks, deadline)
         for _ in range(chunks):
             assert self.link.post_next()
@@ -179,7 +179,7 @@ def test_a_first_read_that_failed_is_fenced_by_the_end_of_the_agent_only(when: s
     assert world.link.lost
     checks = world.first.checks
     world.first.state = DONE
-    # What NIXL says after an error proves nothing.
+    # NIXL's answers after an error prove nothing.
     assert not world.poll()
     assert world.first.checks == checks
     assert world.link.next_poll() is None
@@ -285,7 +285,7 @@ def test_a_share_waits_for_the_first_answer_from_when_it_came() -> None:
     assert [share.owner for share in world.link.queued] == [late]
     world.first.state = DONE
     assert world.poll()
-    # It has answered: there is nothing to give up.
+    # The peer has answered: there is nothing to give up.
     world.link.settle(1e6)
     assert late.state is TransferState.PENDING
 
@@ -441,7 +441,7 @@ def test_deadlines_of_chunks_under_way_are_judged(world: World) -> None:
 
 
 def pauses(world: World, polls: int) -> Sequence[float]:
-    """Seconds between polls of something that does not come."""
+    """Seconds between polls of a read that does not end."""
     found = []
     for _ in range(polls):
         due = world.link.next_poll()
@@ -462,10 +462,10 @@ def test_polls_back_off_while_nothing_arrives_and_come_often_again_after_news(wo
     assert due <= world.now + POLL_FIRST
     given_up.cancel()
     found = pauses(world, 40)
-    # Until it is late it is asked often: that is what makes a TCP read progress.
+    # Until the read is late it is polled often: polling moves a TCP read on.
     assert found[0] == pytest.approx(POLL_FIRST)
     assert sorted(found) == pytest.approx(found, abs=1e-9)
-    # One that is waited for is enough.
+    # One transfer that is waited for is enough.
     assert found[-1] == pytest.approx(POLL_LAST)
     waited_for.cancel()
     assert pauses(world, 10)[-1] == pytest.approx(POLL_ABANDONED)
@@ -483,7 +483,7 @@ def test_chunks_that_arrive_together_are_not_taken_for_a_fast_peer(world: World)
         assert world.link.poll(world.now)
     world.posted(3)
     began = world.now
-    # They are as late as the others were: not later than expected.
+    # These chunks are as late as the others were: not later than expected.
     found = pauses(world, int(3e-3 / POLL_FIRST))
     assert world.now - began == pytest.approx(3e-3, rel=0.1)
     assert found == pytest.approx([POLL_FIRST] * len(found))
@@ -508,7 +508,7 @@ def test_a_check_that_moved_bytes_is_followed_by_the_next_at_once(world: World) 
     world.now += POLL_FIRST
     assert not world.link.poll(world.now)
     assert (world.handles[0].checks, world.link.next_poll()) == (5 + CHECKS_AT_ONCE, world.now)
-    # What has arrived is told before anything else is asked.
+    # An arrived chunk is reported before the next check.
     world.handles[0].state = DONE
     assert world.link.poll(world.now)
     assert (world.handles[1].checks, transfer.progress().chunks) == (6 + CHECKS_AT_ONCE, 1)

@@ -1,4 +1,4 @@
-"""Quiet is said only when nothing that was posted can write any more, whatever goes wrong while a read begins (R4)."""
+"""Quiet is reported only when no posted read can write any more, whatever goes wrong while a read begins (R4)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def threads_run_out(patch: pytest.MonkeyPatch, left: int) -> None:
 
 
 def assert_failed_and_still(transfer: Transfer, read: Transport, source: Source, memory: Memory) -> None:
-    """It failed; and from when it says that it is quiet, not a byte changes, also when the source is read again."""
+    """The transfer failed; once it reports quiet, not a byte changes, also when the source is read again."""
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.FAILED
     assert transfer.wait_quiet(SOON)
@@ -57,7 +57,7 @@ def assert_failed_and_still(transfer: Transfer, read: Transport, source: Source,
 def test_staging_memory_that_is_refused_fails_the_parts_begun_before(
     ucx_tls: str, source: Source, memory: Memory
 ) -> None:
-    # No machine has so much: numpy says so when the memory is made.
+    # No machine has so much memory: numpy raises an error when it is made.
     staging = StagingOptions(path="staged", slots=1, slot_bytes=1 << 56)
     read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_bytes=1 << 16), staging=staging)
     parts = [
@@ -90,7 +90,7 @@ def test_a_thread_that_is_refused_fails_the_parts_begun_before(
         transfer = read.start(parts, deadline=None, label="no thread")
     assert NO_THREAD in str(transfer.error)
     assert_failed_and_still(transfer, read, source, memory)
-    # What failed once is tried again.
+    # The failed step is tried again.
     assert_done(read_all(read, other, memory, at=8 << 20))
     assert read.close(SOON)
 

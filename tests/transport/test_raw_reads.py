@@ -1,4 +1,4 @@
-"""What is read arrives where it belongs, and nothing else changes."""
+"""Bytes that are read arrive where they belong, and nothing else changes."""
 
 import threading
 from collections.abc import Callable
@@ -125,7 +125,7 @@ def test_small_transfers_do_not_wait_for_all_of_a_huge_one(
     slow.resume()
     assert all(ended(transfer) is TransferState.DONE for transfer in [huge, *small])
     assert memory.right()
-    # Who waits for a transfer may hear of its end before its callbacks are called.
+    # A waiting thread may wake before the callbacks of the transfer's end are called.
     assert until(lambda: len(order) == 1 + len(small))
     assert order[-1] == "huge"
 

@@ -1,5 +1,5 @@
-"""Reading threads and the transport above them, moment by moment: who is read by whom, what is given up, what is kept
-until nothing can write any more, and what is counted (R4, R5, R10).
+"""Reading threads and the transport above them, moment by moment: which agent reads a peer, reads given up, memory
+kept until nothing can write any more, and counts (R4, R5, R10).
 
 The agents of `played_agents` stand in for NIXL's.
 """
@@ -245,7 +245,7 @@ def test_a_stuck_read_is_quiet_after_the_fence_time_and_the_end_of_its_agent(wor
 def test_an_agent_that_cannot_be_made_fails_its_reads_and_the_next_is_tried(world: World, refusal: Exception) -> None:
     read = world.transport()
     world.agents.refusal = refusal
-    # Once for each read, however fast that fails.
+    # Once for each read, however fast making the agent fails.
     for number in range(1, 20):
         error = failed(world.read(read))
         assert isinstance(error, LimitReached if isinstance(refusal, KvferryError) else TransferFailed)
@@ -412,7 +412,7 @@ def test_bytes_under_way_are_bounded_over_all_peers(world: World, monkeypatch: p
     elsewhere = next(name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[1])
     done(world.read(read, elsewhere, 5))
     assert sum(flying()) == 3
-    # Those that have stalled take no room.
+    # Stalled peers take no room.
     world.later += 1000.0
     assert until(lambda: sum(flying()) > 3)
     for name in names:
@@ -484,7 +484,7 @@ def test_a_deadline_is_kept_however_long_nothing_happens(world: World) -> None:
 
 
 def test_the_earliest_alarm_wakes_the_thread(world: World) -> None:
-    """What is under way is polled, long before the deadline of what waits for room."""
+    """Chunks under way are polled long before the deadline of reads that wait for room."""
     read = world.transport(bytes_in_flight=2 * CHUNK)
     done(world.read(read))
     world.agents.state["peer"] = MOVING

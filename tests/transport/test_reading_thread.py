@@ -1,4 +1,4 @@
-"""Whatever goes wrong on a reading thread is one transfer's or one peer's: no other ends, hangs or loses its source."""
+"""An error on a reading thread concerns one transfer or one peer: no other ends, hangs or loses its source."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_thread_that_fails_waits_for_posted_chunks_and_fails_all_other_work(
             raise SystemExit("not of an engine's callback, which ends no thread")
         run(transfer, callback)
 
-    # Stopped, or it might be read before the callback is there, which would run here then.
+    # Stopped, or the read might end before the callback is added, which would then run on this thread.
     other.stop()
     last = read_all(read, other, memory, at=8 << 20)
     last.add_done_callback(lambda _: None)
@@ -157,7 +157,7 @@ def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_
 def test_descriptors_too_many_to_check_at_once_are_checked_before_they_are_posted(
     source: Source, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A source whose planes lie over each other makes the check of a long read take many seconds; it runs then where no
+    """A source whose planes overlap makes the check of a long read take many seconds; the check then runs where no
     other read waits for it."""
     checking: set[str] = set()
     check = Footprint.check

@@ -1,4 +1,4 @@
-"""Agents that are given up: when, how many, and what is kept until nothing can write any more (R4, R5, R10).
+"""Retired agents: when, how many, and the memory kept until nothing can write any more (R4, R5, R10).
 
 The agents of `played_agents` stand in for NIXL's.
 """
@@ -24,7 +24,7 @@ def test_a_broken_peer_leaves_its_retired_agent_to_the_other_peers(world: World)
     assert isinstance(failed(doomed), TransferFailed)
     assert until(lambda: read.gauges().retired_agents == 1)
     world.agents.state["doomed"] = DONE
-    # What NIXL says after an error proves nothing, and new reads go to a fresh agent.
+    # NIXL's answers after an error prove nothing, and new reads go to a fresh agent.
     done(world.read(read, "doomed", 1))
     done(world.read(read, "third", 2))
     old, new = world.agents.made
@@ -51,7 +51,7 @@ def test_shares_of_a_peer_that_is_stuck_move_on_and_others_stay(world: World) ->
     assert read.gauges().retired_agents == 0
     world.later += 61.0
     assert until(lambda: len(world.agents.made) == 2)
-    # Its first agent has two chunks of it in hand for ever; the next has none.
+    # The read's first agent keeps two of its chunks for ever; the next agent has none.
     old = world.agents.made[0]
     under_way = {name: old.flying(name) for name in ("stuck", "other")}
     for handle in (*under_way["stuck"], *under_way["other"]):
@@ -79,7 +79,7 @@ def test_an_agent_that_does_not_end_leaves_its_reads_uncertain(world: World, cap
     assert read.gauges().uncertain == 1
     assert "could not be destroyed" in caplog.text
     caplog.clear()
-    # Of one that had nothing under way nothing is uncertain.
+    # An agent with nothing under way leaves nothing uncertain.
     done(world.read(read, "other", 1))
     assert read.close(SOON)
     assert "could not be destroyed" not in caplog.text
@@ -99,7 +99,7 @@ def test_retired_agents_are_bounded(world: World) -> None:
     first = world.lost(read, one, 1)
     assert until(lambda: read.gauges().retired_agents == 1)
     second = world.lost(read, other, 2)
-    # Its agent may not be given up: who wants to read from it hears so at once, and all others are read.
+    # Its agent may not be retired: new reads from this peer fail at once, and all other peers are read.
     refused = world.read(read, other, 3)
     assert "too many agents" in str(failed(refused))
     assert refused.quiet

@@ -79,7 +79,7 @@ def test_an_error_of_one_agent_ends_a_shared_read_and_its_blocks_wait_for_both(w
     for handle in broken.flying(PEER):
         handle.state = "an error"
     assert "an error" in str(failed(transfer))
-    # What gave an error may write until its agent ends, which is at once.
+    # The failed chunk may write until its agent ends, which is at once.
     assert until(lambda: broken.destroyed)
     assert not transfer.quiet
     assert not well.destroyed
@@ -92,7 +92,7 @@ def test_an_error_of_one_agent_ends_a_shared_read_and_its_blocks_wait_for_both(w
 
 
 def land(agent: Agent) -> None:
-    """What this agent has under way of the peer arrives, and nothing of it is left to be read."""
+    """Let this agent's chunks from the peer arrive, so that nothing is left to be read."""
     flying = agent.flying(PEER)
     for handle in flying:
         handle.state = DONE
@@ -131,7 +131,7 @@ def test_a_retired_agent_ends_when_its_part_is_read_while_the_other_still_reads(
     for handle in other.flying(PEER):
         handle.state = MOVING
     land(retired)
-    # What was lost may write until its agent ends, and that is now.
+    # The lost chunk may write until its agent ends, and that is now.
     assert doomed.wait_quiet(SOON)
     assert not shared.state.final
     land(other)

@@ -96,7 +96,7 @@ def test_a_cancelled_read_is_quiet_at_once_and_its_slots_when_nothing_writes_to_
     # The engine's blocks were never NIXL's destination, so that the engine may use them now.
     assert transfer.cancel()
     assert transfer.quiet
-    # But the slots are still being written to: nobody else gets them.
+    # But the slots are still being written to: no other read gets them.
     other = read.start([part(source, memory, some(3), some(4))], deadline=now() + 0.3, label="other")
     assert ended(other) is TransferState.EXPIRED
     stopped.resume()
@@ -157,7 +157,7 @@ def test_constants_are_measured_and_slots_given_back(
     # Neither the defaults nor nonsense: reads and copies of this machine take some time, and less than a millisecond.
     assert all(0 < cost < 1e-3 for cost in (costs.descriptor, costs.byte, costs.staged_byte, costs.cell))
     assert costs.descriptor != Costs().descriptor
-    # What goes through staging memory cannot be measured where nothing is left to read it into.
+    # Staged reads cannot be measured where no slot is left to read into.
     assert slots > 1 or costs.staged_byte == costs.byte
     # A slot is given back by the thread that reads, which may be late.
     wait_for(lambda: read.gauges().staging_slots == 0)
@@ -168,7 +168,7 @@ def test_constants_are_measured_and_slots_given_back(
 def test_measuring_writes_to_no_memory_but_the_slots_that_it_has(
     source: Source, staged: MakeStaged, monkeypatch: pytest.MonkeyPatch, slots: int, slot_blocks: int
 ) -> None:
-    """Slots of others hold what is about to be permuted into blocks; behind the last one lies any memory."""
+    """Other reads' slots hold bytes about to be permuted into blocks; behind the last slot lies other memory."""
     read = staged(slots=slots, slot_blocks=slot_blocks)
     pool = read.pool(MemoryKind.DRAM, 0)
     begin, size = pool.space.region.base, pool.slot_bytes
@@ -189,7 +189,7 @@ def test_measuring_writes_to_no_memory_but_the_slots_that_it_has(
     assert touched
     every = [(slot * size, (slot + 1) * size) for slot in range(slots)]
     assert all(any(low <= first <= last < end for low, end in every) for first, last in set(touched))
-    # When what was measured is quiet.
+    # When the measured read is quiet.
     wait_for(lambda: read.gauges().staging_slots == 0)
 
 
@@ -235,7 +235,7 @@ def test_a_source_that_stops_while_it_is_measured_keeps_one_slot(
     with monkeypatch.context() as patch:
         patch.setattr(read, "start", begin_in_time)
         assert measure(read, stopped.info, read.pool(MemoryKind.DRAM, 0), now() + 0.3) is None
-    # It may still write to this one; the others are for everybody.
+    # The read may still write to this slot; the other slots are free for all.
     assert read.gauges().staging_slots == 1
     transfer = read.start([part(other, memory, some(3), some(4))], deadline=now() + SOON, label="other")
     assert ended(transfer) is TransferState.DONE
@@ -318,7 +318,7 @@ def test_a_read_that_ends_while_it_waits_leaves_the_slot_to_others(source: Sourc
     woken.clear()
     two.owner.fail(TransferFailed("two ends before it asks"))
     assert woken, "nobody calls three, which waits for ever"
-    # Also where somebody else asks first.
+    # Also where another share asks first.
     assert four.next(options) is None
     assert three.next(options) is not None
     three.owner.fail(TransferFailed("three ends"))
@@ -328,7 +328,7 @@ def test_a_read_that_ends_while_it_waits_leaves_the_slot_to_others(source: Sourc
 def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent(
     source: Source, memory: Memory
 ) -> None:
-    """A share keeps two slots at most. What it waits for then may arrive on another thread than its own."""
+    """A share keeps two slots at most. The batch for which it waits may arrive on another thread than its own."""
     woken: list[str] = []
     pool = StagingPool(HostAccess().allocate(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
     transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
@@ -357,7 +357,7 @@ def test_a_read_without_room_leaves_the_slot_to_others(source: Source, memory: M
         assert waits.blocked
     one.owner.fail(TransferFailed("one ends, nothing of it was posted"))
     assert woken == ["woken"]
-    # First come, first served; but who has no room to read lets others go before.
+    # First come, first served; but a share that has no room to read lets others go before.
     assert three.next(options) is None
     two.step_back()
     assert woken == ["woken", "woken"]

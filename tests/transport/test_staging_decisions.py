@@ -1,7 +1,7 @@
 """Slots of staging memory, against readers that ask, land, fail and are cancelled in any order: every byte arrives, no
-slot has two writers, none is lost, and whoever waits is called (R4, R10).
+slot has two writers, none is lost, and waiting readers are called (R4, R10).
 
-What NIXL would do is a copy here, whose moment a test chooses.
+A copy stands in for NIXL's reads, at a moment that a test chooses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIONS = NixlOptions()
 
 
 def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedWork:
-    """What a transfer of its own reads."""
+    """The work of a transfer of its own."""
     peer, planned = of
     size, count = (sum(getattr(read, what) for read in planned.staged) for what in ("total_bytes", "count"))
     transfer = Transfer("t", size, count, deadline, now, lambda: None)
@@ -46,7 +46,7 @@ def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadlin
 
 
 def read(chunk: Chunk) -> None:
-    """What NIXL does."""
+    """Read as NIXL does."""
     descriptors = chunk.descriptors
     assert isinstance(descriptors, RawDescriptors)
     assert descriptors.memory == DRAM
@@ -58,7 +58,7 @@ def read(chunk: Chunk) -> None:
 
 @dataclass
 class Readers:
-    """Shares of few slots, and what is under way."""
+    """Shares of few slots, and the chunks under way."""
 
     turns: Random
     pool: StagingPool
@@ -111,7 +111,7 @@ class Readers:
 
     def cancel(self) -> None:
         share = self.turns.choice(self.shares)
-        # The engine's blocks are quiet whatever is under way into the slots.
+        # The engine's blocks are quiet even while chunks are under way into the slots.
         assert cast(Transfer, share.owner).cancel()
         share.owner.settle(now())
 
@@ -179,7 +179,7 @@ def test_a_source_has_a_quarter_of_the_slots_and_more_than_one_only_while_half_a
     assert pool.in_use == 16
     pool.release(slot)
     assert pool.in_use == 15
-    # It is nobody's now, so that any source may have it.
+    # No source holds the slot now, so any source may have it.
     assert taken("c") == 1
 
 
@@ -211,7 +211,7 @@ def test_a_reader_with_all_its_slots_is_called_when_one_has_been_permuted() -> N
     assert first is not None
     assert second is not None
     assert (share.next(OPTIONS), share.blocked, pool.in_use) == (None, True, 2)
-    # On whatever thread it arrives.
+    # On any thread.
     assert first.owner.begin()
     read(first)
     first.owner.landed(first.descriptors.total_bytes)
@@ -232,7 +232,7 @@ def test_a_reader_that_steps_back_lets_later_readers_pass() -> None:
     second.step_back()
     assert (first.next(OPTIONS), second.next(OPTIONS)) == (None, None)
     pool.release(slot)
-    # It came later.
+    # The second came later.
     assert second.next(OPTIONS) is None
     woken.clear()
     first.step_back()
@@ -240,7 +240,7 @@ def test_a_reader_that_steps_back_lets_later_readers_pass() -> None:
     chunk = second.next(OPTIONS)
     assert chunk is not None
     assert first.next(OPTIONS) is None
-    # Of one that does not wait, nobody hears.
+    # A share that does not wait wakes no other.
     second.step_back()
     assert woken == ["woken"]
 
@@ -282,7 +282,7 @@ def test_batches_are_checked_before_they_are_read() -> None:
 
 
 class Device(HostAccess):
-    """Memory whose copies do as a test says."""
+    """Memory whose copies a test controls."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -320,7 +320,7 @@ def test_bytes_that_arrive_after_the_end_are_not_copied_into_the_blocks() -> Non
     assert chunk.owner.begin()
     transfer = cast(Transfer, share.owner)
     assert transfer.cancel()
-    # Before anybody has run the callbacks of its end, too.
+    # Also before the callbacks of its end have run.
     chunk.owner.landed(chunk.descriptors.total_bytes)
     assert (device.copies, pool.in_use) == (0, 0)
     assert memory.untouched()

@@ -1,4 +1,4 @@
-"""A transfer's state, without NIXL: who may end it, and when it is quiet."""
+"""A transfer's state, without NIXL: how it ends, and when it is quiet."""
 
 import logging
 import threading
@@ -256,7 +256,7 @@ def test_waiting_for_quiet_ends_by_arrival_or_fence(clock: Clock, ending: str) -
     for waiter in waiters:
         waiter.start()
     transfer.fail(TransferFailed("x"))
-    # The end is told to those who wait for the end, though it is not quiet.
+    # Waiting for the end is over, though the transfer is not quiet.
     waiters[0].join(10)
     assert [waiter.is_alive() for waiter in waiters] == [False, True]
     assert calls == []

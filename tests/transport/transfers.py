@@ -15,7 +15,7 @@ TCP = "tcp"
 
 
 class Clock:
-    """A transport's clock, which a test moves on: so a time is over when the test says so, and no sooner."""
+    """A transport's clock, which a test moves on: so a time is over exactly when the test moves the clock past it."""
 
     def __init__(self) -> None:
         self.later = 0.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Wait until it holds; whether it does."""
+    """Wait until the condition holds. Returns whether it does."""
     end = now() + SOON
     while not condition() and now() < end:
         threading.Event().wait(0.001)

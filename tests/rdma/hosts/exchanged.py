@@ -32,13 +32,13 @@ class Home:
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is of its engine.
+    """A rank's part in its engine.
 
     Attributes:
         engine_id, num_ranks: of the engine.
-        rank: this one.
+        rank: its index.
         units: heads that it holds, ``[begin, end)``.
-        token: of the engine; empty: its scheduler is in this process.
+        token: the engine's; empty: its scheduler is in this process.
         serve: whether others read from it.
     """
 
@@ -77,7 +77,7 @@ def prompt(seed: int, blocks: int) -> list[int]:
 
 
 def content(seed: int, blocks: int) -> dict[tuple[int, str], np.ndarray]:
-    """Of a request, by (layer, component): ``uint8[blocks, heads, tokens, state_bytes]``; never the poison."""
+    """A request's content, by (layer, component): ``uint8[blocks, heads, tokens, state_bytes]``; never the poison."""
     random = np.random.default_rng(seed)
     shape = (blocks, MODEL.heads, MODEL.block_tokens, MODEL.state_bytes(""))
     return {

@@ -1,4 +1,4 @@
-"""The engines of one host: does what it is told over a pipe, and says what it saw.
+"""The engines of one host: carries out commands from a pipe, and answers with results.
 
 python -m tests.rdma.hosts.host_program FD
 
@@ -40,7 +40,7 @@ MEMORY = Path("/dev/shm")
 
 
 class Rank:
-    """A rank, and its engine's scheduler where it has none elsewhere. Its public methods are commands."""
+    """A rank, with its engine's scheduler unless that is elsewhere. Its public methods are commands."""
 
     def __init__(self, client: Client, place: Place) -> None:
         units = Interval(*place.units)
@@ -90,7 +90,7 @@ class Rank:
         return request
 
     def released(self, timeout: float = 0.0) -> list[Release]:
-        """What was released, having waited for the first. Its blocks are used for something else at once."""
+        """Wait for the first release, and return all. Released blocks get other bytes at once."""
         found: list[Release] = self._cache.session.released(timeout)
         for release in found:
             request = self._requests.pop(release.publication)
@@ -141,8 +141,8 @@ class Rank:
         return True
 
     def right(self) -> bool:
-        """Whether every byte that a read called good is so, and every other is as it was. Blocks of reads that have not
-        called theirs good are theirs until they are quiet."""
+        """Whether every byte that a read reported good is good, and every other is unchanged. Blocks of other reads may
+        hold anything until the reads are quiet."""
         found = self._memory.cells.copy()
         for number, (_, _, ids) in self._reads.items():
             if number not in self._good:
@@ -156,7 +156,7 @@ class Rank:
         return self._cache.gauges()
 
     def close(self) -> None:
-        """End the engine as it should be ended."""
+        """End the engine in order."""
         self._client.close()
         self._memory.close()
 
@@ -165,7 +165,7 @@ class Rank:
 
 
 def main(descriptor: int) -> None:
-    # Whoever waits in vain asks for the stacks of all threads.
+    # A process that waits in vain asks for the stacks of all threads.
     faulthandler.register(signal.SIGUSR1)
     # NIXL's package imports torch to ask for its CUDA version, half a minute in the machine.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

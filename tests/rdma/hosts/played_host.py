@@ -26,9 +26,9 @@ from tests.support.waiting import until
 PORT = 7423
 BLOCKS = 64
 SOON = 60.0
-"""Seconds that something may take in a machine that is emulated on a busy host."""
+"""Seconds that a step may take in a machine that is emulated on a busy host."""
 PATIENCE = 60.0
-"""Seconds that a card may go on trying, and a busy host take for it."""
+"""Seconds of a card's retries, with a margin for a busy host."""
 START = 240.0
 """Seconds that a program may take to start there."""
 QUIET = {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -37,7 +37,7 @@ TRANSPORTS = {"UCX_TLS": "rc_verbs,ud_verbs", "UCX_RC_RETRY_COUNT": "6", **QUIET
 SLOW: dict[str, Any] = {"chunk_descriptors": 1, "bytes_in_flight": 1, "warm_up_timeout": 20.0, "fence_time": 8.0}
 """So that a read is some hundred chunks, and a fault finds it under way."""
 TIMES = Times(ttl=12.0, max_ttl=12.0, engine_ttl=6.0, hold=12.0, final=90.0, max_wait=60.0)
-"""Short enough to see what ends, long enough for a machine that is emulated, and longer than a card's patience."""
+"""Short enough to see their ends, long enough for an emulated machine, and longer than a card's patience."""
 
 
 class Host:
@@ -68,7 +68,7 @@ class Host:
         return self.server
 
     def restart_server(self) -> None:
-        """End it as it should be ended, and start it again at its place."""
+        """End the node server in order, and start it again at its address."""
         self.server.signal(signal.SIGTERM)
         until(lambda: self.server.poll() is not None, SOON)
         self.start_server()
@@ -78,7 +78,7 @@ class Host:
         until(lambda: READY.search(self.server.log.read_text()) is not None, START)
 
     def shape(self, *netem: str) -> None:
-        """Delay or lose what the first card sends: arguments of netem; none: no more."""
+        """Delay or lose the first card's packets: arguments of netem; none: no more."""
         change = ("replace", "dev", "eth1", "root", "netem", *netem) if netem else ("del", "dev", "eth1", "root")
         with suppress(RuntimeError) if not netem else nullcontext():
             self.machine.run("tc", "qdisc", *change)
@@ -108,7 +108,7 @@ class Engines:
         return Rank(self, name, place)
 
     def call(self, name: str, command: str, *arguments: Any, within: float = 0.0, **options: Any) -> Any:
-        """Do something there that may wait for `within` seconds, and wait for it."""
+        """Call a command there that may wait for `within` seconds, and wait for it."""
         self.send(name, command, *arguments, **options)
         return self.answer(within + SOON)
 
@@ -117,7 +117,7 @@ class Engines:
         self.program.pipe.send((name, command, arguments, options))
 
     def answer(self, timeout: float = SOON) -> Any:
-        """The answer to what was begun; raises what it raised there."""
+        """The answer to the begun command; raises its exception."""
         if not self.program.pipe.poll(timeout):
             self.program.signal(signal.SIGUSR1)
             raise TimeoutError(f"no answer in {timeout} s; the stacks of its threads are in {self.program.log}")
@@ -128,7 +128,7 @@ class Engines:
 
 
 class Rank:
-    """A rank, which does what `tests.rdma.hosts.host_program.Rank` can do."""
+    """A rank with the commands of `tests.rdma.hosts.host_program.Rank`."""
 
     def __init__(self, engines: Engines, name: str, place: Place) -> None:
         self.engines, self.name, self.place = engines, name, place
@@ -203,7 +203,7 @@ class Reader:
         self._free = set(range(MODEL.num_blocks))
 
     def warm(self, source: Source) -> None:
-        """Do what the first read from a source would wait for, as long as that takes on a busy host."""
+        """Do in advance the steps for which the first read from a source would wait, however slow on a busy host."""
         for rank in self.ranks:
             rank.call("warm", source.ranks[0].call("engine_reference"), START, within=START)
 
@@ -215,11 +215,11 @@ class Reader:
         return Reading(self, ids, [rank.call("read", request, ids, **options) for rank in self.ranks])
 
     def right(self) -> bool:
-        """Whether every byte that a read called good is so, and every other is as it was."""
+        """Whether every byte that a read reported good is good, and every other is unchanged."""
         return all(rank.call("right") for rank in self.ranks)
 
     def idle(self) -> bool:
-        """Whether nothing is read or uncertain, and no agent given up."""
+        """Whether nothing is read or uncertain, and no agent retired."""
         gauges = [rank.call("gauges") for rank in self.ranks]
         return not any(
             found.transfers + found.uncertain + found.chunks_in_flight + found.retired_agents for found in gauges
@@ -238,7 +238,7 @@ class Reading:
         self.began = now()
 
     def outcome(self, within: float) -> Seen:
-        """How it ended on all ranks, waited for: well, or one of the errors."""
+        """Wait for the read's end on all ranks: success, or one of the errors."""
         shares: list[Seen] = self._of_each("outcome", within, within=within)
         failed = [seen for seen in shares if seen.error is not None]
         moved = sum(seen.moved for seen in shares)
@@ -282,7 +282,7 @@ class Pair:
             host.machine.plug(0, connected=connected)
 
     def wait_counter(self, name: str, before: int) -> None:
-        """Wait until the reader's card has counted more of something."""
+        """Wait until a counter of the reader's card has risen."""
         until(lambda: self.decode.counter(name) > before, SOON)
 
     def heal(self) -> None:
@@ -303,7 +303,7 @@ class Pair:
             self.served(request, reading)
 
     def served(self, request: Request, reading: Reading) -> Seen:
-        """A read brings its bytes, and none beside them; its source is told once."""
+        """A read brings its bytes and no others, and its source gets one release."""
         seen = reading.outcome(SOON)
         assert seen.error is None, seen.error
         assert self.reader.right(), "wrong bytes were handed over as good, or others changed"
@@ -312,7 +312,7 @@ class Pair:
         return seen
 
     def works(self) -> Seen:
-        """The next request is served as if nothing had been, and nothing is left."""
+        """The next request is served as if nothing had happened, and nothing is left behind."""
         request = self.source.publish()
         seen = self.served(request, self.reader.read(request, timeout=SOON))
         until(self.reader.idle, SOON)

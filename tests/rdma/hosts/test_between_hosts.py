@@ -1,4 +1,4 @@
-"""Reads between two hosts, over verbs: every byte, and none beside them."""
+"""Reads between two hosts, over verbs: every byte, and no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATAGRAM = 1024
 
 
 def units(ranks: int) -> list[tuple[int, int]]:
-    """What each of these ranks holds."""
+    """The heads that each of these ranks holds."""
     return [(held.begin, held.end) for held in shards(MODEL.heads, ranks)]
 
 
@@ -93,7 +93,7 @@ def test_node_servers_restart_one_after_the_other_while_reads_go_on(pair: Pair) 
         assert pair.reader.right()
         host.wait_serving()
         assert reading.wait_quiet(SOON)
-        # Where the home has forgotten that it was read, it holds it once more.
+        # A home that has forgotten the read holds the publication once more.
         pair.source.released(request, TIMES.ttl + TIMES.hold + SOON)
     pair.works()
 
@@ -107,7 +107,7 @@ def test_a_clock_that_is_set_forth_and_back_changes_nothing(pair: Pair) -> None:
 
 
 def close(*engines: Source | Reader) -> None:
-    """End engines as they should be ended."""
+    """End engines in order."""
     for engine in engines:
         for rank in reversed(engine.ranks):
             rank.close()

@@ -10,7 +10,7 @@ from tests.rdma.hosts.played_host import PATIENCE, SOON, TIMES, Pair
 
 
 def lose_all(pair: Pair) -> None:
-    """What a switch between them would do: neither end sees it."""
+    """Lose all packets as a switch between the hosts would: neither end sees it."""
     for host in pair.both:
         host.shape("loss", "100%")
 

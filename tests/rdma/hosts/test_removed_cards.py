@@ -29,10 +29,10 @@ def test_a_read_whose_interface_is_set_down_fails_and_becomes_quiet(pair: Pair, 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["source", "reader"])
 def test_a_deleted_device_stays_with_its_users(pair: Pair, side: str) -> None:
-    """Who has it keeps it; nobody else finds it. The last test: it does not come back while it is kept."""
+    """Its users keep the device; no other process finds it. The last test: it does not come back while it is kept."""
     machine = (pair.prefill if side == "source" else pair.decode).machine
     request, reading = pair.moving(timeout=SOON)
-    # In the background, because the kernel may wait for those who have it.
+    # In the background, because the kernel may wait for the device's users.
     machine.start(["/usr/bin/rdma", "link", "delete", "rxe0"])
     pair.served(request, reading)
     until(lambda: "rxe0" not in machine.run("rdma", "link"), SOON)

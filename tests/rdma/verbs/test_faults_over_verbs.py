@@ -1,6 +1,6 @@
-"""Faults over verbs, where a post really returns before its bytes arrive and nobody at the source takes part.
+"""Faults over verbs, where a post really returns before its bytes arrive and no thread of the source takes part.
 
-What is slow runs by hand: ``make test-rdma PYTEST_ARGS="tests/rdma/verbs/test_faults_over_verbs.py -m slow"``.
+The slow tests run by hand: ``make test-rdma PYTEST_ARGS="tests/rdma/verbs/test_faults_over_verbs.py -m slow"``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READING: dict[str, Any] = {
 }
 TIMES = Times(ttl=12.0, max_ttl=12.0, engine_ttl=4.0, hold=13.0, final=60.0, max_wait=60.0)
 """Longer than over TCP: a machine that is emulated reads slowly. As with the defaults, a renewal comes after a lost
-engine counts as dead and before the end of its leases, so readers are told."""
+engine counts as dead and before the end of its leases, so readers are notified."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -111,7 +111,7 @@ def test_a_read_can_be_cancelled_between_chunks(world: World) -> None:
 
 
 def test_a_source_that_is_killed_fails_only_its_own_reads(world: World, tmp_path: Path) -> None:
-    """Its readers are told by its home, their blocks are quiet at once, and nobody else notices."""
+    """Its home notifies its readers, whose blocks are quiet at once; no other read is affected."""
     world.sound = False
     other = Source(world.home, tmp_path, ucx_tls="").ready()
     try:
@@ -126,7 +126,7 @@ def test_a_source_that_is_killed_fails_only_its_own_reads(world: World, tmp_path
         world.reader.process.resume()
         reading.number = world.reader.process.answer()[0]
         beside = world.reader.read(going_on, timeout=PATIENT)
-        # Who closes meanwhile waits for nobody's word.
+        # A reader that closes meanwhile waits for no report.
         left, under_way = closing.read_until_moving(second, [], timeout=PATIENT)
         closing.process.call("close")
         assert under_way
@@ -168,7 +168,7 @@ def test_a_rank_that_may_not_lock_its_memory_raises_an_error() -> None:
 
 
 def test_a_device_deleted_under_a_read_has_its_expected_outcome(world: World) -> None:
-    """Last: nobody who starts after it has a device."""
+    """The last test: no process that starts after it has a device."""
     world.sound = False
     request, reading = moving(world, [world.reader.process], PATIENT)
     with subprocess.Popen(["rdma", "link", "delete", "rxe0"]) as deleting:

@@ -1,5 +1,5 @@
-"""Pairs of engines over verbs: what the planner divides arrives byte for byte, read directly and through staging
-memory, at once and step by step, and nothing beside it is touched."""
+"""Pairs of engines over verbs: planned reads arrive byte for byte, directly and through staging memory, at once and
+step by step, and no other byte is touched."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGEST_PACKET = 4096
 FULL = IntegrityOptions("full", patience=60)
 SIX = {**GQA, "kv_heads": 6}
 SOON = 120.0
-"""Seconds that a read may take in an emulated machine, which does it in three."""
+"""Seconds that a read may take in an emulated machine, which needs three."""
 
 PAIRS = {
     "1-to-1": Case({}, {}, path="direct"),
@@ -49,7 +49,7 @@ ROWS = pairwise.rows()
 
 @dataclass(frozen=True)
 class Step:
-    """What a source publishes at once.
+    """The blocks that a source publishes at once.
 
     Attributes:
         blocks: what the publication gains.
@@ -65,7 +65,7 @@ class Step:
 
 
 def hold(pipe: Connection) -> None:
-    """The process of the sources, one engine after another, and of the node server that is everybody's home."""
+    """The process of the sources, one engine after another, and of the node server that is the home of all engines."""
     with serve() as server:
         pipe.send(server.address)
         while True:
@@ -122,7 +122,7 @@ class Reading:
         ]
 
     def faults(self, tokens: int = 0) -> list[str]:
-        """What is wrong in the memories, if the tokens up to here should be there; 0: all."""
+        """The wrong bytes in the memories, if the tokens up to here should be there; 0: all tokens."""
         return self.held.faults("request", self.mine, tokens or self.case.tokens, self.case.held)
 
     def results(self) -> list[ReadResult]:
@@ -220,6 +220,6 @@ def test_steps_are_read_as_they_are_published(sources: tuple[Connection, str], t
         until(lambda: begun.faults(64) == [], SOON)
         assert not any(read.done() for read in begun.reads)
         pipe.send(Step(tail, tail, last=True))
-        # Every sum was compared, and is that of the bytes here.
+        # Every sum was compared, and is the sum of the bytes here.
         found = [result.verification for result in begun.results()]
         assert all(one is not None and one.verified > 0 == one.unverified for one in found), found

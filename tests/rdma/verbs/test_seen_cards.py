@@ -1,5 +1,5 @@
-"""What `kvferry doctor` says of RDMA cards, and what an engine warns of: the real ones, with NIXL's own libibverbs and
-with the distribution's in its place."""
+"""Findings of `kvferry doctor` about RDMA cards, and warnings of an engine: with real cards, and with NIXL's own
+libibverbs or the distribution's in its place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from kvferry._doctor.finding import Finding
 
 OF_WHEELS = Path("/opt/nixl")
-"""Where the machine keeps what its links replace (`tests.support.machines.image`)."""
+"""The machine's folder of the files that its links replace (`tests.support.machines.image`)."""
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -77,7 +77,7 @@ for devices in sys.argv[2:]:
 
 @contextmanager
 def own_libibverbs() -> Iterator[None]:
-    """Put back what the wheels brought, as where nobody has made a link."""
+    """Put back the wheels' libraries, as on a machine without links."""
     found = Path(sys.prefix).glob("lib/python*/site-packages/nixl*.libs/libibverbs-*.so*")
     links = {link: link.readlink() for link in found}
     assert links
@@ -111,7 +111,7 @@ def command(*words: str) -> None:
 
 
 def look(*before: str, **settings: str) -> dict[str, Finding]:
-    """What the doctor's check finds, by the card.
+    """The findings of the doctor's check, by card.
 
     Args:
         before: words of a command such as ``prlimit``.
