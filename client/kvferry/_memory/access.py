@@ -47,7 +47,6 @@ class StagingSpace:
     owner: object = field(repr=False)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `MemoryAccess.copy`."""
         self.memory.copy(copies)
 
 

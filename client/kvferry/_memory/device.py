@@ -53,10 +53,6 @@ INDICES = 4096
 class DeviceAccess:
     """`MemoryAccess` to the memory of one device. An address is found by the tensor in which it lies.
 
-    Args:
-        device: as torch names it.
-        tensors: tensors on the device.
-
     Raises:
         InvalidField: by `copy`, `sums` and `clear`, for memory that lies in none of the tensors.
         TransferFailed: by `allocate`, `copy`, `sums` and `clear`: the device has no memory left. Nothing writes to any

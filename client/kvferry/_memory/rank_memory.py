@@ -13,11 +13,8 @@ from kvferry.geometry.tensors import view_of
 
 
 class RankMemory:
-    """The memory of one rank, by address space. Thread-safe.
-
-    Args:
-        tensors: the rank's registered tensors. Device memory is reached only through them; host memory needs none.
-    """
+    """The memory of one rank, by address space. Thread-safe. Device memory is reached only through the rank's
+    registered tensors; host memory needs none."""
 
     def __init__(self, tensors: Iterable[Any] = ()) -> None:
         by_device: dict[int, list[Any]] = {}
@@ -31,7 +28,6 @@ class RankMemory:
 
     @property
     def devices(self) -> frozenset[int]:
-        """The devices on which the rank has tensors."""
         return frozenset(self._devices)
 
     def at(self, kind: MemoryKind, device: int) -> MemoryAccess | None:

@@ -273,7 +273,6 @@ class _Measurement:
         return Costs(descriptor, byte, staged_byte, cell, copied_byte)
 
     def _read(self, reads: _Reads, deadline: float) -> float:
-        """Seconds of one read."""
         base, size, place = self._pool.space.region.base, self._pool.slot_bytes, reads.place
         slots = min(-(-reads.size // size), len(self._slots))
         self._slots.rotate(slots)

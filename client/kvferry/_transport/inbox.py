@@ -32,7 +32,6 @@ class Inbox:
 
     @property
     def empty(self) -> bool:
-        """Whether no message waits."""
         return not self._messages
 
     def put(self, message: Message) -> bool:
@@ -55,7 +54,6 @@ class Inbox:
             self.open = False
 
     def take(self) -> list[Message]:
-        """The waiting messages."""
         # A later message rings again, so no message is left behind.
         self._bell.acquire(blocking=False)
         if not self._messages:

@@ -71,11 +71,8 @@ class ServingAgent:
     Threading: made and closed on any thread; the device of the memory is set there meanwhile. NIXL's own progress
     thread does the work, and sleeps when there is none.
 
-    Args:
-        name: unique per incarnation, at most 512 bytes.
-        regions: contiguous ranges; no descriptor may span two.
-        options: how bytes move.
-        binding: called in place of NIXL; see `kvferry._transport.agents`.
+    `name` is unique per incarnation, at most 512 bytes. No descriptor may span two regions. `binding` is called in
+    place of NIXL; see `kvferry._transport.agents`.
 
     Raises:
         InvalidField: there are no regions, or they lie on several devices, or on a device that torch cannot set.
@@ -170,11 +167,8 @@ class ReadingAgent:
     locks on, a call would wait for the whole copy of another thread while holding the interpreter's lock. There is no
     progress thread, which would cost twice the CPU: `ReadHandle.check` makes progress.
 
-    Args:
-        name: unique in the cluster.
-        regions: memory that is read into. The caller keeps it mapped, and unused, until all reads into it are quiet.
-        options: how bytes move.
-        binding: as of `ServingAgent`.
+    `name` is unique in the cluster. The caller keeps `regions` mapped, and unused, until all reads into them are quiet.
+    `binding`: see `ServingAgent`.
     """
 
     def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions, binding: Any = None) -> None:
@@ -197,7 +191,6 @@ class ReadingAgent:
 
     @property
     def destroyed(self) -> bool:
-        """Whether the agent has ended."""
         return self._agent is None
 
     def check_owner(self, call: str) -> None:

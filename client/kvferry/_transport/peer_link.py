@@ -273,7 +273,6 @@ class Link:
             chunk.owner.fenced()
 
     def fail_all(self, error: KvferryError) -> None:
-        """Fail all queued and posted work."""
         self._fail_queued(error)
         for chunk in tuple(self.posted):
             chunk.owner.fail(error)

@@ -89,13 +89,10 @@ class Chunk:
 class PeerWork:
     """What one transfer reads from one peer.
 
-    Attributes:
-        since: when the work began to wait for the peer's first answer.
-        spaces: staging memory that is read into, beside the rank's own memory.
-        footprint: the blocks that may be touched, checked chunk by chunk; None: they were checked before.
-        copies: whether posts to the peer copy.
-        threads: how many reading threads take chunks, each through work of its own (`shared`).
-        blocked: `next` returned None, but will have a chunk later; the thread is woken then.
+    `since` is when the work began to wait for the peer's first answer; `copies`, whether posts to the peer copy;
+    `threads`, the number of reading threads that take chunks, each through work of its own (`shared`). The blocks of
+    `footprint` are checked chunk by chunk; None: they were checked before. `blocked`: `next` returned None, but will
+    have a chunk later; the thread is woken then.
     """
 
     blocked = False

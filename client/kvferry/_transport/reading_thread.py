@@ -50,16 +50,10 @@ class ReadingThread:
 
     Threading: `send`, `wake` and `close` may be called from any thread and never wait.
 
-    Args:
-        name: of the agent, and of the thread.
-        regions: memory that is read into.
-        options: how bytes move.
-        clock: seconds, monotonic.
-        may_retire: asked before the agent is retired; if False, the agent stays as it is.
-        moved_on: called with each piece of unposted work when the agent is retired.
-        gone: called when the thread has ended, with whether all that it posted is quiet.
-        agents: makes the agent, on the thread.
-        keep: the owner of the regions; referenced until the agent is destroyed.
+    The agent is made on the thread. `may_retire` is asked before the agent is retired; if False, the agent stays as it
+    is. `moved_on` is called with each piece of unposted work when the agent is retired, and `gone` when the thread has
+    ended, with whether all that it posted is quiet. `keep`, the owner of the regions, is referenced until the agent is
+    destroyed.
     """
 
     def __init__(
@@ -154,7 +148,6 @@ class ReadingThread:
 
     @property
     def accepting(self) -> bool:
-        """Whether the thread takes new work."""
         return self._inbox.open
 
     @property
@@ -179,7 +172,6 @@ class ReadingThread:
 
     @property
     def chunks_in_flight(self) -> int:
-        """Chunks posted and not seen DONE."""
         return sum(len(link.posted) for link in self._links)
 
     def _run(self) -> None:

@@ -72,7 +72,6 @@ class ReadingThreads:
             pass
 
     def prepare(self, timeout: float) -> None:
-        """See `Transport.prepare`."""
         threads = [self._at(place) for place in range(self._spread)]
         until = self._clock() + timeout
         for thread in threads if timeout else ():
@@ -83,7 +82,6 @@ class ReadingThreads:
         return self._at(self._place_of(peer_name))
 
     def copies(self, peer: AgentInfo) -> bool:
-        """Whether posts to this peer return only when their bytes have arrived, by experience."""
         home = self.places[self._place_of(peer.name)]
         return home is not None and home.copies(peer)
 
@@ -101,12 +99,10 @@ class ReadingThreads:
         return ready
 
     def retire_peer(self, name: str) -> None:
-        """Drop a peer as soon as all reads from it have ended and are quiet."""
         for thread in self._all():
             thread.send(name)
 
     def wake(self) -> None:
-        """Look at the transfers at once."""
         for thread in self._all():
             thread.wake()
 

@@ -195,7 +195,6 @@ class Transfer:
             return True
 
     def begin(self) -> bool:
-        """Announce a chunk that is about to be posted. False: the transfer has ended, post nothing."""
         with self._changed:
             self._judge(self._clock())
             if self._state.final:
@@ -205,7 +204,6 @@ class Transfer:
             return True
 
     def landed(self, size: int) -> None:
-        """Record that a chunk was seen DONE."""
         with self._changed:
             self._outstanding -= 1
             self._chunks += 1
@@ -219,7 +217,6 @@ class Transfer:
         self._run_due()
 
     def fenced(self) -> None:
-        """Record that a chunk's agent was destroyed."""
         with self._changed:
             self._outstanding -= 1
             self._quiesce()
@@ -235,7 +232,6 @@ class Transfer:
         self._run_due()
 
     def settle(self, now: float) -> None:
-        """Judge the deadline, and run due callbacks."""
         with self._changed:
             self._judge(now)
         self._run_due()

@@ -46,15 +46,9 @@ be touched."""
 class Transport:
     """Reads into one destination rank's memory. Its reading agents are made when needed, each with its thread.
 
-    Args:
-        regions: the memory that is read into. Unmapping it while a read is not quiet crashes the process.
-        options: how bytes move.
-        agents: makes the reading agents.
-        staging: how small pieces move.
-        memory: the memory of the regions, used to permute small pieces; None: host memory only.
-        keep: the owner of the regions. Referenced for as long as an agent may write to them, even if the transport
-            itself is no longer referenced.
-        clock: seconds, monotonic; deadlines are on it.
+    Unmapping `regions` while a read is not quiet crashes the process. So `keep`, their owner, is referenced for as long
+    as an agent may write to them, even if the transport itself is no longer referenced. `memory` is that of the
+    regions, used to permute small pieces; None: host memory only. Deadlines are on `clock`, which is monotonic.
     """
 
     def __init__(
@@ -93,11 +87,8 @@ class Transport:
     ) -> Transfer:
         """Start to read. Returns at once.
 
-        Args:
-            parts: the reads, and their sources. An empty read is DONE at once.
-            deadline: until when bytes count, on the transport's clock; None: without a limit.
-            label: names the transfer in errors and logs.
-            spaces: staging memory that the descriptors read into, beside the rank's own memory.
+        An empty read is DONE at once. Bytes count until `deadline`; None: without a limit. `label` names the transfer
+        in errors and logs. `spaces` is staging memory that the descriptors read into, beside the rank's own memory.
 
         Raises:
             InvalidField: a descriptor lies outside of the memory registered here, its peer's announced memory, or the
@@ -181,8 +172,7 @@ class Transport:
     def prepare(self, timeout: float = 0.0) -> None:
         """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
 
-        Args:
-            timeout: seconds to wait for the agents; 0: return at once.
+        Waits `timeout` seconds for the agents; 0: returns at once.
 
         Raises:
             NixlError, NixlMissing: the agents could not be made in time.
@@ -197,7 +187,6 @@ class Transport:
         self._threads.retire_peer(peer_name)
 
     def gauges(self) -> TransportGauges:
-        """Counts of current and of past work."""
         with self._lock:
             transfers, pools = tuple(self._transfers), tuple(self._pools.values())
             quiesced, quarantined = self._quiesced, self._quarantined_bytes

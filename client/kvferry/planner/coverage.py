@@ -54,13 +54,8 @@ class PlaneRead:
 
 @dataclass(frozen=True, slots=True)
 class Covering:
-    """All reads of one destination rank, or the reasons why it has none.
-
-    Attributes:
-        reads: in the order of the destination's planes, by source rank and unit.
-        uncovered: names of planes without a source that may stay uncovered.
-        mismatches: empty if the rank can be covered.
-    """
+    """All reads of one destination rank, in the order of its planes, by source rank and unit, or the reasons why it has
+    none. `uncovered` names the planes without a source that may stay uncovered."""
 
     reads: tuple[PlaneRead, ...]
     uncovered: tuple[str, ...]
@@ -121,13 +116,8 @@ class Coverer:
     """Covers the ranks of one destination engine by the planes of one source engine."""
 
     def __init__(self, source: Indexed, destination: EngineGeometry, *, striping: bool = True) -> None:
-        """Take two whole engines.
-
-        Args:
-            source: the source engine.
-            destination: the destination engine; ranks that are not covered only affect the stripes.
-            striping: spread reads over replicas; else the line rule chooses one replica for a reader's whole read.
-        """
+        """Take two whole engines; destination ranks that are not covered only affect the stripes. `striping`: spread
+        reads over replicas; else the line rule chooses one replica for a reader's whole read."""
         self._striping = striping
         self._groups = destination.groups
         self._group_kinds = {group.name: group.kind for group in destination.groups}
@@ -188,7 +178,6 @@ class Coverer:
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
     def _held(self, offered: _Named) -> str:
-        """The ranks' holdings of these planes, in words."""
         key = id(offered.holdings)
         if key not in self._words:
             self._words[key] = held_in_words(offered.holdings)

@@ -36,14 +36,8 @@ MAX_DESCRIPTORS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceDescriptors:
-    """The reads from one source rank: straight into the destination, or through staging memory.
-
-    Attributes:
-        source_rank: the rank.
-        descriptors: read straight into their destinations.
-        staged: read through staging memory.
-        footprint: the blocks that the reads may touch; a plan always gives it.
-    """
+    """The reads from one source rank: `descriptors` straight into their destinations, `staged` through staging memory.
+    `footprint` has the blocks that the reads may touch; a plan always gives it."""
 
     source_rank: int
     descriptors: tuple[Descriptors, ...]

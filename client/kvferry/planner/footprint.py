@@ -117,12 +117,10 @@ class _Entries:
     blocks: Mapping[str, Bools]
 
     def rows(self, flat: Indices) -> npt.NDArray[np.signedinteger[Any]]:
-        """The row of each index."""
         count = self.count
         return np.floor_divide(flat, np.int32(count)) if count else np.searchsorted(self.first, flat, side="right") - 1
 
     def ids(self, flat: Indices) -> npt.NDArray[np.signedinteger[Any]]:
-        """The block id of each index."""
         return np.remainder(flat, np.int32(self.count)) if self.count else flat - self.first[self.rows(flat)]
 
 
@@ -188,7 +186,6 @@ class _RequestBlocks:
         return tokens
 
     def share_tokens(self, mine: Int64s, other: _RequestBlocks, theirs: Int64s) -> Bools:
-        """Whether the blocks of each pair have a token in common."""
         here, there = self.token(mine), other.token(theirs)
         return np.less(here, there + other.block_tokens) & np.less(there, here + self.block_tokens)
 

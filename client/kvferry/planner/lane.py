@@ -39,18 +39,8 @@ LaneKey: TypeAlias = tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLay
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """See the module's docstring.
-
-    Attributes:
-        source_rank: rank read from.
-        group: the destination's group.
-        stripe: share of the request's blocks.
-        memory: address spaces.
-        source, destination: layouts of states.
-        granule: smallest number of states that may be cut off.
-        tokens_per_state: tokens that one state stands for.
-        reads: the plane reads.
-    """
+    """See the module's docstring. `group` is the destination's, `stripe` the share of the request's blocks, and
+    `granule` the smallest number of states that may be cut off."""
 
     source_rank: int
     group: Group
@@ -70,12 +60,10 @@ class Lane:
 
     @cached_property
     def line(self) -> Line:
-        """The blocks of both sides, end to end."""
         return Line(self.source, self.destination)
 
     @cached_property
     def planes(self) -> tuple[AlikePlanes, ...]:
-        """The plane reads by their strides."""
         return alike(self.reads)
 
     @cached_property
@@ -223,7 +211,6 @@ def _torn(lane: Lane, needed: GroupRequest, tokens: Fraction) -> InvalidField:
 
 
 def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
-    """The lane's stripe of states ``[begin, end)``."""
     if lane.stripe.whole:
         return begin, end
     # Stripes begin and end at multiples of this many states.
@@ -234,7 +221,6 @@ def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
 
 
 def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[Segment]:
-    """The segments of a short stretch."""
     line = lane.line
     origin = begin // line.period
     # Blocks and states are counted from the period's begin: the line may be longer than numpy's integers.

@@ -29,7 +29,6 @@ class Stripe:
 
     @property
     def whole(self) -> bool:
-        """Whether the stripe is all blocks."""
         return self.begin == 0 and self.end == self.of
 
     def __str__(self) -> str:
@@ -63,12 +62,9 @@ def shares(
 ) -> tuple[tuple[ReadShare, ...], tuple[Interval, ...]]:
     """The shares of one reader, and the units that no rank can give the reader.
 
-    Args:
-        held: the holdings of the source's ranks.
-        wanted: the holdings of the destination's ranks, the reader among them.
-        me: the reader.
-        divide: whether single units may be read; else all of the reader's units from ranks that hold exactly these.
-        striping: whether to spread reads over replicas; else the line rule chooses one replica for a whole read.
+    `held` are the holdings of the source's ranks, and `wanted` those of the destination's, the reader `me` among them.
+    `divide`: single units may be read; else all of the reader's units from ranks that hold exactly these. `striping`:
+    spread reads over replicas; else the line rule chooses one replica for a whole read.
     """
     found: list[ReadShare] = []
     missing: list[Interval] = []

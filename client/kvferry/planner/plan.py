@@ -94,7 +94,6 @@ class ReadPlan:
 
     @cached_property
     def layers(self) -> frozenset[str]:
-        """Names of the layers that the plan reads."""
         return frozenset(read.destination.layer for read in self.reads)
 
     def of_layers(self, layers: Collection[str]) -> ReadPlan:
@@ -124,7 +123,6 @@ class ReadPlan:
         return {}
 
     def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
-        """The lanes of these reads only."""
         return build_lanes(reads, *self.groups_by_name)
 
     @cached_property

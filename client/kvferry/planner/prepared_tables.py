@@ -60,13 +60,8 @@ def part_of_tables(
     whole_tables: Tables, whole_lanes: Mapping[LaneKey, tuple[int, Lane]], lanes: Sequence[Lane]
 ) -> Tables:
     """The positions of the rows of a part of a plan in the tables of the whole plan: the part needs no tables of its
-    own, which NIXL would have to prepare.
-
-    Args:
-        whole_tables: the tables.
-        whole_lanes: the lanes of the whole plan, with their indices, by `Lane.alike`.
-        lanes: the lanes of the part; each has reads of one lane of the whole plan.
-    """
+    own, which NIXL would have to prepare. `whole_lanes` are the lanes of the whole plan, with their indices, by
+    `Lane.alike`; each lane of the part has reads of one of these."""
 
     # Computed when needed: most parts read too little for a table.
     @lru_cache(ROWS_KEPT)

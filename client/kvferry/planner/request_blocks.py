@@ -108,11 +108,8 @@ def written(
     """The destination blocks that a read will write, by group, and the blocks behind its last token, which the read may
     clear (`kvferry._memory.tails`); checked as far as that is possible before the source's geometry is known.
 
-    Args:
-        groups: the destination's.
-        source: the granted blocks; None: not known yet. Then the result may hold more blocks than are written, and only
-            `needed` checks whether they are enough and given once.
-        destination, tokens: see `needed`.
+    See `needed` for the arguments. If `source` is None, the granted blocks are not known yet. Then the result may hold
+    more blocks than are written, and only `needed` checks whether they are enough and given once.
 
     Raises:
         BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
@@ -168,12 +165,7 @@ def promised(
     groups: Iterable[Group], source: Mapping[str, Blocks], destination: Mapping[str, Blocks]
 ) -> dict[str, Blocks]:
     """The most that a source whose steps have not all come may publish, for `written`: all tokens of all groups.
-
-    Args:
-        groups: the destination's.
-        source: the blocks granted so far.
-        destination: see `needed`.
-    """
+    `source` has the blocks granted so far."""
     found: dict[str, Blocks] = {}
     for group in groups:
         mine = destination.get(group.name)

@@ -63,14 +63,8 @@ class Strides:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikePlanes:
-    """Plane reads that differ only in their base addresses, so that their cells are enumerated once.
-
-    Attributes:
-        source, destination: strides on both sides.
-        units: number of units read.
-        state_bytes: bytes of one cell.
-        source_base, destination_base: addresses of the first unit read, ``int64[planes]``.
-    """
+    """Plane reads that differ only in their base addresses, so that their cells of `state_bytes` are enumerated once.
+    The bases are the addresses of the first unit read, ``int64[planes]``."""
 
     source: Strides
     destination: Strides
@@ -101,12 +95,7 @@ class AlikePlanes:
 @dataclass(frozen=True, slots=True)
 class RowExtent:
     """Contiguous bytes of a source block that hold all reads of one plane, or of several whose bytes interleave.
-
-    Attributes:
-        source: address in block 0.
-        length: bytes.
-        planes: the planes, as (index of the `AlikePlanes`, index of the plane in them).
-    """
+    `source` is the address in block 0; `planes` are (index of the `AlikePlanes`, index of the plane in them)."""
 
     source: int
     length: int

@@ -131,12 +131,10 @@ class _Slab:
 
     @property
     def span(self) -> int:
-        """Bytes from the first block to the end of the last, within one cycle."""
         return self.window + self.stride * (self.blocks - 1)
 
     @property
     def used(self) -> tuple[tuple[int, int], ...]:
-        """(Bytes of a cycle, used bytes of a cycle) of each axis, the longest first."""
         found, span = [], self.span
         for step, count in reversed(self.cycles):
             found.append((step, span))

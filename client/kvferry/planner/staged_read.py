@@ -45,13 +45,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRead:
-    """The reads of one request of one lane through staging memory.
-
-    Attributes:
-        lane: the lane.
-        blocks: source blocks, ``int64[n]``, rising.
-        pieces: the destinations of their bytes; `Segment.source` are indices into `blocks`, rising.
-    """
+    """The reads of one request of one lane through staging memory: the source blocks, ``int64[n]``, rising, and the
+    destinations of their bytes, of which `Segment.source` are indices into `blocks`, rising."""
 
     lane: Lane
     blocks: Int64s

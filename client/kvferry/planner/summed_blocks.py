@@ -107,12 +107,7 @@ class AlikeBlocks:
 
 def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Blocks) -> tuple[int, int]:
     """The held states of a request that have sums, as a range on the line of held states: all published states except
-    those of blocks whose published tokens end inside a granule.
-
-    Args:
-        layout, plane, group: those of the source.
-        blocks: the published blocks.
-    """
+    those of blocks whose published tokens end inside a granule. All arguments are the source's."""
     if group.kind is GroupKind.STATE:
         return 0, len(blocks.ids) * layout.held_per_block
     end, per_block = blocks.end_token, layout.held_per_block
@@ -180,15 +175,8 @@ class HeldBlocks:
 def held_blocks(
     lane: Lane, needed: GroupRequest, source_group: Group, granted: Blocks, publication: int, share: float
 ) -> Iterator[HeldBlocks]:
-    """A reader's parts of a lane's source blocks, a stretch of the request at a time.
-
-    Args:
-        lane: a lane of the plan that made the read.
-        needed: the moved part of the lane's group.
-        source_group: the group at the source.
-        granted: the blocks as published.
-        publication, share: see `sampled`.
-    """
+    """A reader's parts of a lane's source blocks, a stretch of the request at a time. `needed` is the moved part of the
+    lane's group, `granted` the blocks as published; for `publication` and `share` see `sampled`."""
     source, destination, per_block = lane.source, lane.destination, lane.source.held_per_block
     published = published_states(source, lane.reads[0].source, source_group, granted)
     moved = _moved(lane, needed)
@@ -224,13 +212,9 @@ def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
 def _alike(
     indices: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: GroupRequest
 ) -> Iterator[AlikeBlocks]:
-    """Gather source blocks by the positions of their states in the destination's blocks.
-
-    Args:
-        indices: block indices of the source's blocks.
-        there: the index of each of their states on the destination's line of held states, ``int64[n, states]``.
-        summed: whether each state counts; at least one state of each block does.
-    """
+    """Gather source blocks by the positions of their states in the destination's blocks. `there` has the index of each
+    state on the destination's line of held states, ``int64[n, states]``; `summed`, whether the state counts, as at
+    least one state of each block does."""
     per_block = lane.destination.held_per_block
     first = there[np.arange(len(there)), summed.argmax(axis=1)] // per_block
     # Counted from the destination block of the first state, so that the pattern repeats from block to block.

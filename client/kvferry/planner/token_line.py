@@ -51,7 +51,6 @@ class StateLayout:
 
     @property
     def held_per_block(self) -> int:
-        """The held states of a block."""
         return self.block_states // self.shard.count
 
     def held_before(self, state: int) -> int:
@@ -67,7 +66,6 @@ class StateLayout:
         return (turn * self.shard.count + self.shard.index) * self.shard.interleave + within
 
     def holds(self, states: Int64s) -> npt.NDArray[np.bool_]:
-        """Whether each state is held."""
         return np.equal(states // self.shard.interleave % self.shard.count, self.shard.index)
 
     def held_indices(self, states: Int64s) -> Int64s:
@@ -126,7 +124,6 @@ class Line:
 
     @cached_property
     def period_pieces(self) -> tuple[Pieces, ...]:
-        """The pieces of one period, by cut."""
         return self.pieces(0, self.period)
 
     def pieces(self, begin: int, end: int) -> tuple[Pieces, ...]:
