@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from kvferry._control.connection import Control
+from kvferry._loop import Loop
 from kvferry._wire.status import to_status
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import KvferryError
@@ -22,7 +23,13 @@ EPOCH = b"e" * 16
 
 
 class Scripted(KVTransferServicer):
-    """What it answers stands in its attributes; a method may raise a `KvferryError`."""
+    """What it answers stands in its attributes; a method may raise a `KvferryError`.
+
+    Attributes:
+        loop: the loop of the client that is connected to it.
+    """
+
+    loop: Loop
 
     def __init__(self) -> None:
         self.notified: list[pb.NotifyRequest] = []
@@ -117,11 +124,13 @@ def scripted(folder: Path, answers: Scripted | None = None) -> Iterator[tuple[Sc
     address = f"unix:{folder / 'scripted'}"
     server.add_insecure_port(address)
     server.start()
-    control = Control(address, None)
+    answers.loop = Loop("kvferry-test-loop")
+    control = Control(address, None, answers.loop)
     try:
         yield answers, control
     finally:
-        control.close()
+        answers.loop.call(control.close)
+        answers.loop.close(30)
         server.stop(0)
 
 

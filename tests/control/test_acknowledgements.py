@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from kvferry._control.acknowledger import AGAIN, Acknowledgements
+
 from kvferry.errors import HomeRecovering, KvferryError, PeerRestarted
 from kvferry.v1 import kv_transfer_pb2 as pb
 

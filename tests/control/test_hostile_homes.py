@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.cancellation import Cancellation
 
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
-from kvferry._control.acquirer import Acquirer
 from kvferry._control.block_use import BlockUse
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.granted_steps import GRANT_BYTES
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication

@@ -8,18 +8,18 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import pytest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.cancellation import Cancellation
+from kvferry._control.teller import Message, Teller
 
 from kvferry._clock import LONGEST, now
 from kvferry._control import lease_holder
-from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import Acquired, Told
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.teller import Message, Teller
 from kvferry._prompt import Prompt
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref

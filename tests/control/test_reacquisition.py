@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import pytest
+from kvferry._control.reacquisition import Reacquisition
+from kvferry._work_queue import WorkQueue
 
 from kvferry._clock import to_duration
 from kvferry._control.connection import CALL_TIMEOUT, Control
-from kvferry._control.reacquisition import Reacquisition
 from kvferry._control.reader_lease import ReaderLease, deadline_after
-from kvferry._work_queue import WorkQueue
 from kvferry.errors import HomeRecovering, KvferryError, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.cancellation import Cancellation
 
 from kvferry._clock import now, to_duration
 from kvferry._control import lease_holder, teller
-from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import Acquired
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals

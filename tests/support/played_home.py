@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from kvferry import Prompt
-from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.cancellation import Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import ReaderLease
-from kvferry.errors import KvferryError, TransferCancelled
+from kvferry._tracing import NO_SPAN, Span
+from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 Verdict: TypeAlias = "pb.Verdict.ValueType | None"
 
 
 class PlayedHome:
-    """What a scheduler says to homes, and what they answer. In place of `LeaseHolder`."""
+    """What a scheduler says to homes, and what they answer. In place of `LeaseHolder`.
+
+    A test sets `answers`, and calls `wake`, on any thread.
+    """
 
     def __init__(self, clock: Callable[[], float], confirm: Confirm = Confirm.BEFORE) -> None:
         self.confirm = confirm
@@ -31,6 +35,7 @@ class PlayedHome:
         self.said: list[str] = []
         self.reports: list[Sequence[pb.RankReport]] = []
         self.answered: list[Callable[[Verdict], None]] = []
+        self._acquisitions: list[PlayedAcquisition] = []
 
     def request(
         self,
@@ -49,26 +54,13 @@ class PlayedHome:
         home = cast(Control, None)
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)
 
-    def acquire(
-        self,
-        request: AcquireRequest,
-        cancellation: Cancellation,
-        renewed: Callable[[float], None],
-        ended: Callable[[Acquired | KvferryError], None],
-    ) -> None:
-        def run() -> None:
-            cancellation.interrupt_by(self.wake)
-            with self.changed:
-                assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
-            answer = self.answers.get(request.text)
-            if answer is None:
-                self.say("gave up")
-                answer = TransferCancelled("cancelled")
-            ended(answer)
+    def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> PlayedAcquisition:
+        made = PlayedAcquisition(self, request.text)
+        with self.changed:
+            self._acquisitions.append(made)
+        return made
 
-        threading.Thread(target=run, daemon=True).start()
-
-    def report(self, _: Control, reports: Sequence[ReadReport]) -> None:
+    def report(self, _: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
         with self.changed:
             for report in reports:
                 self.reports.append(report.shares)
@@ -78,19 +70,20 @@ class PlayedHome:
     def drop(self, granted: Acquired) -> None:
         self.say("drop")
 
-    def cancel(self, _: Control, lease: ReaderLease) -> None:
-        self.say("cancel")
-
     def let_go(self, home: Control, granted: Acquired) -> None:
         self.drop(granted)
-        self.cancel(home, granted.lease)
+        self.say("cancel")
 
-    def close(self, timeout: float) -> None:
+    async def close(self, timeout: float) -> None:
         self.say("closed")
 
     def wake(self) -> None:
+        """Tell all who wait that there may be answers."""
         with self.changed:
             self.changed.notify_all()
+            acquisitions = tuple(self._acquisitions)
+        for acquisition in acquisitions:
+            acquisition.wake()
 
     def say(self, what: str) -> None:
         with self.changed:
@@ -101,3 +94,31 @@ class PlayedHome:
         """Wait until all of this was said; whether it was."""
         with self.changed:
             return self.changed.wait_for(lambda: sorted(self.said) == sorted(what), 20)
+
+
+class PlayedAcquisition:
+    """In place of `Acquisition`. Made on the loop of the reads."""
+
+    def __init__(self, home: PlayedHome, text: str) -> None:
+        self._home, self._text = home, text
+        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def first(self) -> Acquired:
+        try:
+            while (answer := self._home.answers.get(self._text)) is None:
+                self._news.clear()
+                await self._news.wait()
+        except asyncio.CancelledError:
+            self._home.say("gave up")
+            raise
+        if isinstance(answer, KvferryError):
+            raise answer
+        return answer
+
+    async def more(self) -> MoreBlocks:
+        """What a source publishes later never comes."""
+        return cast(MoreBlocks, await self._loop.create_future())

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvferry._control.teller import Teller
+from kvferry._work_queue import WorkQueue
 
 import kvferry
 from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, Listed, _tracing, open_directory
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.renewals import Renewals
-from kvferry._control.teller import Teller
 from kvferry._control.watcher import Watcher
 from kvferry._directory.directory import Directory as DirectoryBase
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._threads import guarded, start_loop
-from kvferry._work_queue import WorkQueue
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.testing import Fabric
 from tests.support.repository import syntax

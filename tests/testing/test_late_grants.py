@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-
-from kvferry import Blocks, EngineSpec, Group
 from kvferry._reads.looks import LOOK_EVERY, Looks
 from kvferry._work_queue import WorkQueue
+
+from kvferry import Blocks, EngineSpec, Group
 from kvferry.engine import Grant, RankEnd, ReadEnd, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import BadBlock, TransferCancelled, TransferStuck, WrongState
 from kvferry.testing import Fabric

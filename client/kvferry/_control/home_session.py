@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from kvferry._clock import LONGEST, from_duration
 from kvferry._control.batches import batches
@@ -155,9 +156,11 @@ class HomeSession:
             # Number, record and queue under one lock: a snapshot in between would include the number but not the
             # record, and the home takes numbers that rise, with few exceptions.
             try:
+                # Again, since nobody answers what is queued after `close`.
+                self._check_open()
                 home = self.advertise if self._home_in_references else ""
                 publication = self._offers.publish(home, step, span.traceparent, given.prompt)
-            except RouterKeyUsed as error:
+            except KvferryError as error:
                 self.block_use.unpin(pin)
                 span.end(error)
                 raise
@@ -178,6 +181,7 @@ class HomeSession:
         pin = self.block_use.pin(ids, number)
         try:
             with self.lock:
+                self._check_open()
                 follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
@@ -191,8 +195,8 @@ class HomeSession:
         self, publication: Publication, until: float | None = None, sent: Future[Sent] | None = None
     ) -> None:
         """Withdraw a publication without waiting; see `publish_later`."""
-        self._check_open()
         with self.lock:
+            self._check_open()
             self._sender.put(publication, None, until, sent)
 
     def released(self, deadline: float = 0.0) -> list[Release]:
@@ -247,7 +251,9 @@ class HomeSession:
                 return
             self._closed = True
             self._news.notify_all()
-        self._loop.run(self._close(timeout))
+        # If the client is closed, nothing of the session runs any more.
+        with suppress(Closed):
+            self._loop.run(self._close(timeout))
 
     async def _close(self, timeout: float) -> None:
         await self._sender.close(timeout)

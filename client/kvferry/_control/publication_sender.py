@@ -168,19 +168,18 @@ class PublicationSender:
     # What follows runs on the loop.
 
     def _begin(self) -> None:
-        self._task = self._loop.spawn(self._run(), f"publications of engine {self._session.spec.engine_id}")
+        self._task = self._loop.repeat(self._turn, f"publications of engine {self._session.spec.engine_id}")
 
-    async def _run(self) -> None:
-        while True:
-            with self._lock:
-                messages, wake_at = self._next()
-                self._runs = bool(messages) or wake_at is not None
-            if messages:
-                await self._send(messages)
-            elif wake_at is not None:
-                await self._news.wait(wake_at)
-            else:
-                return
+    async def _turn(self) -> bool:
+        """Make the next call, or wait until it may be made; returns whether there was something to send."""
+        with self._lock:
+            messages, wake_at = self._next()
+            waits = self._runs = bool(messages) or wake_at is not None
+        if messages:
+            await self._send(messages)
+        elif wake_at is not None:
+            await self._news.wait(wake_at)
+        return waits
 
     def _next(self) -> tuple[list[_Message], float | None]:
         """Return the messages for the next call, or when there may be some; None: nothing waits. Called with the lock
