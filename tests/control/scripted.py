@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc
 
+from kvferry import EngineSpec, Group
 from kvferry._control.connection import Control
+from kvferry._control.home_session import HomeSession
 from kvferry._loop import Loop
 from kvferry._wire.status import to_status
 from kvferry._wire.version import OURS_ENCODED
@@ -20,6 +22,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
 
 EPOCH = b"e" * 16
+SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
 
 
 class Scripted(KVTransferServicer):
@@ -89,6 +92,13 @@ class Scripted(KVTransferServicer):
         """Wait for something that a call brings about."""
         with self.news:
             assert self.news.wait_for(condition, 30), "it did not come about"
+
+
+def opened_session(control: Control, timeout: float = 30.0) -> HomeSession:
+    """A session at the home, on the loop of the connection."""
+    session = HomeSession(control._loop, control, SPEC)
+    control._loop.run(session.open(timeout))
+    return session
 
 
 def opened(**changes: Any) -> pb.WatchResponse:
