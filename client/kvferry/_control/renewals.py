@@ -74,9 +74,8 @@ class Renewals:
         if not self._runs:
             self._runs = True
             self._loop.repeat(self._turn, "the renewal of leases")
-        elif lease.next_renewal is not None and lease.next_renewal < self._wakes_at:
-            # Otherwise it wakes in time by itself. Waking it for each lease would take quadratic time.
-            self._news.set()
+        else:
+            self._wake_for(lease)
 
     def drop(self, lease: ReaderLease) -> None:
         """Stop renewing a lease whose read has ended."""
@@ -89,6 +88,11 @@ class Renewals:
         self._closed = True
         self._kept.clear()
         self._news.set()
+
+    def _wake_for(self, lease: ReaderLease) -> None:
+        """Wake the coroutine if it would sleep over a renewal; waking it for each lease would take quadratic time."""
+        if lease.next_renewal is not None and lease.next_renewal < self._wakes_at:
+            self._news.set()
 
     async def _turn(self) -> bool:
         """Renew what is due, or wait for it; returns whether there are leases."""
@@ -169,6 +173,8 @@ class Renewals:
                 more=result.renewed.revoked == pb.REVOKE_REASON_UNSPECIFIED,
                 source_lost=result.renewed.revoked == pb.REVOKE_REASON_SOURCE_LOST,
             )
+            # A home that did not extend it is asked sooner.
+            self._wake_for(kept.lease)
             return
         error: KvferryError = InternalError(f"a renewal was answered with {kind}")
         if kind == "error":
