@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._loop import Loop
 from kvferry._wire.channel import TlsConfig
@@ -21,6 +24,26 @@ def on_loop(loop: Loop, call: Callable[[], Result]) -> Result:
         return call()
 
     return loop.run(run())
+
+
+def turns(loop: Loop) -> None:
+    """Let a loop do all that it has to do now."""
+
+    async def run() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    loop.run(run())
+
+
+@contextmanager
+def looping(clock: Callable[[], float] = now) -> Iterator[Loop]:
+    """A loop, until the end of the block."""
+    loop = Loop("kvferry-test-loop", clock)
+    try:
+        yield loop
+    finally:
+        loop.close(30)
 
 
 class BlockingControl:
