@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kvferry import Blocks, Client, EngineSpec
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
 from kvferry._control.acquisition import Acquired
-from kvferry._control.block_use import BlockUse
+from kvferry._control.block_use import BlockUse, Pin
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GRANT_BYTES
 from kvferry._control.lease_holder import LeaseHolder
@@ -33,6 +34,7 @@ from kvferry._wire.token import engine_ref
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import (
     BadGeometry,
+    Closed,
     HomeRecovering,
     InvalidField,
     KvferryError,
@@ -333,12 +335,52 @@ def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> N
         )
         first.start()
         assert slow.wait(30)
-        with pytest.raises(Unreachable):
+        with pytest.raises(Unreachable, match="nothing was published"):
             session.publish("second", {"full": Blocks([2])}, timeout=0.2)
+        assert not answer.is_set()
+        assert len(server.notified) == 1
         answer.set()
         first.join(30)
         assert session.unreleased() == tuple(published)
         session.close()
+
+
+def test_a_step_that_a_home_refuses_may_be_published_anew(tmp_path: Path) -> None:
+    """Whoever waits for the answer decides; the publication lives."""
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced()])
+        session = EngineSession(opened_session(control))
+        publication = session.publish("request", {"full": Blocks([1])}, last=False)
+        refused = pb.NotificationResult(error=to_notification_error(InvalidField("blocks", 2, "others")))
+        server.notify = lambda _: [refused]
+        with pytest.raises(InvalidField):
+            session.publish_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        server.notify = lambda request: [DONE for _ in request.notifications]
+        session.publish_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        told = [each for request in server.notified for each in request.notifications]
+        assert [each.WhichOneof("kind") for each in told] == ["publish"] * 3
+        assert session.unreleased() == (publication,)
+        session.close()
+
+
+def test_nothing_is_queued_at_a_session_that_was_closed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would answer it, and its caller would wait for ever."""
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced()])
+        session = EngineSession(opened_session(control))
+        pin = BlockUse.pin
+
+        def late(use: BlockUse, *given: Any) -> Pin:
+            session.close()
+            return pin(use, *given)
+
+        monkeypatch.setattr(BlockUse, "pin", late)
+        with pytest.raises(Closed):
+            session.publish("request", {"full": Blocks([1])})
+        assert session.unreleased() == ()
+        home_session_of(session).block_use.writes().begin("read", {"full": np.array([1], np.int32)})
 
 
 def test_renewals_go_on_after_the_system_had_no_thread_for_one(tmp_path: Path) -> None:

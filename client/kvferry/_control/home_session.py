@@ -324,18 +324,19 @@ class HomeSession:
         ]
         return found, failure
 
-    def ended(self, step: pb.Publish, error: KvferryError | None) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
         """Record that no more attempts will be made to send a step. Called with the lock held.
 
         Args:
             step: the step.
             error: the error of the last attempt; None: the home has accepted the step.
+            unsent: there was no attempt.
 
         Returns:
             Whether the step was taken back, because no home can have accepted it. If there is an error and it was not,
             abort the publication: it stays pinned until its release.
         """
-        taken_back = error is not None and not error.retryable and self._offers.refused(step)
+        taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step)
         if error is not None and not taken_back:
             self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
         self._offers.sent(step.publication, self._loop.now())

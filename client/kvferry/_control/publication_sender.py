@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,8 @@ class PublicationSender:
         """Publications whose first message can be sent, in order."""
         self._again: list[tuple[float, int]] = []
         """Heap of the other publications, each with the time at which its first message is to be sent again."""
+        self._in_call: Sequence[_Message] = ()
+        """Messages that are being sent."""
         self._pause_until, self._backoff = 0.0, Backoff()
         """Until when nothing is sent, because a call failed as a whole; and the pauses after such calls."""
         self._failing_since: float | None = None
@@ -153,6 +156,9 @@ class PublicationSender:
             self._news.set()
         else:
             self._runs = self._loop.call(self._begin)
+        if answer is not None:
+            message = self._messages[publication.number][-1]
+            self._loop.call(lambda: self._loop.at(message.until, partial(self._out_of_time, message)))
 
     async def close(self, timeout: float) -> None:
         """Send what is queued, and end. What was not sent after `timeout` seconds is dropped. Idempotent."""
@@ -212,7 +218,11 @@ class PublicationSender:
     async def _send(self, messages: list[_Message]) -> None:
         # As long as the first of those has left for whom somebody waits.
         timeout = max(0.001, min([CALL_TIMEOUT, *(each.until - self._loop.now() for each in messages if each.answer)]))
-        errors, failure = await self._session.attempt([message.notification() for message in messages], timeout)
+        self._in_call = messages
+        try:
+            errors, failure = await self._session.attempt([message.notification() for message in messages], timeout)
+        finally:
+            self._in_call = ()
         time = self._loop.now()
         pause = 0.0 if failure is None else self._backoff.next(failure.retry_after)
         if failure is None:
@@ -256,6 +266,28 @@ class PublicationSender:
                     del self._messages[number]
             if good < len(answers):
                 self._warn(message, error)
+
+    def _out_of_time(self, message: _Message) -> None:
+        """Give up a message for whose answer somebody waits, if its time is over and it was never sent, since others
+        go first."""
+        with self._lock:
+            number = message.publication.number
+            waiting = self._messages.get(number, deque())
+            if message.sent or message in self._in_call or message not in waiting:
+                return
+            index = waiting.index(message)
+            behind = deque(islice(waiting, index + 1, None))
+            while len(waiting) > index:
+                waiting.pop()
+            error = Unreachable("publications before it took all the time; nothing was published", address="")
+            if message.step is None:
+                message.settle(error)
+            else:
+                self._give_up(message, message.step, error, behind, unsent=True)
+            waiting.extend(behind)
+            if not waiting:
+                del self._messages[number]
+                self._ready.remove(number)
 
     def _judge(self, waits: KvferryError | None, time: float) -> None:
         """Say once that what is published has to wait, if that lasts, and how it ended.
@@ -314,18 +346,21 @@ class PublicationSender:
         else:
             self._give_up(message, message.step, error, behind)
 
-    def _give_up(self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message]) -> None:
-        """Give up a publication because of a step, with the messages behind it."""
+    def _give_up(
+        self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message], *, unsent: bool = False
+    ) -> None:
+        """Give up a step with the messages behind it, and, unless its caller hears that it was taken back, its
+        publication."""
         # The last one first: what is left of a publication always has its first step.
         for later in reversed(behind):
             if later.step is not None:
-                later.settle(error, taken_back=self._session.ended(later.step, error))
+                later.settle(error, taken_back=self._session.ended(later.step, error, unsent=unsent))
             else:
                 later.settle(None)
         behind.clear()
-        publication, taken_back = message.publication, self._session.ended(step, error)
+        publication, taken_back = message.publication, self._session.ended(step, error, unsent=unsent)
         message.settle(error, taken_back=taken_back)
-        if not (taken_back and step.step == 0):
+        if not taken_back or (step.step and message.answer is None):
             # The home may have accepted some of it: it stays pinned until it is released.
             abort = self._message(publication, None)
             abort.not_published = not isinstance(error, PublicationAborted)
