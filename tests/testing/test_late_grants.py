@@ -3,13 +3,11 @@ a read never ends well after its own timeout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from kvferry._reads.looks import LOOK_EVERY, Looks
-from kvferry._work_queue import WorkQueue
 
 from kvferry import Blocks, EngineSpec, Group
 from kvferry.engine import Grant, RankEnd, ReadEnd, SchedulerPort, WorkerOutput, WorkerPort
@@ -176,53 +174,3 @@ def test_a_read_whose_time_is_over_before_its_bytes_have_come_has_failed(timeout
             assert error is not None
         # One that had time is good.
         assert cache.read(publication.reference, {"full": Blocks([3])}, timeout=SOON).result(SOON).confirmed
-
-
-def test_a_look_is_planned_for_the_first_deadline_and_for_no_later_time_than_leases_need(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    time, planned, looked, deadlines = [100.0], list[tuple[float, Callable[[], object]]](), list[float](), list[float]()
-
-    class Queue:
-        def do_later(self, seconds: float, work: Callable[[], object]) -> None:
-            planned.append((time[0] + seconds, work))
-
-    def look() -> list[float]:
-        looked.append(time[0])
-        return deadlines
-
-    def run() -> None:
-        """Do what was planned next."""
-        planned.sort(key=lambda plan: plan[0])
-        at, work = planned.pop(0)
-        time[0] = at
-        work()
-
-    monkeypatch.setattr("kvferry._reads.looks.now", lambda: time[0])
-    looks = Looks(cast(WorkQueue, Queue()), look)
-    deadlines += [100.4, 200.0, 100.1]
-    for deadline in deadlines:
-        looks.by(deadline)
-    while len(looked) < 4:
-        run()
-    assert looked == pytest.approx([100.1, 100.1 + LOOK_EVERY, 100.4, 100.4 + LOOK_EVERY])
-    deadlines.clear()
-    while planned:
-        run()
-    # Nothing is under way, so that nothing is planned.
-    assert looked[4:] == pytest.approx([100.4 + 2 * LOOK_EVERY])
-
-
-def test_a_look_that_fails_is_followed_by_another() -> None:
-    """Otherwise nothing that is under way would end at its deadline any more."""
-    queue, looked = WorkQueue("test-looks"), list[int]()
-
-    def look() -> list[float]:
-        looked.append(len(looked))
-        if len(looked) == 1:
-            raise SystemExit
-        return []
-
-    Looks(queue, look).by(0.0)
-    until(lambda: len(looked) == 2)
-    queue.close(SOON)

@@ -21,25 +21,45 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import Protocol
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._engine_spec import EngineSpec
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
-
-if TYPE_CHECKING:
-    from kvferry._control.home_session import HomeSession
 
 logger = logging.getLogger(__name__)
 
 MAX_OVERTAKEN = 512
 """So many publications may wait to be sent again before new ones wait for them. A home takes a number below its highest
 only if at most 1024 were skipped, and the next call may add `BATCH`."""
+
+
+class Session(Protocol):
+    """The part of `HomeSession` that the sender uses; see there."""
+
+    spec: EngineSpec
+    lock: Lock
+    patience: float
+
+    async def attempt(
+        self, notifications: Sequence[pb.Notification], timeout: float
+    ) -> tuple[list[KvferryError | None], KvferryError | None]:
+        """Send steps and aborts once."""
+        ...
+
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
+        """Record that no more attempts will be made to send a step."""
+        ...
+
+    def complain(self, error: KvferryError) -> None:
+        """Warn that publications wait for the home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +124,7 @@ class PublicationSender:
         refused: number of publications that the home did not accept, and for whose answer nobody waited.
     """
 
-    def __init__(self, loop: Loop, session: HomeSession) -> None:
+    def __init__(self, loop: Loop, session: Session) -> None:
         self.refused = 0
         self._loop = loop
         self._session = session
