@@ -113,7 +113,7 @@ class Loop:
         task.add_done_callback(self._ended)
         return task
 
-    def repeat(self, turn: Callable[[], Awaitable[bool]], what: str) -> asyncio.Task[None]:
+    def spawn_turns(self, turn: Callable[[], Awaitable[bool]], what: str) -> asyncio.Task[None]:
         """Take turns beside the coroutine that runs, until one returns False. A turn that raises, whatever it is, is
         logged; the next begins after a pause.
 
@@ -121,7 +121,7 @@ class Loop:
             turn: one turn.
             what: its name in the log.
         """
-        return self.spawn(_repeat(turn, what), what)
+        return self.spawn(_take_turns(turn, what), what)
 
     async def on_thread(self, work: Callable[[], Result], name: str) -> Result:
         """Run work that waits or computes for long on a thread of its own. If the caller is cancelled, the thread goes
@@ -262,7 +262,7 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-async def _repeat(turn: Callable[[], Awaitable[bool]], what: str) -> None:
+async def _take_turns(turn: Callable[[], Awaitable[bool]], what: str) -> None:
     more, pause = True, FIRST_PAUSE
     while more:
         try:

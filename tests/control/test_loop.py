@@ -147,7 +147,7 @@ def test_turns_go_on_after_whatever_one_raises(
             raise raised("a turn")
         return False
 
-    task = on_loop(loop, lambda: loop.repeat(turn, "what is repeated"))
+    task = on_loop(loop, lambda: loop.spawn_turns(turn, "what is repeated"))
     until(task.done)
     assert taken == [3]
     assert caplog.text.count("a turn of what is repeated failed") == 2
@@ -161,7 +161,7 @@ def test_turns_end_when_they_are_cancelled(loop: Loop) -> None:
         await forever()
         return True
 
-    task = on_loop(loop, lambda: loop.repeat(turn, "what is repeated"))
+    task = on_loop(loop, lambda: loop.spawn_turns(turn, "what is repeated"))
     assert began.wait(SOON)
     on_loop(loop, task.cancel)
     until(task.done)

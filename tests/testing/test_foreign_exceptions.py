@@ -82,7 +82,7 @@ def calls_of(*names: str) -> set[str]:
 
 def test_every_thread_and_coroutine_that_goes_on_is_known_here() -> None:
     """A thread that is new stands in one of the tables above, and what goes on is tested below."""
-    assert calls_of("repeat") == set(REPEATED)
+    assert calls_of("spawn_turns") == set(REPEATED)
     assert calls_of("start_loop") == set(LOOPS)
     assert calls_of("start_thread") - {"_threads.py"} == set(ONCE)
     assert calls_of("Thread", "Timer", "ThreadPoolExecutor", "start_new_thread") == set(OWN)
@@ -175,7 +175,9 @@ def test_notifications_are_repeated_after_whatever_a_turn_raises(
         pair = Pair(fabric)
         publication = pair.source.publish("declined", {"full": Blocks([60])})
         until(lambda: pair.source.stats().published == 1)
-        scheduler = SchedulerPort(fabric.client(), EngineSpec("other", (Group("full", 16, 64),)))
+        scheduler = SchedulerPort(
+            fabric.client(), EngineSpec("other", (Group("full", block_tokens=16, num_blocks=64),))
+        )
         fabric.stop_home()
         scheduler.decline(publication.reference)
         until(lambda: bool(failed))

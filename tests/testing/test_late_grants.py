@@ -20,6 +20,13 @@ AXES = ("kv", "block", "head", "token", "content")
 SENTINEL = -1.0
 
 
+def ended(scheduler: SchedulerPort) -> list[ReadEnd]:
+    """The ends of reads, once there are some."""
+    found: list[ReadEnd] = []
+    until(lambda: found.extend(scheduler.finished().reads) or bool(found))  # type: ignore[func-returns-value]
+    return found
+
+
 class Ports:
     """Two engines of one rank each; the messages between the scheduler and the worker of the reader are the test's."""
 
@@ -60,7 +67,7 @@ class Ports:
         for read_id in scheduler.cancels():
             worker.cancel(read_id)
         scheduler.collect(worker.finished())
-        assert [end.request_id for end in scheduler.finished().reads] == [grant.request_id]
+        assert [end.request_id for end in ended(scheduler)] == [grant.request_id]
 
 
 @pytest.fixture
@@ -76,7 +83,7 @@ def test_a_cancel_that_overtakes_its_grant_ends_the_read_and_the_grant_is_never_
     (read_id,) = scheduler.cancels()
     worker.cancel(read_id)
     scheduler.collect(worker.finished())
-    (end,) = scheduler.finished().reads
+    (end,) = ended(scheduler)
     assert isinstance(end.error, TransferCancelled)
     assert end.quiet
     worker.start(grant)
@@ -90,10 +97,9 @@ def test_a_grant_that_is_lost_ends_with_the_answer_to_a_cancel(ports: Ports, mon
     monkeypatch.setattr("kvferry.engine.scheduler_reads.CANCEL_AGAIN", 0.1)
     scheduler, worker = ports.decode
     grant = ports.attached("mine", timeout=0.5)
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert isinstance(ended[0].error, TransferStuck)
-    assert not ended[0].quiet
+    ends = ended(scheduler)
+    assert isinstance(ends[0].error, TransferStuck)
+    assert not ends[0].quiet
     # The cancels so far are lost as well.
     until(lambda: grant.read_id in scheduler.cancels())
     assert not ports.free()
@@ -116,9 +122,8 @@ def test_a_share_whose_report_is_lost_ends_with_the_answer_to_a_cancel(
     grant = ports.attached("mine", timeout=1.0)
     worker.start(grant)
     until(lambda: bool(worker.finished()))
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert (type(ended[0].error), ended[0].quiet) == (TransferStuck, False)
+    ends = ended(scheduler)
+    assert (type(ends[0].error), ends[0].quiet) == (TransferStuck, False)
     until(lambda: grant.read_id in scheduler.cancels())
     worker.cancel(grant.read_id)
     scheduler.collect(worker.finished())
@@ -134,9 +139,8 @@ def test_a_share_whose_last_report_is_lost_becomes_quiet_with_the_answer_to_a_ca
     scheduler, worker = ports.decode
     grant = ports.attached("mine")
     scheduler.collect(WorkerOutput(0, (), (RankEnd(grant.read_id, "mine", False, False, 0),)))
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert not ended[0].quiet
+    ends = ended(scheduler)
+    assert not ends[0].quiet
     assert not ports.free()
     until(lambda: grant.read_id in scheduler.cancels())
     worker.cancel(grant.read_id)
@@ -154,9 +158,8 @@ def test_a_share_that_was_read_stays_read_when_a_cancel_comes_late(ports: Ports)
     worker.cancel(grant.read_id)
     for output in (first, worker.finished()):
         scheduler.collect(output)
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert (ended[0].error, ended[0].quiet) == (None, True)
+    ends = ended(scheduler)
+    assert (ends[0].error, ends[0].quiet) == (None, True)
     with pytest.raises(WrongState, match="already started"):
         worker.start(grant)
     assert np.all(ports.memory[:, 2] == 7)

@@ -134,7 +134,7 @@ class Notifier:
             self._news[home].set()
         else:
             self._news[home] = Signal(self._loop)
-            self._loop.repeat(partial(self._turn, home), f"notifications to {home.address}")
+            self._loop.spawn_turns(partial(self._turn, home), f"notifications to {home.address}")
 
     async def _turn(self, home: Control) -> bool:
         """Make the next attempts of what waits for a home; returns whether something does."""

@@ -194,7 +194,7 @@ class PublicationSender:
     # What follows runs on the loop.
 
     def _begin(self) -> None:
-        self._task = self._loop.repeat(self._turn, f"publications of engine {self._session.spec.engine_id}")
+        self._task = self._loop.spawn_turns(self._turn, f"publications of engine {self._session.spec.engine_id}")
 
     async def _turn(self) -> bool:
         """Make the next call, or wait until it may be made; returns whether there was something to send."""

@@ -73,7 +73,7 @@ class Renewals:
         self._kept[lease] = _Kept(lease, home, sender, name, lost)
         if not self._runs:
             self._runs = True
-            self._loop.repeat(self._turn, "the renewal of leases")
+            self._loop.spawn_turns(self._turn, "the renewal of leases")
         else:
             self._wake_for(lease)
 

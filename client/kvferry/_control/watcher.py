@@ -83,7 +83,7 @@ class Watcher:
         """
         began = self._loop.now()
         deadline, warn_at = began + timeout, began + SILENCE
-        self._task = self._loop.repeat(self._turn, f"the watch of {self._name}")
+        self._task = self._loop.spawn_turns(self._turn, f"the watch of {self._name}")
         self._task.add_done_callback(self._end)
         try:
             while not self._synced and not self._ended and self._loop.now() < deadline:

@@ -26,7 +26,18 @@ from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.line_rule import Stripe
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
-from kvferry.planner.rows import AlikePlanes, Cut, Int64s, Loop, RowExtent, Rows, alike, extents_of, loops_of, rows_of
+from kvferry.planner.rows import (
+    AlikePlanes,
+    Cut,
+    Int64s,
+    RowExtent,
+    RowLoop,
+    Rows,
+    alike,
+    extents_of,
+    loops_of,
+    rows_of,
+)
 from kvferry.planner.token_line import Line, StateLayout
 
 ROWS_KEPT = 1024
@@ -131,10 +142,10 @@ class Lane:
         return rows
 
     @cached_property
-    def _loops(self) -> dict[tuple[int, Cut], tuple[Loop, ...]]:
+    def _loops(self) -> dict[tuple[int, Cut], tuple[RowLoop, ...]]:
         return {}
 
-    def loops(self, alike: int, cut: Cut) -> tuple[Loop, ...]:
+    def loops(self, alike: int, cut: Cut) -> tuple[RowLoop, ...]:
         """The loops that copy a cut of the planes in ``planes[alike]``; kept, as rows are."""
         found = self._loops.get((alike, cut))
         if found is None:
