@@ -392,8 +392,8 @@ def test_renewals_go_on_after_the_system_had_no_thread_for_one(tmp_path: Path) -
         lease.changed = extended.set
         on_loop(server.loop, bool)
         with without_threads_for("kvferry-test-loop"):
-            keep = partial(renewals.keep, lease, control, engine_ref(READER), "a read", bool)
-            on_loop(server.loop, keep)  # type: ignore[arg-type]
+            keep = partial(renewals.keep, lease, control, engine_ref(READER), "a read", lambda: None)
+            on_loop(server.loop, keep)
             until(lambda: lease in renewals._failing)
         assert extended.wait(30)
         on_loop(server.loop, renewals.close)

@@ -44,8 +44,8 @@ class Holding:
         self.lease = ReaderLease(LEASE, now(), 60.0, 20.0)
 
     def granted(self) -> Acquired:
-        keep = partial(self.renewals.keep, self.lease, self.control, engine_ref(READER), "a read", bool)
-        on_loop(self.loop, keep)  # type: ignore[arg-type]
+        keep = partial(self.renewals.keep, self.lease, self.control, engine_ref(READER), "a read", lambda: None)
+        on_loop(self.loop, keep)
         return Acquired(self.lease, pb.EngineRef(), "request", {}, b"")
 
     def told(self, count: int = 1) -> list[pb.Notification]:

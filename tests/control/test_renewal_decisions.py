@@ -63,7 +63,9 @@ class Home:
 
     def answer(self, call: int, *results: pb.NotificationResult) -> None:
         answer = self.sent[call][2]
-        on_loop(self.loop, lambda: answer.done() or answer.set_result(list(results)))
+        if answer.done():
+            return
+        on_loop(self.loop, lambda: answer.set_result(list(results)))
         turns(self.loop)
 
     def fail(self, call: int, error: KvferryError) -> None:
