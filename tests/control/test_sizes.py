@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvferry import Blocks, Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegion, Plane
 from kvferry._clock import now
 from kvferry._control.batches import BATCH, SENT_BYTES, SENT_NOTIFY_BYTES, batches
-from kvferry._control.publish import PublishMore
+from kvferry._control.publish import Publish, PublishMore
 from kvferry._session import home_session_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES, MAX_NOTIFY_BYTES
 from kvferry.errors import KvferryError, MessageTooLarge
@@ -23,6 +23,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.blocking_control import BlockingControl
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
+from tests.support.offering import offered
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +130,8 @@ def test_blocks_of_a_step_that_fits_no_message_are_refused_before_they_are_pinne
                 session.publish("wide", {"full": blocks}, last=last)
             assert int(caught.value.values["size"]) > SENT_NOTIFY_BYTES
         assert session.unreleased() == ()
-        first = session.publish("narrow", {"full": Blocks([1])}, last=False)
+        # No rank has registered, so that the home would refuse it.
+        first, _ = offered(session, Publish("narrow", {"full": Blocks([1])}, last=False))
         with pytest.raises(MessageTooLarge):
             home_session_of(session).publish_more_later(PublishMore(first, {"full": blocks}, last=True))
         assert session.unreleased() == (first,)

@@ -19,7 +19,7 @@ from kvferry.geometry.tensors import Holding, planes_of
 from kvferry.planner import plan_read
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.integrity.definition import sum_of
-from tests.support.blocking_control import looping
+from tests.support.loops import PlayedLoop
 
 HEADS = 4
 GROUP = Group("full", block_tokens=4, num_blocks=8)
@@ -72,9 +72,12 @@ def verify(heads: Interval, wrong: int | None = None) -> tuple[int, int]:
         deadline=now() + SOON,
         check=lambda: None,
     )
-    with looping() as loop:
+    loop = PlayedLoop()
+    try:
         verifier = Verifier(loop, pb.EngineRef(engine_id="e"), RankMemory(), IntegrityOptions("full"))
         found = loop.run(verifier.verify(arrived))
+    finally:
+        loop.close()
     return found.verified, found.unverified
 
 

@@ -126,6 +126,7 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
 def share() -> RankRead:
     home, lease = cast(Control, SimpleNamespace(address="home:1")), SchedulersLease(b"l" * 16)
     order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, {}, Wanted({}), 60.0)
+    # Nothing waits for its news.
     return RankRead(Loop(), order)
 
 
