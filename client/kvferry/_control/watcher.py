@@ -114,9 +114,11 @@ class Watcher:
 
     async def close(self) -> None:
         """End the Watch. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        # Not kept: the traceback of its end would keep the stream.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
     async def _turn(self) -> bool:
         """Follow one Watch, and pause after it; returns whether to open another one."""
