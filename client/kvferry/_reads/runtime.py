@@ -3,7 +3,6 @@ module makes them and connects them."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from concurrent.futures import Future
@@ -195,12 +194,14 @@ class RankRuntime:
                 result = tuple(source.agents)
             except Exception as error:
                 result = error
-            except asyncio.CancelledError:
-                result = Closed("the client is closed")
             # The future's callbacks are the caller's, and may wait.
             await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
 
-        self.loop.submit(run())
+        def end(_: object) -> None:
+            if not done.done():
+                settle(done, Closed("the client is closed"))
+
+        self.loop.submit(run()).add_done_callback(end)
         return done
 
     def close(self, timeout: float) -> None:
