@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -115,8 +116,10 @@ class Checksummer:
         Idempotent."""
         with self._lock:
             self._closing = True
-        if self._used:
-            self._loop.run(self._end())
+        # A client that has ended has ended them all.
+        with suppress(Closed):
+            if self._used:
+                self._loop.run(self._end())
 
     async def _end(self) -> None:
         senders = tuple(self._senders)

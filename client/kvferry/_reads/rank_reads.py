@@ -12,7 +12,8 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
@@ -79,6 +80,8 @@ class RankReads(OneProcess):
         self._verifier = verifier
         self._meter = meter
         self._running: set[RankRead] = set()
+        self._clearing: set[Future[bool]] = set()
+        """The tails that are being cleared: after `close` the memory may be unmapped."""
         self._lock = threading.Lock()
         """So that `close` finds all shares that were started."""
         self._closed = False
@@ -119,14 +122,18 @@ class RankReads(OneProcess):
         return quiet
 
     def close(self, until: float) -> None:
-        """Cancel all shares, and wait for their ends. Idempotent.
+        """Cancel all shares, and wait for their ends, and for what clears tails. Idempotent.
 
         Args:
             until: time on the loop's clock; shares that have not ended by then end as overdue.
         """
         with self._lock:
             self._closed = True
-        self._loop.run(self._close(until))
+        # A client that has ended has ended them all.
+        with suppress(Closed):
+            self._loop.run(self._close(until))
+        if self._clearing:
+            wait(tuple(self._clearing), max(0.0, until - self._loop.now()))
 
     # The rest runs on the loop.
 
@@ -266,10 +273,13 @@ class RankReads(OneProcess):
                 settle(cleared, ended)
 
         share.cleared = cleared
+        self._clearing.add(cleared)
+        cleared.add_done_callback(self._clearing.discard)
         try:
             await self._loop.on_thread(clear, f"kvferry-tails-{order.engine_id}-{order.publication}")
         except LimitReached:
             # The thread was refused: nothing is being cleared.
+            self._clearing.discard(cleared)
             share.cleared = None
             raise
         except KvferryError:

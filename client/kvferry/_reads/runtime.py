@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kvferry._clock import from_duration, now
@@ -221,7 +222,8 @@ class RankRuntime:
         self._closed = True
         until = self.loop.now() + timeout
         self.reads.close(until)
-        self.loop.run(self.holder.close(max(0.0, until - self.loop.now())))
+        with suppress(Closed):
+            self.loop.run(self.holder.close(max(0.0, until - self.loop.now())))
         self.checksummer.close()
 
     async def _geometry(self, deadline: float) -> EngineGeometry:
