@@ -19,8 +19,8 @@ from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish, PublishMore
-from kvferry._reads.leased_read import ReadStage
 from kvferry._loop import Loop
+from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
@@ -75,9 +75,7 @@ class Below:
         self.announced.append((token, timeout))
         return cast(Cache, self)
 
-    def start(
-        self, read: RankRead, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]
-    ) -> None:
+    def start(self, read: RankRead, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> None:
         self.ended, self.quiesced = ended, quiesced
         if self.refusal is not None:
             raise self.refusal

@@ -259,10 +259,10 @@ def test_a_home_that_takes_steps_behind_one_that_it_refused_may_have_all(port: S
     number = steps(port, 2, 3).number
     notify = calls.notify
 
-    def lie(control: Control, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
+    async def lie(control: Control, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
         if [told.publish.step for told in request.notifications] == [1]:
             return [pb.NotificationResult(published=pb.Published())]
-        return notify(control, request, timeout)
+        return await notify(control, request, timeout)
 
     calls.notify = lie
     refusal = InvalidField("groups", "none", "some")

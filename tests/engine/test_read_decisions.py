@@ -28,7 +28,6 @@ from kvferry.errors import (
     BadBlock,
     Closed,
     InvalidField,
-    KvferryError,
     LimitReached,
     PublicationStale,
     TransferCancelled,

@@ -18,8 +18,8 @@ from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.geometry.tensors import Holding, planes_of
 from kvferry.planner import plan_read
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.support.loops import PlayedLoop
 from tests.integrity.definition import sum_of
+from tests.support.loops import PlayedLoop
 
 HEADS = 4
 GROUP = Group("full", block_tokens=4, num_blocks=8)

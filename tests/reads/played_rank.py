@@ -20,6 +20,7 @@ from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.transfer import Transfer
 from kvferry._transport.transport import TransferPart, Transport
+from kvferry.errors import TransferFailed
 from kvferry.geometry import Blocks, Group
 from kvferry.geometry.blocks import Unfinished, joined
 from kvferry.planner.expansion import SourceDescriptors
@@ -43,6 +44,7 @@ class PlayedRank:
         self.quiesced: list[RankRead] = []
         self.transfers: list[Transfer] = []
         self.asked: list[str] = []
+        self.closed = False
         self.answers: dict[str, SourceEngine | Exception] = {}
         self.said: list[str] = []
         self.parts: list[Sequence[TransferPart]] = []
@@ -76,12 +78,15 @@ class PlayedRank:
         with self.changed:
             self.asked.append(reference)
             self.changed.notify_all()
-        while reference not in self.answers:
-            await asyncio.sleep(0.001)
-        answer = self.answers[reference]
+        answer = await asyncio.to_thread(self.answered, reference)
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def answered(self, reference: str) -> SourceEngine | Exception:
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or reference in self.answers, 30)
+            return self.answers.get(reference, TransferFailed("nobody has answered"))
 
     async def compare(self, arrived: Arrived) -> None:
         await self.loop.on_thread(lambda: self.verify(arrived), "kvferry-verify-test")
@@ -162,6 +167,9 @@ class PlayedRank:
         self.loop.turn()
 
     def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
         for transfer in self.transfers:
             transfer.cancel()
             if not transfer.quiet:

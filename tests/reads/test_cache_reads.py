@@ -267,7 +267,7 @@ def test_a_renewal_while_the_transfer_begins_counts(world: Reading) -> None:
     handle = world.reading()
     world.transfers[0].landed(10)
     world.judged(pb.VERDICT_VALID)
-    error = error_of(handle)
+    error_of(handle)
     assert world.transfers[0].deadline == world.lease.deadline
 
 
@@ -386,7 +386,7 @@ def test_a_close_waits_until_nothing_writes_any_more(world: Reading) -> None:
 
     closing = threading.Thread(target=close, daemon=True)
     closing.start()
-    error = error_of(handle)
+    error_of(handle)
     # One that does not wait has ended by now.
     closing.join(0.2)
     order.append("quiet")
@@ -399,7 +399,7 @@ def test_a_close_that_may_not_wait_does_not(world: Reading) -> None:
     handle = world.reading()
     # It is not quiet for as long as nobody fences it.
     world.cache.close(0)
-    error = error_of(handle)
+    error_of(handle)
     assert not handle.quiet
 
 

@@ -22,16 +22,11 @@ from kvferry.errors import (
     BadReference,
     Closed,
     DataLoss,
-    EngineUnknown,
     KvferryError,
     LimitReached,
-    PeerRestarted,
-    PublicationStale,
     TransferCancelled,
     TransferFailed,
     TransferStuck,
-    Unavailable,
-    WrongKey,
 )
 from tests.reads.played_rank import AGENT, BLOCKS, GRANTED, GROUP, LEASE, LONG, PLANES, SOURCE, PlayedRank
 

@@ -145,7 +145,7 @@ def test_a_source_is_met_again_after_a_thread_could_not_be_had(
 
     with worker(node.address) as port:
         monkeypatch.setattr(threading.Thread, "start", refused)
-        port.start(grant(node.address, "first", 20.0))
+        port.start(grant(node.address, "first", 2.0))
         assert ends(port, 1)["first"].error_name == LimitReached.__name__
         monkeypatch.setattr(threading.Thread, "start", start)
         port.start(grant(node.address, "second", 20.0))

@@ -47,11 +47,12 @@ class Home:
         self.agent_name = agent_name
         self.errors = list(errors)
         self.asked: list[str] = []
-        self.answers = asyncio.Event()
+        self.begun, self.answers = asyncio.Event(), asyncio.Event()
         self.answers.set()
 
     async def handshake(self, request: pb.HandshakeRequest, _: float) -> Handshaken:
         self.asked.append(request.reference)
+        self.begun.set()
         await self.answers.wait()
         if self.errors:
             raise self.errors.pop(0)
@@ -74,7 +75,9 @@ class Engines(SourceEngines):
     def met(self, home: Home, incarnation: bytes = b"p" * 16, reference: str = "reference") -> SourceEngine:
         return self.loop.run(self.asked_for(home, reference, SOON, incarnation))
 
-    async def asked_for(self, home: Home, reference: str, within: float, incarnation: bytes = b"p" * 16) -> SourceEngine:
+    async def asked_for(
+        self, home: Home, reference: str, within: float, incarnation: bytes = b"p" * 16
+    ) -> SourceEngine:
         until = self.loop.now() + within
         return await self.get(cast(Control, home), "prefill", incarnation, reference, until)
 
@@ -84,8 +87,7 @@ class Engines(SourceEngines):
         async def run() -> list[SourceEngine | BaseException]:
             home.answers.clear()
             each = [asyncio.ensure_future(self.asked_for(home, reference, within)) for reference, within in asked]
-            while not home.asked:
-                await asyncio.sleep(0)
+            await home.begun.wait()
             home.answers.set()
             return await asyncio.gather(*each, return_exceptions=True)
 
@@ -168,8 +170,7 @@ def test_a_read_that_is_cancelled_does_not_end_the_handshake_of_others(found: En
     async def run() -> SourceEngine:
         home.answers.clear()
         first, second = (asyncio.ensure_future(found.asked_for(home, name, SOON)) for name in "ab")
-        while not home.asked:
-            await asyncio.sleep(0)
+        await home.begun.wait()
         first.cancel()
         await asyncio.wait([first])
         assert first.cancelled()
