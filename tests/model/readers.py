@@ -1,5 +1,5 @@
-"""Destination engines: the shipped lease and judgement, and around them what `Acquisition`, `Renewals` and `LeasedReads` do,
-call by call. Their ranks copy piece by piece, whenever the machine says so."""
+"""Destination engines: the shipped lease and judgement, and around them what `Acquisition`, `Renewals` and
+`LeasedReads` do, call by call. Their ranks copy piece by piece, whenever the machine says so."""
 
 from __future__ import annotations
 
