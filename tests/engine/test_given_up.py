@@ -44,7 +44,7 @@ class RefusingSession:
         self.sent += told
         return [InvalidField("blocks", 0, "others") for _ in told], None
 
-    def ended(self, step: pb.Publish, error: KvferryError | None) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
         assert error is not None
         self.ended_steps.append(step.step)
         return True
@@ -89,7 +89,7 @@ class AwaySession(RefusingSession):
         failure = None if self.errors else Unreachable("no way", retry_after=0.01, address="home")
         return [failure for _ in told], failure
 
-    def ended(self, step: pb.Publish, error: KvferryError | None) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
         self.errors.append(error)
         return not self._accepted
 
