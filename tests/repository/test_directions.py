@@ -25,6 +25,7 @@ SMALL = {
     "_threads",
     "_forks",
     "_loop",
+    "_news",
     "_engine_spec",
     "_prompt",
     "host_memory",
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_threads": {"errors"},
     "_forks": {"errors"},
     "_loop": {"errors", "_clock", "_threads"},
+    "_news": set(),
     "stats": set(),
     "_exposition": {"stats"},
     "_tracing": {"errors", "_threads"},
@@ -59,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_control": {
         *BASE,
         "_loop",
+        "_news",
         "stats",
         "_tracing",
         "geometry",
@@ -71,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_reads": {
         *BASE,
         "_loop",
+        "_news",
         "stats",
         "_tracing",
         "geometry",
@@ -87,12 +91,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 BELOW = set(MAY_IMPORT) - {"v1"}
 """What the faces stand on. Messages are for `_wire`, `_control` and `_reads`; the command line reads introspection."""
 FACES = {
-    "_network": {"errors", "planner", "_transport", "_wire"},
+    "_network": {"errors", "planner", "_clock", "_loop", "_transport", "_wire"},
     "_session": BELOW,
     "_cache": {*BELOW, "_session"},
     "_client": {*BELOW, "_network", "_session", "_cache"},
     "_embed": {"errors", "_forks"},
-    "aio": {*BELOW, "_session", "_cache", "_client"},
+    "aio": {*BELOW, "_session", "_cache", "_client", "engine"},
     "engine": {*BELOW, "_session", "_cache", "_client"},
     "testing": {*BELOW, "_client", "_network"},
     # Public modules, see `PRIVATE_TO_INTEGRATIONS`.
