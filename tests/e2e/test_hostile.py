@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncGenerator, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, Interval, MemoryKind, MemoryRegion
 from kvferry._clock import now
 from kvferry._control.connection import Control
-from kvferry._loop import Loop
+from kvferry._network import Network
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.token import engine_ref
@@ -240,8 +239,8 @@ def test_second_process_with_the_same_engine_id_is_refused_while_the_first_lives
         first.open_engine(spec)
         # The second one's time is over once it asks again, however late the first answer came.
         monkeypatch.setattr(Control, "watch", counted)
-        clock = partial(Loop, clock=lambda: now() + 1e6 * (len(watched) > 1))
-        monkeypatch.setattr("kvferry._client.Loop", clock)
+        network = Network(clock=lambda: now() + 1e6 * (len(watched) > 1))
+        monkeypatch.setattr("kvferry._client.network_of", lambda _: network)
         with Client(settled) as second, pytest.raises(EngineIdInUse) as caught:
             second.open_engine(spec, timeout=1e5)
         assert caught.value.retryable

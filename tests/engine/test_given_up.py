@@ -173,15 +173,14 @@ def test_steps_of_a_call_that_its_home_ends_with_an_error_stay_pinned_if_some_ma
 ) -> None:
     """The home may have acted on the first of several notifications; of a single one, it has refused the call. A step
     that stays pinned is withdrawn, also at the next home."""
-    refused, free = list[int](), threading.Event()
-    notify = Control.notify
+    refused, withdrawn, free = list[int](), set[int](), threading.Event()
 
     async def refuse(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> Any:
-        published = [told.publish.publication for told in request.notifications if told.HasField("publish")]
-        if not published:
-            return await notify(control, request, timeout)
-        refused.extend(published)
-        raise InvalidField("notifications", 0, "others")
+        withdrawn.update(told.abort.publication for told in request.notifications if told.HasField("abort"))
+        refused.extend(told.publish.publication for told in request.notifications if told.HasField("publish"))
+        if any(told.HasField("publish") for told in request.notifications):
+            raise InvalidField("notifications", 0, "others")
+        raise Unreachable("the home is away", address=control.address)
 
     with Fabric() as fabric:
         session = register(fabric).session._session
@@ -193,12 +192,13 @@ def test_steps_of_a_call_that_its_home_ends_with_an_error_stay_pinned_if_some_ma
                 for index in range(1, together + 1)
             ]
             free.set()
-            until(lambda: not session._sender._messages)
-        assert refused == numbers
-        told = [notification.abort for notification in session._offers.snapshot().notifications]
-        aborts = [abort.publication for abort in told if abort.not_published]
-        assert aborts == ([] if together == 1 else numbers)
-        released = session.released(now() + SOON)
+            until(lambda: withdrawn == (set() if together == 1 else set(numbers)) and len(refused) == together)
+            until(lambda: together > 1 or not session._sender._messages)
+            assert refused == numbers
+            told = [notification.abort for notification in session._offers.snapshot().notifications]
+            aborts = [abort.publication for abort in told if abort.not_published]
+            assert aborts == ([] if together == 1 else numbers)
+        released = session.released(SOON)
         assert {release.publication for release in released} <= set(numbers)
         assert all(release.local is (together == 1) for release in released)
 
