@@ -159,7 +159,7 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class RowLoop:
     """Cells of one plane at equal steps on both sides. `source` and `destination` are the offsets of the first cell,
     `axes` (count, source stride, destination stride), the longest steps of the destination first, and `cell` contiguous
     bytes.
@@ -171,7 +171,7 @@ class Loop:
     cell: int
 
 
-def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
+def loops_of(members: AlikePlanes, cut: Cut) -> tuple[RowLoop, ...]:
     """The cells of a cut: one loop, unless the strides between its states differ."""
     source = members.source.states(cut.source, cut.count)
     destination = members.destination.states(cut.destination, cut.count)
@@ -195,7 +195,7 @@ def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
         elif members.units > 1:
             axes.append(units)
         axes.sort(key=lambda axis: -axis[2])
-        found.append(Loop(int(source[first]), int(destination[first]), tuple(axes), cell))
+        found.append(RowLoop(int(source[first]), int(destination[first]), tuple(axes), cell))
         first = last + 1
     return tuple(found)
 
