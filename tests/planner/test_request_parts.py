@@ -280,7 +280,7 @@ def test_destination_blocks_are_checked_before_the_first_part_is_read(ids: list[
         (Blocks([2], 4, 8), True, BlocksShort),
     ],
 )
-def test_each_step_is_checked_before_it_is_read(step: Blocks, last: bool, error: type[Exception]) -> None:
+def test_steps_are_checked_before_they_are_read(step: Blocks, last: bool, error: type[Exception]) -> None:
     parts = RequestParts(planned(), {"full": Blocks([5, 6, 7])}, (0, 12))
     parts.next({"full": Blocks([1], 0, 4)}, last=False)
     with pytest.raises(error):

@@ -78,7 +78,7 @@ def test_prepared_descriptors_follow_the_strides_of_their_rows(
         memory.bytes[:] = 0xA5
 
 
-def test_one_transfer_reads_from_several_sources(
+def test_a_transfer_reads_from_several_sources(
     ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
     other = new_source(ucx_tls, size=4 << 20)

@@ -59,7 +59,7 @@ def test_the_deadline_is_judged_after_the_last_chunk(clock: Clock) -> None:
     assert transfer.quiet
 
 
-def test_nothing_is_posted_after_the_deadline(clock: Clock) -> None:
+def test_chunks_are_not_posted_after_the_deadline(clock: Clock) -> None:
     transfer = make(clock)
     clock.now = 110.001
     assert not transfer.begin()
