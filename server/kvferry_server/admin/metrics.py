@@ -1,11 +1,10 @@
 """The metrics of a node server.
 
-What is counted as it happens is a field of the home's `Journal`, of `CallCounts` or of `LoopLag`. What is computed when
-Prometheus asks is a row here, with its function. `METRICS` has all of them: the exposition and docs/monitoring.md are
-made from it.
+Counts of events are fields of the home's `Journal`, of `CallCounts` or of `LoopLag`. Values that are computed at a
+scrape are rows here, with their functions. `METRICS` has all: the exposition and docs/monitoring.md are made from it.
 
 Labels are states, reasons, methods and the like, which this code fixes: no label has an engine, a request or a host, so
-the number of series does not grow with the fleet. What each engine does is on the page, and in `kvferry engines`.
+the number of series does not grow with the fleet. The page and `kvferry engines` show each engine.
 """
 
 from __future__ import annotations
@@ -48,20 +47,18 @@ class Scrape(NamedTuple):
 
     @property
     def engines(self) -> Collection[Engine]:
-        """The engines of its home."""
         return self.node.home.engines.all_engines()
 
     @property
     def alive(self) -> Collection[Engine]:
-        """Those that are not dead."""
         return [engine for engine in self.engines if not engine.dead]
 
 
 Value: TypeAlias = Callable[[Scrape], Any]
-"""Computes the value of a metric: a number, or numbers by the values of its labels. None: there is no such metric."""
+"""Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
 
 Bounded: TypeAlias = Callable[[Scrape], Mapping[Any, tuple[int, int]]]
-"""Computes what is used and how much may be used, by the values of labels."""
+"""Computes use and limit, by the values of the labels."""
 
 Row: TypeAlias = tuple[Metric, Value]
 
@@ -71,7 +68,7 @@ def _gauge(name: str, documentation: str, value: Value, **labels: Sequence[str])
 
 
 def _bounded(used: str, limit: str, documentation: str, value: Bounded, **labels: Sequence[str]) -> tuple[Row, Row]:
-    """Return the row of what is used of something, and that of its limit."""
+    """Return the row of a use and the row of its limit."""
     most = f"The limit of kvferry_{used}."
     return (
         _gauge(used, documentation, lambda at: {key: pair[0] for key, pair in value(at).items()}, **labels),
@@ -80,7 +77,7 @@ def _bounded(used: str, limit: str, documentation: str, value: Bounded, **labels
 
 
 def _counted(kind: type, of: Callable[[NodeState], object]) -> Iterator[Row]:
-    """Yield the rows of a class that counts things as they happen."""
+    """Yield the rows of a class that counts events."""
     for name, metric in metrics_of(kind).items():
         yield metric, lambda at, name=name: getattr(of(at.node), name)  # type: ignore[misc]
 
@@ -243,17 +240,17 @@ class NodeCollector(Collector):
         ProcessCollector(registry=self._registry)
 
     def text(self, connections: Mapping[str, int]) -> bytes:
-        """Return all metrics in Prometheus' text format, given how many connections each listener has, by its name."""
+        """Return all metrics in Prometheus' text format; `connections` are counts by the listener's name."""
         self._scrape = self._scrape._replace(connections=connections)
         with self._scrape.node.home.turn():
             return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Family]:
-        """Return nothing: otherwise registering would collect, before the node server has started."""
+        """Return nothing: otherwise the registration would collect, before the node server has started."""
         return iter(())
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics as of now, within a turn of the home."""
+        """Yield the current metrics, within a turn of the home."""
         for metric, value in METRICS:
             found = value(self._scrape)
             if found is not None:

@@ -79,4 +79,4 @@ def test_a_manager_that_is_gone_stops_nobody(tmp_path: Path, monkeypatch: pytest
         assert serves(server.address)
         server.signal()
         assert server.wait() == 0
-        assert "the service manager could not be told STOPPING=1" in server.log
+        assert "could not notify the service manager of STOPPING=1" in server.log
