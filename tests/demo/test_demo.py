@@ -71,7 +71,7 @@ def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> Non
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) -> None:
+def test_demo_of_an_impossible_pair_shows_the_reason_and_starts_nothing(tmp_path: Path) -> None:
     destination = {"model": {**GEOMETRY["model"], "kv_heads": 8}}  # type: ignore[dict-item]
     done = subprocess.run(
         command(tmp_path, destination=destination),
@@ -85,7 +85,7 @@ def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
-def test_demo_whose_ranks_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_demo_whose_ranks_cannot_start_shows_the_reason_and_leaves_nothing(tmp_path: Path) -> None:
     # Shared memory alone: UCX cannot report the death of peers, and makes no agent.
     done = subprocess.run(
         command(tmp_path, "--ucx-tls", "sm", "--requests", "1", "--tokens", "20"),

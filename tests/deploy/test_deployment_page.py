@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
-def test_two_nodes_by_copying(tmp_path: Path) -> None:
+def test_commands_of_the_page_start_two_nodes(tmp_path: Path) -> None:
     commands = [text for kind, text in BLOCK.findall(SECTION) if kind == "sh"]
     assert len(commands) == 8
     install, *rest = commands
@@ -65,7 +65,7 @@ def test_two_nodes_by_copying(tmp_path: Path) -> None:
     assert logs.count("stopped\n") == 2
 
 
-def test_the_policy_in_security_fits_the_certificates_of_the_page(tmp_path: Path) -> None:
+def test_policy_in_security_fits_the_certificates_of_the_page(tmp_path: Path) -> None:
     names = dict(re.findall(r"^certificate (\S+) URI:(\S+)$", SECTION, re.MULTILINE))
     text = (ROOT / "docs" / "security.md").read_text()
     (tmp_path / "policy.toml").write_text(next(text for kind, text in BLOCK.findall(text) if kind == "toml"))

@@ -46,7 +46,7 @@ def wrong(board: Any, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (MODULES / "@grafana").exists(), reason="tests/support/nodejs is not installed")
-def test_the_board_is_one_by_grafanas_schema(tmp_path: Path) -> None:
+def test_board_is_valid_by_grafanas_schema(tmp_path: Path) -> None:
     assert wrong(BOARD, tmp_path) == ""
     # What it would notice: a field and a value that Grafana does not know.
     bad = copy.deepcopy(BOARD)

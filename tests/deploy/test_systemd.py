@@ -23,7 +23,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_unit_is_valid_for_systemd(tmp_path: Path) -> None:
     program = tmp_path / "kvferryd"
     program.touch(0o755)
     unit = tmp_path / UNIT.name
@@ -35,7 +35,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert "'NoNewPrivilege'" in analyze("verify", "--man=no", str(unit)).stderr
 
 
-def test_unit_gives_little_to_whoever_takes_kvferryd_over() -> None:
+def test_unit_gives_few_rights_to_an_attacker_in_kvferryd() -> None:
     done = analyze("security", "--offline=true", "--no-pager", f"--threshold={EXPOSURE}", str(UNIT))
     assert done.returncode == 0, done.stdout
     assert f"{EXPOSURE / 10:.1f} of 10" in (ROOT / "docs" / "deployment.md").read_text()

@@ -85,7 +85,7 @@ def test_reads_by_references_with_an_address_need_no_directory(fleet: tuple[Kvfe
         assert (destination[:, 5] == 7).all()
 
 
-def test_a_directory_allows_the_homes_that_it_lists(file: Path) -> None:
+def test_directory_allows_the_homes_that_it_lists(file: Path) -> None:
     file.write_text(f'homes = ["{FAR}"]')
     homes = Homes("127.0.0.1:1", None, (), directory=open_directory(f"file:{file}"))
     homes.discover()
@@ -129,7 +129,7 @@ def test_engines_of_a_fleet_are_listed_together(etcd: Etcd, fleet: tuple[Kvferry
             party.close()
 
 
-def test_a_home_that_is_away_is_named_and_the_others_are_shown(file: Path, fleet: tuple[Kvferryd, Kvferryd]) -> None:
+def test_unreachable_home_is_named_and_the_others_are_shown(file: Path, fleet: tuple[Kvferryd, Kvferryd]) -> None:
     away = f"127.0.0.1:{free_port()}"
     file.write_text(f'homes = ["{fleet[0].advertise}", "{away}"]')
     done = run_kvferry("engines", "--all", "--directory", f"file:{file}")
@@ -144,7 +144,7 @@ def test_a_home_that_is_away_is_named_and_the_others_are_shown(file: Path, fleet
     assert (failed["server"], failed["error"]["reason"]) == (away, "UNREACHABLE")
 
 
-def test_a_fleet_needs_a_directory_that_answers(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fleet_needs_a_directory_that_answers(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert run_kvferry("engines", "--all").returncode == 2
     assert run_kvferry("engines", "--all", "--directory", "file:relative").returncode == 2
     done = run_kvferry("engines", "--all", "--directory", f"file:{file}", "--timeout", "0.2")

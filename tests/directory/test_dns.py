@@ -96,7 +96,7 @@ def test_service_records_list_homes_and_pods(server: NameServer, opened: Open) -
         directory.resolve("prefill-0")
 
 
-def test_without_them_addresses_list_homes_at_one_port(server: NameServer, opened: Open) -> None:
+def test_addresses_without_service_records_list_homes_at_one_port(server: NameServer, opened: Open) -> None:
     server.records = {("homes.test.", "A"): ["10.0.0.1", "10.0.0.2"], ("homes.test.", "AAAA"): ["fd00::1"]}
     directory = opened(f"dns://{server.address}/homes.test:7500")
     assert directory.wait(30)
@@ -104,7 +104,7 @@ def test_without_them_addresses_list_homes_at_one_port(server: NameServer, opene
     assert directory.listed().engines == ()
 
 
-def test_a_name_server_that_fails_leaves_the_last_answer(
+def test_name_server_that_fails_leaves_the_last_answer(
     server: NameServer, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = opened(f"dns://{server.address}/homes.test")

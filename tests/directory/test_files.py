@@ -32,7 +32,7 @@ def replace(file: Path, content: str) -> None:
     os.replace(fresh, file)  # noqa: PTH105
 
 
-def test_toml_and_json_say_the_same(opened: Open, file: Path, tmp_path: Path) -> None:
+def test_toml_and_json_have_the_same_content(opened: Open, file: Path, tmp_path: Path) -> None:
     file.write_text(GOOD)
     json = tmp_path / "directory.json"
     json.write_text(
@@ -51,7 +51,7 @@ def test_toml_and_json_say_the_same(opened: Open, file: Path, tmp_path: Path) ->
     assert caught.value.values["engine_id"] == "decode-0"
 
 
-def test_edits_are_seen_and_wrong_ones_are_logged_once(
+def test_edits_of_the_file_are_read_and_wrong_ones_are_logged_once(
     opened: Open, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.write_text(GOOD)
@@ -80,7 +80,7 @@ def test_edits_are_seen_and_wrong_ones_are_logged_once(
     "content",
     ["engines = 3", 'homes = "10.0.0.1:1"', "[engines]\na = 1", "homs = []", '[engines.a]\nhome = "b:1"\nport = 3'],
 )
-def test_a_file_that_is_wrong_from_the_start_says_where(opened: Open, file: Path, content: str) -> None:
+def test_file_that_is_wrong_from_the_start_gets_an_error_with_the_field(opened: Open, file: Path, content: str) -> None:
     file.write_text(content)
     directory = opened(f"file:{file}")
     until(lambda: "expected" in problem(directory))
@@ -92,7 +92,7 @@ def test_a_file_that_is_wrong_from_the_start_says_where(opened: Open, file: Path
     assert "expected" in caught.value.values["problem"]
 
 
-def test_a_file_that_comes_later_is_read(opened: Open, file: Path) -> None:
+def test_file_that_is_created_later_is_read(opened: Open, file: Path) -> None:
     directory = opened(f"file:{file}")
     until(lambda: "No such file" in problem(directory))
     assert not directory.wait(0)

@@ -48,7 +48,7 @@ def scraped(
 
 
 @pytest.mark.slow
-def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
+def test_metrics_count_a_day_of_an_engine(tmp_path: Path) -> None:
     flags = ["--unix", str(tmp_path / "node.sock"), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
     with (
         Kvferryd(*flags, "--drain", "0", "--ttl", "2.5", "--engine-ttl", "1") as server,
@@ -111,7 +111,7 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         assert "lease_ended" in server.log
 
 
-def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> None:
+def test_engine_budgets_show_the_fullest_engine(tmp_path: Path) -> None:
     """Whichever engine that is: the page says which."""
     flags = ["--unix", "", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--drain", "0"]
     with Kvferryd(*flags) as server, connect(server.address) as channel:
@@ -140,7 +140,7 @@ def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> N
         other.close()
 
 
-def test_methods_that_nobody_offers_share_a_label(watched: Watched) -> None:
+def test_unknown_methods_share_a_label(watched: Watched) -> None:
     with connect(watched.server.addresses[1]) as channel:
         for name in ("a", "b", "c"):
             call: Any = channel.unary_unary(f"/kvferry.v1.KVTransfer/{name}")
@@ -150,7 +150,7 @@ def test_methods_that_nobody_offers_share_a_label(watched: Watched) -> None:
     assert not any(label.endswith("/a") for label in seen.labels)
 
 
-def test_no_label_grows_with_the_fleet(watched: Watched) -> None:
+def test_labels_do_not_grow_with_the_fleet(watched: Watched) -> None:
     """Labels are words of the code: none has an id, and none comes from a peer."""
     seen = Scraped(watched.admin)
     reasons = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()}  # noqa: SIM118
@@ -160,7 +160,7 @@ def test_no_label_grows_with_the_fleet(watched: Watched) -> None:
         assert secret not in seen.text
 
 
-async def test_a_scrape_goes_through_no_list_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrape_walks_no_list_that_grows_with_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home may have a quarter of a million leases, and its event loop waits for the scrape."""
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     await node.start()
@@ -176,6 +176,6 @@ async def test_a_scrape_goes_through_no_list_that_grows(tmp_path: Path, monkeypa
         await node.stop(0)
 
 
-def test_scrapes_without_pause_are_answered_from_one(watched: Watched) -> None:
+def test_scrapes_without_pause_share_a_measurement(watched: Watched) -> None:
     texts = {get(watched.admin, "/metrics").body for _ in range(40)}
     assert len(texts) < 20

@@ -68,7 +68,7 @@ def browse(folder: Path, url: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_the_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tmp_path: Path) -> None:
+def test_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tmp_path: Path) -> None:
     page, complaints = browse(tmp_path, f"http://{named.admin}/")
     assert complaints == ""
     assert "<title>kvferry: " in page
@@ -90,7 +90,7 @@ def test_the_page_shows_engines_reads_and_requests_and_stays_live(named: Watched
 
 
 @pytest.mark.slow
-def test_a_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
+def test_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
     target = "/plan?" + urlencode({"source": named.party.name, "destination": named.party.name})
     page, complaints = browse(tmp_path, f"http://{named.admin}{target}")
     assert complaints == ""
@@ -101,7 +101,7 @@ def test_a_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
     assert "<script" not in picture.text
 
 
-def test_an_engine_shows_its_ranks(named: Watched) -> None:
+def test_engine_page_shows_the_ranks(named: Watched) -> None:
     got = get(named.admin, "/engine?" + urlencode({"engine_id": named.party.name}))
     assert got.code == 200
     assert 'id="ranks"' in got.text
@@ -109,7 +109,7 @@ def test_an_engine_shows_its_ranks(named: Watched) -> None:
     assert EVIL not in got.text
 
 
-def test_templates_escape_whatever_is_not_html() -> None:
+def test_templates_escape_values_that_are_not_html() -> None:
     evil = '"><script>{0.__class__}'
     escaped = "&quot;&gt;&lt;script&gt;{0.__class__}"
     assert html('<p title="{}">{name}</p>', evil, name=evil) == f'<p title="{escaped}">{escaped}</p>'

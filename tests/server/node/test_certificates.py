@@ -39,7 +39,7 @@ def files(fleet: Authority, tmp_path: Path) -> TlsConfig:
     )
 
 
-def test_a_pair_that_does_not_fit_keeps_the_old_one_and_says_why_once(
+def test_certificate_and_key_that_do_not_match_change_nothing_and_are_logged_once(
     fleet: Authority, files: TlsConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificates, newer = Certificates(files), fleet.issue("newer")
@@ -65,7 +65,7 @@ def test_a_pair_that_does_not_fit_keeps_the_old_one_and_says_why_once(
     assert certificates.content == read_tls(newer)
 
 
-def test_a_certificate_that_is_not_valid_now_is_used_when_it_is(
+def test_certificate_that_is_not_valid_yet_is_used_once_it_is(
     fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As from an authority whose clock is ahead. Clients would refuse it, and take the one that it replaces."""
@@ -90,7 +90,7 @@ def test_a_certificate_that_is_not_valid_now_is_used_when_it_is(
     assert certificates.refresh()
 
 
-def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the_time_is_over(
+def test_warning_precedes_the_expiry_of_a_certificate_and_repeats_after_half_of_the_time(
     fleet: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     wall = [0.0]
@@ -109,7 +109,7 @@ def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the
     ]  # fmt: skip
 
 
-def test_it_is_warned_of_before_an_authority_expires(
+def test_warning_precedes_the_expiry_of_an_authority(
     fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one that ends first is named; one whose successor with the same name is there does not count."""
@@ -137,7 +137,7 @@ def test_it_is_warned_of_before_an_authority_expires(
 
 
 @pytest.mark.parametrize("usage", ["", "extendedKeyUsage=clientAuth"])
-def test_a_client_warns_before_its_own_certificate_expires(
+def test_client_warns_before_its_own_certificate_expires(
     fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: str
 ) -> None:
     wall = [0.0]
@@ -158,7 +158,7 @@ def test_a_client_warns_before_its_own_certificate_expires(
     assert told == [(0.4 * DAY, False), (0.1 * DAY, False), (-1.0, True)]
 
 
-def test_a_client_warns_before_the_authority_of_its_homes_expires(
+def test_client_warns_before_the_authority_of_its_homes_expires(
     fleet: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = authorities_validity(fleet.certificate.read_bytes())
@@ -169,7 +169,7 @@ def test_a_client_warns_before_the_authority_of_its_homes_expires(
     assert "'fleet'" in caplog.text
 
 
-async def test_a_node_server_says_when_its_certificate_and_its_authorities_expire(files: TlsConfig) -> None:
+async def test_node_server_shows_when_its_certificate_and_authorities_expire(files: TlsConfig) -> None:
     settings = {"listen": "127.0.0.1:0", "unix": "", "admin": "127.0.0.1:0"}
     server = NodeServer(configure(**settings, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca))
     await server.start()
@@ -183,7 +183,7 @@ async def test_a_node_server_says_when_its_certificate_and_its_authorities_expir
 
 
 @pytest.mark.slow
-def test_a_server_follows_its_files_without_being_told_and_at_once_when_it_is(
+def test_server_follows_its_tls_files_by_polling_and_at_once_on_reload(
     fleet: Authority, files: TlsConfig, tmp_path: Path
 ) -> None:
     later = Authority.make(tmp_path, "later")
@@ -219,7 +219,7 @@ class Unreadable:
         monkeypatch.setattr(Path, "read_bytes", read_bytes)
 
 
-async def test_a_server_uses_a_file_as_soon_as_it_may_read_it(
+async def test_server_uses_a_file_as_soon_as_it_is_readable(
     fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`cp new.key …; chown kvferry …`: the second step changes neither the time nor the size of the file."""
@@ -237,7 +237,7 @@ async def test_a_server_uses_a_file_as_soon_as_it_may_read_it(
     assert caplog.text.count("stays as it was") == 1
 
 
-def test_a_client_uses_a_file_as_soon_as_it_may_read_it(
+def test_client_uses_a_file_as_soon_as_it_is_readable(
     fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed, newer = TlsFiles(files), fleet.issue("newer")
@@ -269,7 +269,7 @@ async def test_check_config_refuses_the_addresses_that_a_start_refuses(flags: di
     assert caught.value.values["field"] == setting
 
 
-def test_check_config_opens_every_file_and_names_the_setting_of_each_that_is_wrong(
+def test_check_config_opens_every_file_and_names_the_setting_of_each_wrong_file(
     fleet: Authority, files: TlsConfig, tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.toml"
@@ -304,7 +304,7 @@ def test_check_config_opens_every_file_and_names_the_setting_of_each_that_is_wro
     assert "valid now" in expired
 
 
-def test_a_key_that_is_not_the_certificates_is_refused_at_the_start(fleet: Authority) -> None:
+def test_key_of_another_certificate_is_refused_at_the_start(fleet: Authority) -> None:
     node, other = fleet.issue("node"), fleet.issue("other")
     wrong = TlsConfig(ca=node.ca, cert=node.cert, key=other.key)
     with pytest.raises(InvalidField, match=r"tls_key.*the private key of the certificate in"):

@@ -168,7 +168,7 @@ class Renewals(threading.Thread):
 @pytest.mark.parametrize(
     "policy", ["", '[[rule]]\nidentities = ["nobody.fleet"]\nreader = ["*"]\n'], ids=["open", "policy"]
 )
-def test_floods_of_every_method_leave_the_home_alive_within_its_memory(tmp_path: Path, policy: str) -> None:
+def test_home_survives_floods_of_every_method_within_its_memory(tmp_path: Path, policy: str) -> None:
     with flooded(tmp_path, policy) as (server, stranger, local), Renewals(local) as renewals:
         at_first = server.resident()
         for name, (method, request) in FLOODS.items():
@@ -191,7 +191,7 @@ def test_floods_of_every_method_leave_the_home_alive_within_its_memory(tmp_path:
 
 
 @pytest.mark.parametrize("method", [REFLECTION, f"{KV}Watch"])
-def test_hundreds_of_requests_that_wait_to_be_read_take_little_memory(tmp_path: Path, method: str) -> None:
+def test_requests_that_wait_to_be_read_take_little_memory(tmp_path: Path, method: str) -> None:
     """All of them from one host, and refused for their size alone."""
     with flooded(tmp_path, "") as (server, stranger, _), ExitStack() as stack:
         channels = [stack.enter_context(connect(server.advertise, stranger)) for _ in range(8)]

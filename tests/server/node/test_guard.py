@@ -143,9 +143,7 @@ async def test_typed_errors_keep_their_type(call: Call) -> None:
 
 @every_kind
 @pytest.mark.parametrize("how", ["crash", "untyped"])
-async def test_other_exceptions_are_told_to_the_log_only(
-    call: Call, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_untyped_exceptions_go_to_the_log_only(call: Call, how: str, caplog: pytest.LogCaptureFixture) -> None:
     async with guarded() as (stub, *_):
         with caplog.at_level(logging.ERROR):
             error = await failure(call(stub, how))
@@ -156,7 +154,7 @@ async def test_other_exceptions_are_told_to_the_log_only(
         assert "Traceback" in caplog.text
 
 
-async def test_a_deadline_is_required_except_for_watch() -> None:
+async def test_deadline_is_required_except_for_watch() -> None:
     async with guarded() as (stub, *_):
         assert isinstance(await failure(stub.RegisterCache(pb.RegisterCacheRequest())), DeadlineRequired)
         assert isinstance(await failure(read_all(stub.Handshake(pb.HandshakeRequest()))), DeadlineRequired)
@@ -165,7 +163,7 @@ async def test_a_deadline_is_required_except_for_watch() -> None:
 
 
 @pytest.mark.parametrize("method", ["RegisterCache", "ReadBlocks", "Handshake"])
-async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> None:
+async def test_bytes_that_are_no_message_are_an_invalid_field(method: str) -> None:
     async with guarded() as (stub, _, __, channel):
         path = f"/kvferry.v1.KVTransfer/{method}"
         garbage = b"\xff\xff\xff garbage"
@@ -180,13 +178,13 @@ async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> No
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=10)).home_epoch == b"epoch"
 
 
-async def test_a_message_that_is_encoded_already_goes_as_it_is() -> None:
+async def test_message_that_is_already_encoded_is_sent_unchanged() -> None:
     async with guarded() as (stub, *_):
         (message,) = await read_all(stub.Handshake(pb.HandshakeRequest(), timeout=10))
         assert message == pb.HandshakeResponse(home_epoch=b"epoch")
 
 
-async def test_a_method_that_is_not_there_is_typed() -> None:
+async def test_unknown_method_gets_a_typed_error() -> None:
     async with guarded() as (stub, _, __, channel):
         error = await failure(stub.ReadChecksums(pb.ReadChecksumsRequest(), timeout=10))
         assert isinstance(error, NotImplementedHere)
@@ -197,7 +195,7 @@ async def test_a_method_that_is_not_there_is_typed() -> None:
         assert error.values["what"] in (UNKNOWN_METHOD, "/kvferry.v1.KVTransfer/Teleport")
 
 
-async def test_calls_over_the_limit_are_told_to_come_back() -> None:
+async def test_calls_over_the_limit_get_a_retry_delay() -> None:
     async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, _, __):
         waiting = asyncio.ensure_future(CALLS[0](stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
@@ -213,7 +211,7 @@ async def test_calls_over_the_limit_are_told_to_come_back() -> None:
         assert await CALLS[0](stub, "")
 
 
-async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
+async def test_stream_over_the_limit_does_not_end_the_first() -> None:
     async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(CALLS[1](stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
@@ -227,7 +225,7 @@ async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS[1::2], ids=["yields", "writes"])
-async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
+async def test_streams_end_with_draining_and_calls_go_on(call: Call) -> None:
     async with guarded() as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(call(stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
@@ -238,7 +236,7 @@ async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
         assert await CALLS[0](stub, "")
 
 
-async def test_a_client_that_leaves_ends_its_stream() -> None:
+async def test_stream_ends_when_its_client_leaves() -> None:
     async with guarded() as (stub, servicer, guard, _):
         watch: Any = stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id="wait")))
         await watch.read()
@@ -248,7 +246,7 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
 
 
 @pytest.mark.parametrize(("over", "allowed"), [("TCP", 4), ("UNIX", 8)])
-async def test_a_host_has_half_of_the_calls_and_the_socket_all(over: str, allowed: int, tmp_path: Path) -> None:
+async def test_host_has_half_of_the_calls_and_the_socket_all(over: str, allowed: int, tmp_path: Path) -> None:
     """Callers on the UNIX socket cannot be told apart."""
     socket = tmp_path / "s" if over == "UNIX" else None
     async with guarded(CallLimits(calls=8, streams=8), socket) as (stub, servicer, guard, _):
@@ -285,7 +283,7 @@ async def unfinished(channel: Any, count: int) -> list[Any]:
     return calls
 
 
-async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_do_not_arrive_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.5)
     async with guarded() as (stub, _, __, channel):
         # Fewer than the places of a host, so that nobody waits for one.
@@ -297,7 +295,7 @@ async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.Monkey
             assert error.values["value"] == "'unfinished'"
 
 
-async def test_a_call_without_a_request_is_a_wrong_argument() -> None:
+async def test_call_without_a_request_is_an_invalid_field() -> None:
     async with guarded() as (_, __, ___, channel):
         call = channel.stream_unary("/kvferry.v1.KVTransfer/RegisterCache")(timeout=10)
         await call.done_writing()
@@ -312,7 +310,7 @@ def target(channel: Any) -> str:
     return str(channel._channel.target.decode())
 
 
-async def test_answers_that_nobody_takes_keep_no_others_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_answers_that_clients_do_not_take_keep_no_others_out(caplog: pytest.LogCaptureFixture) -> None:
     """Large handshakes keep their places until they have been answered."""
     async with guarded() as (stub, _, __, channel):
         large = pb.HandshakeRequest(engine_id="much", incarnation=LARGE_REQUEST)
@@ -330,7 +328,7 @@ async def test_answers_that_nobody_takes_keep_no_others_out(caplog: pytest.LogCa
     assert "ExecuteBatchError" not in caplog.text
 
 
-async def test_requests_that_do_not_come_keep_no_others_waiting() -> None:
+async def test_requests_that_do_not_arrive_keep_no_others_waiting() -> None:
     async with guarded() as (stub, _, __, channel):
         slow = await unfinished(channel, 200)
         before = asyncio.get_running_loop().time()
@@ -345,7 +343,7 @@ async def test_requests_that_do_not_come_keep_no_others_waiting() -> None:
             call.cancel()
 
 
-async def test_geometries_that_are_worked_on_keep_no_renewal_out() -> None:
+async def test_geometries_in_work_keep_no_renewal_out() -> None:
     async with guarded() as (stub, servicer, *_):
         waits = pb.RegisterCacheRequest(
             engine=pb.EngineRef(engine_id="wait", incarnation=LARGE_REQUEST), session_secret=b""
@@ -357,7 +355,7 @@ async def test_geometries_that_are_worked_on_keep_no_renewal_out() -> None:
         await asyncio.gather(*busy)
 
 
-async def test_a_client_that_takes_nothing_keeps_no_late_request_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_request_times_out_although_its_client_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits to be taken is not a late request, and does not hide those that began after it."""
     monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.2)
     arrivals, loop = Arrivals(2), asyncio.get_running_loop()
@@ -377,7 +375,7 @@ async def test_a_client_that_takes_nothing_keeps_no_late_request_alive(monkeypat
     untaken.cancel()
 
 
-async def test_slots_come_back_whatever_becomes_of_a_request() -> None:
+async def test_slots_are_freed_however_a_request_ends() -> None:
     class Peer:
         def __init__(self, answer: Any) -> None:
             self.answer = answer

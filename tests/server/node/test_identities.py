@@ -101,7 +101,7 @@ def outcome(call: Callable[[], object]) -> KvferryError | None:
     return None
 
 
-def test_who_has_stolen_a_lease_id_can_do_nothing_with_it_under_another_certificate(stubs: Stubs) -> None:
+def test_stolen_lease_id_is_useless_under_another_certificate(stubs: Stubs) -> None:
     lease = acquired(stubs["reader"], "stolen")
     for name, call in calls(stubs["stranger"], "stolen", lease.lease_id).items():
         error = outcome(call)
@@ -113,20 +113,20 @@ def test_who_has_stolen_a_lease_id_can_do_nothing_with_it_under_another_certific
 
 
 @pytest.mark.parametrize("other", ["its other node", "local"])
-def test_another_node_of_the_reader_and_the_unix_socket_share_a_read(stubs: Stubs, other: str) -> None:
+def test_read_is_shared_by_another_node_of_the_reader_and_the_unix_socket(stubs: Stubs, other: str) -> None:
     lease = acquired(stubs["reader"], other)
     assert acquired(stubs[other], other).lease_id == lease.lease_id
     for name, call in calls(stubs[other], other, lease.lease_id).items():
         assert outcome(call) is None, name
 
 
-def test_a_certificate_without_alternative_names_is_known_by_its_common_name(stubs: Stubs) -> None:
+def test_certificate_without_alternative_names_is_known_by_its_common_name(stubs: Stubs) -> None:
     lease = acquired(stubs["named"], "common")
     assert isinstance(outcome(lambda: acquired(stubs["stranger"], "common")), WrongIdentity)
     assert acquired(stubs["named"], "common").lease_id == lease.lease_id
 
 
-def test_a_certificate_without_any_name_is_known_by_its_digest(stubs: Stubs) -> None:
+def test_certificate_without_any_name_is_known_by_its_digest(stubs: Stubs) -> None:
     lease = acquired(stubs["nameless"], "digest")
     assert isinstance(outcome(lambda: acquired(stubs["nameless, too"], "digest")), WrongIdentity)
     assert acquired(stubs["nameless"], "digest").lease_id == lease.lease_id

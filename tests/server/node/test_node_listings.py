@@ -64,7 +64,7 @@ def test_engines_are_listed_while_they_live_and_homes_while_they_serve(etcd: Etc
     assert "not listed" not in server.log
 
 
-def test_a_killed_server_is_listed_until_its_ttl_ends(etcd: Etcd, reader: Directory) -> None:
+def test_killed_server_is_listed_until_its_ttl_ends(etcd: Etcd, reader: Directory) -> None:
     with listing(etcd) as server:
         until(lambda: reader.wait() and server.advertise in reader.listed().homes)
         server.kill()
@@ -73,7 +73,7 @@ def test_a_killed_server_is_listed_until_its_ttl_ends(etcd: Etcd, reader: Direct
         until(lambda: reader.listed().homes == set())
 
 
-def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, reader: Directory) -> None:
+def test_server_without_etcd_serves_and_lists_its_engines_once_etcd_is_there(etcd: Etcd, reader: Directory) -> None:
     etcd.stop()
     with listing(etcd) as server, connect(server.address) as channel:
         until(lambda: "engines are not listed" in server.log)
@@ -96,7 +96,7 @@ def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, re
     until(lambda: etcd.keys() == [])
 
 
-async def test_listings_outlast_whatever_happens_to_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listings_continue_after_any_failed_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that has no thread to spare for gRPC, for one."""
     attempts: list[str] = []
 
@@ -126,12 +126,12 @@ async def test_listings_outlast_whatever_happens_to_one_attempt(monkeypatch: pyt
         ({"directory": "etcd://e:1", "directory_ttl": 0.5}, "greater than or equal to 2"),
     ],
 )
-def test_settings_that_list_nothing_are_refused(settings: dict[str, object], says: str) -> None:
+def test_directory_settings_that_list_nothing_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(BadConfig, match=says):
         configure(**settings)
 
 
-def test_a_server_that_no_other_host_reaches_is_not_listed(tmp_path: Path) -> None:
+def test_server_that_no_other_host_reaches_is_not_listed(tmp_path: Path) -> None:
     done = refused("--listen", "", "--unix", f"{tmp_path}/node.sock", "--directory", "etcd://127.0.0.1:1")
     assert done.returncode == 2
     assert "as other hosts reach it" in done.stderr

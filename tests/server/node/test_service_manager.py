@@ -39,7 +39,7 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]
         yield made
 
 
-def test_ready_comes_when_it_serves_and_stopping_when_it_drains(
+def test_ready_is_sent_when_the_server_serves_and_stopping_when_it_drains(
     manager: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", manager.name)
@@ -62,7 +62,7 @@ def test_ready_comes_when_it_serves_and_stopping_when_it_drains(
         assert server.wait() == 0
 
 
-def test_a_server_that_cannot_start_is_never_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_cannot_start_is_never_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Manager(str(tmp_path / "notify"))
     monkeypatch.setenv("NOTIFY_SOCKET", manager.name)
     with manager.socket, socket.create_server(("127.0.0.1", 0)) as taken:
@@ -73,7 +73,7 @@ def test_a_server_that_cannot_start_is_never_ready(tmp_path: Path, monkeypatch: 
             manager.hears()
 
 
-def test_a_manager_that_is_gone_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_manager_that_is_gone_does_not_stop_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
     with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as server:
         assert serves(server.address)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 FINAL = 2.0
 
 
-def test_on_waking_a_server_grants_and_confirms_nothing_that_is_over(tmp_path: Path) -> None:
+def test_server_that_wakes_from_sleep_grants_and_confirms_nothing_that_has_ended(tmp_path: Path) -> None:
     arguments = [
         "--listen",
         "",

@@ -92,7 +92,7 @@ def party(address: str, name: str) -> Iterator[Party]:
             victim.close()
 
 
-def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> None:
+def test_path_that_is_not_text_is_refused_and_ends_no_connection(server: Kvferryd) -> None:
     address = server.addresses[1]
     with party(server.address, "local") as local, party(address, "remote") as remote:
         for _ in range(ATTACKS):
@@ -107,7 +107,7 @@ def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _CAN_MEND, reason="this grpcio decodes no path where all calls are taken")
-def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
+def test_grpc_server_is_replaced_and_the_home_keeps_its_state(tmp_path: Path) -> None:
     """grpcio as it is: each attack ends its server, and every stream with it."""
     path = tmp_path / "node.sock"
     # Longer than all attacks take.
@@ -144,7 +144,7 @@ def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) -> None:
+async def test_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     node = NodeServer(configure(unix=str(path), listen=""))
     await node.start()
@@ -166,7 +166,7 @@ async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not _CAN_MEND, reason="this grpcio accepts all calls itself")
-async def test_a_server_that_can_accept_no_more_calls_of_a_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_server_that_cannot_accept_calls_of_a_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
     schedule, failed = cygrpc._schedule_rpc_coro, list[object]()
 
@@ -197,7 +197,7 @@ async def until_answered(stub: Any) -> ipb.ListEnginesResponse:
     return answer
 
 
-async def test_a_port_is_nobody_elses_between_two_servers() -> None:
+async def test_port_stays_reserved_between_two_grpc_servers() -> None:
     node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
     await node.start()
     address = parse_address(node.addresses[0])
@@ -254,7 +254,7 @@ def outcome(call: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["unix", "tcp"])
-def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind: int) -> None:
+def test_calls_in_thousands_are_answered_or_refused_with_typed_errors(server: Kvferryd, kind: int) -> None:
     with ExitStack() as stack:
         # Connections of their own: channels of one process share theirs otherwise.
         channels = [
@@ -272,7 +272,7 @@ def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind
 
 
 @pytest.mark.slow
-def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
+def test_streams_in_thousands_are_open_or_refused_with_typed_errors(tmp_path: Path) -> None:
     """And who has none gets one, although another host has as many as he may."""
     with (
         Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--max-streams", "1000") as node,
@@ -331,7 +331,7 @@ def flood_of_resets(address: str, path: str) -> Iterator[None]:
         flooding.result(30)
 
 
-def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
+def test_flood_of_resets_harms_only_its_own_connection(server: Kvferryd) -> None:
     if not _CAN_MEND:
         pytest.skip("this grpcio has one queue for all methods: see the next test")
     address = server.addresses[1]
@@ -341,7 +341,7 @@ def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
         assert victim._watch.is_active()
 
 
-def test_a_flood_of_resets_of_renewals_delays_none_beyond_its_lease(server: Kvferryd) -> None:
+def test_flood_of_reset_renewals_delays_no_renewal_beyond_its_lease(server: Kvferryd) -> None:
     """gRPC has one queue for all calls of a method, the flood's and the victim's. Repeated, as the SDK does."""
     address = server.addresses[1]
     with party(address, "renewing") as victim, flood_of_resets(address, NOTIFY):
@@ -355,7 +355,7 @@ def test_a_flood_of_resets_of_renewals_delays_none_beyond_its_lease(server: Kvfe
         assert victim._watch.is_active()
 
 
-def test_requests_that_never_end_hold_nobody_up(server: Kvferryd) -> None:
+def test_requests_that_never_end_delay_no_other_calls(server: Kvferryd) -> None:
     """Bodies without an end, as many as may be read at once, and many more."""
     with ExitStack() as stack:
         for _ in range(10):
@@ -366,7 +366,7 @@ def test_requests_that_never_end_hold_nobody_up(server: Kvferryd) -> None:
             victim.works()
 
 
-def test_the_request_of_a_stream_is_short(server: Kvferryd) -> None:
+def test_request_of_a_stream_is_limited_in_size(server: Kvferryd) -> None:
     with connect(server.address) as channel:
         watch: Any = channel.unary_stream(WATCH)
         with pytest.raises(grpc.RpcError) as caught:
@@ -383,7 +383,7 @@ sys.exit(run(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
+def test_silent_connections_keep_no_others_out(tmp_path: Path) -> None:
     """As 1,100 do with 1,024 files: 400 with 400."""
     authority = Authority.make(tmp_path, "fleet")
     tls = authority.issue("node")
@@ -412,7 +412,7 @@ def at_end(client: socket.socket) -> bool:
         return False
 
 
-def test_who_has_the_most_connections_loses_them() -> None:
+def test_host_with_the_most_connections_loses_its_newest() -> None:
     # On all addresses: else the system may give its port to a client at another one.
     with socket.create_server(("", 0)) as listening, ExitStack() as stack:
         port = listening.getsockname()[1]
@@ -443,7 +443,7 @@ def test_who_has_the_most_connections_loses_them() -> None:
         eventually(lambda: sum(map(at_end, (client for client, _ in greedy))) == 10)
 
 
-def test_sockets_of_an_engine_are_left_as_they_are() -> None:
+def test_sockets_of_an_embedding_engine_stay_unchanged() -> None:
     """Its process may hold more files than a server has connections, and have a default timeout."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
         port = listening.getsockname()[1]
@@ -471,17 +471,17 @@ def test_sockets_of_an_engine_are_left_as_they_are() -> None:
         ("ipv6:%5Bfe80::1%25eth0%5D:99", "fe80::/64"),
     ],
 )
-def test_who_a_peer_counts_as(peer: str, host: str) -> None:
+def test_host_of_a_peer(peer: str, host: str) -> None:
     assert host_of(peer) == host
 
 
-def test_listeners_share_the_files() -> None:
+def test_listeners_share_the_file_descriptors() -> None:
     assert connections_each(4096, 2, 20_000) == 4096
     assert connections_each(4096, 2, 1024) == 320
     assert connections_each(4096, 1, 64) == 8
 
 
-def test_sighup_is_heard_and_ends_nothing(tmp_path: Path) -> None:
+def test_sighup_is_logged_and_does_not_end_the_server(tmp_path: Path) -> None:
     with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as node, party(node.address, "p") as victim:
         node.signal(signal.SIGHUP)
         eventually(lambda: "SIGHUP: reading the policy and the TLS files again" in node.log)
@@ -502,11 +502,11 @@ def relayed(address: str, home: str) -> Exception:
 
 
 @pytest.mark.parametrize("home", ["10.255.255.1:1", "127.example.org:80", "metadata.internal:80", "[fd00::1]:1"])
-def test_a_home_off_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, home: str) -> None:
+def test_relay_to_another_host_is_refused_to_a_stranger(server: Kvferryd, home: str) -> None:
     assert isinstance(relayed(server.address, home), InvalidField)
 
 
-def test_a_socket_of_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, tmp_path: Path) -> None:
+def test_relay_to_a_socket_of_this_host_is_refused_to_a_stranger(server: Kvferryd, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as service:
         service.bind(str(tmp_path / "service"))
         service.listen()
@@ -517,7 +517,7 @@ def test_a_socket_of_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, t
 
 
 @pytest.mark.slow
-def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
+def test_relays_connect_only_to_named_homes(tmp_path: Path) -> None:
     arguments = ["--unix", str(tmp_path / "node.sock"), "--listen", "", "--relay-homes", "node*:7423, 127.0.0.1:9"]
     with Kvferryd(*arguments) as node:
         assert isinstance(relayed(node.address, "127.0.0.1:10"), InvalidField)
@@ -526,7 +526,7 @@ def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_answers_that_nobody_takes_are_bounded() -> None:
+def test_answers_that_clients_do_not_take_are_bounded() -> None:
     with (
         Kvferryd("--listen", "127.0.0.1:0", "--unix", "", "--drain", "0") as server,
         connect(server.advertise) as channel,
