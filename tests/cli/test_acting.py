@@ -1,4 +1,4 @@
-"""What the commands of operators do to a live node server, and the probe of its health."""
+"""The commands of operators and `kvferry health`, on a live node server."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_listings_are_filtered(scene: Scene) -> None:
 def test_failed_read_shows_its_reason(scene: Scene) -> None:
     scene.engine("failing")
     of = ("--engine", "failing")
-    # A reader of a later version may have reasons that nobody here knows.
+    # A reader of a later version may have reasons that are unknown here.
     for reason in (pb.RankReport(reason=9999), pb.RankReport(reason=errors_pb2.ERROR_REASON_TRANSFER_STUCK)):  # type: ignore[arg-type]
         reason.outcome = pb.RANK_OUTCOME_FAILED
         scene.report(scene.read("reader").lease_id, reason)
@@ -198,7 +198,7 @@ def test_evict_ends_an_engine(scene: Scene) -> None:
     assert done.stdout == "'stuck' is evicted. No lease is live.\n"
     assert "stuck" not in scene.run("engines").stdout
     assert scene.run("evict", "stuck", "--yes").returncode == 1
-    # A thread reads the log, after the answer perhaps.
+    # A thread reads the log, perhaps after the answer.
     until(lambda: "EvictEngine by the UNIX socket engine_id='stuck'" in scene.server.log)
 
 
@@ -209,7 +209,7 @@ def test_commands_that_act_do_nothing_without_a_confirmation(scene: Scene) -> No
         done = scene.run(*command)
         assert done.returncode == 2
         assert "--yes" in done.stderr
-    # What is done last is written last; what other tests did may be read late.
+    # The last action is logged last; lines of other tests may be read late.
     assert scene.run("evict", "asked", "--yes").returncode == 0
     until(lambda: "EvictEngine by the UNIX socket engine_id='asked'" in scene.server.log)
     acts = [line for line in scene.server.log.splitlines() if "Drain by" in line or "engine_id='asked'" in line]
@@ -265,7 +265,7 @@ def test_health_over_mutual_tls(tmp_path: Path) -> None:
         assert run_kvferry("health", "--server", server.address).returncode == 1
         unknown = run_kvferry("health", "--server", server.address, *probe, "--service", "nobody.Here")
         assert unknown.returncode == 1
-        # Over TCP with certificates nobody is an operator.
+        # No caller on TCP with certificates is an operator.
         refused = run_kvferry("drain", "--yes", "--server", server.address, *probe)
         assert refused.returncode == 1
         assert refused.stderr.rstrip().endswith("[NOT_ALLOWED]")

@@ -1,4 +1,4 @@
-"""`kvferry doctor` as it is called."""
+"""The command `kvferry doctor`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = (Check("environment", environment), Check("peer", check_peer))
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two checks alone; all of them take seconds."""
+    """Only two checks, because all take seconds."""
     monkeypatch.setattr(catalogue, "CHECKS", QUICK)
 
 

@@ -1,4 +1,4 @@
-"""`kvferry plan`: files, live engines, and what it says when a pair cannot be read."""
+"""`kvferry plan`: files, live engines, and the errors of pairs that cannot be read."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_picture_is_written(files: dict[str, str], tmp_path: Path) -> None:
 
 
 class OneEngine(IntrospectionServicer):
-    """A node server that knows one engine."""
+    """A node server with one engine."""
 
     def __init__(self, missing: list[int]) -> None:
         self.missing = missing

@@ -105,7 +105,7 @@ def test_differences_of_every_kind_are_planned_from_files_and_read_every_byte_on
     found = plan("--source", str(EXAMPLES / f"{source}.json"), "--destination", str(path))
     per_token, per_request = held(geometry_file.load(path))
     totals = found["totals"]
-    # Means over all tokens: shares of stripes are rounded.
+    # Averages over all tokens, because shares of stripes are rounded.
     assert totals["bytes_per_token"] == pytest.approx(float(per_token), rel=1e-6)
     assert totals["bytes_per_request"] == per_request
     assert [rank["uncovered"] for rank in found["ranks"]] == [[]] * len(found["ranks"])

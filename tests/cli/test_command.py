@@ -1,4 +1,4 @@
-"""The command by itself: help, versions, and what it must not import."""
+"""The command without a node server: help, versions, and forbidden imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands show of a live node server, to people and to programs."""
+"""The commands' output about a live node server, for people and for programs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_missing_server_is_one_line_and_exit_code_1(command: list[str], tmp_path
     ("name", "reasons"),
     [
         ("nobody", ("[ENGINE_UNKNOWN]", "[HOME_RECOVERING]")),
-        # A name that would colour the terminal is none, and is not shown as it is.
+        # A name that would colour the terminal is invalid, and is shown escaped.
         ("no\x1b[31mbody", ("[INVALID_FIELD]",)),
     ],
 )

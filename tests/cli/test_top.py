@@ -32,13 +32,13 @@ COMMAND = [sys.executable, "-m", "kvferry._cli", "top", "--interval", "0.5"]
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command on a separate terminal."""
 
     def __init__(self, *arguments: str, rows: int = 40, columns: int = 120) -> None:
         self._master, slave = pty.openpty()
         self._resize(slave, rows, columns)
-        # The first terminal that the leader of a session opens controls it. A shell opens it: Python code between fork
-        # and exec is none for a process that has gRPC's threads.
+        # The first terminal that the leader of a session opens controls the session. A shell opens the terminal,
+        # because a process with gRPC's threads must not run Python code between fork and exec.
         self.process = subprocess.Popen(
             # A background job of a script ignores Ctrl-C, and so would its children.
             [
@@ -64,11 +64,11 @@ class Terminal:
         os.write(self._master, keys)
 
     def shows(self, *texts: str, after: int = 0) -> None:
-        """Wait until all of this was drawn since so many characters."""
+        """Wait until all these texts were drawn after so many characters."""
         until(lambda: self._read() and all(text in self.seen[after:] for text in texts))
 
     def end(self) -> int:
-        """Wait for the end; its exit code."""
+        """Wait for the end, and return the exit code."""
         end = now() + 30
         while self.process.poll() is None and now() < end:
             self._read()
@@ -148,7 +148,7 @@ def test_top_shows_several_servers_and_the_error_of_a_missing_one(
     found = {server["server"]: server for server in json.loads(done.stdout)["servers"]}
     assert [found[name]["leases"] for name in (stage.server.address, empty.address)] == [1, 0]
     assert "none.sock" in found[gone]["error"]
-    # Also by the environment.
+    # The environment can name the server, too.
     both = run_kvferry("top", "--once", "--json", KVFERRY_SERVER=f"{stage.server.address} {empty.address}")
     assert (both.returncode, len(json.loads(both.stdout)["servers"])) == (0, 2)
 
@@ -181,7 +181,7 @@ def test_screen_follows_the_terminals_size_and_ctrl_c_ends_it(watching: Terminal
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).splitlines()) <= 60
     watching.type(b"\x03")
     assert watching.end() == 130
-    # It gives the terminal its screen and its cursor back, and says nothing more.
+    # The command restores the terminal's screen and cursor, and prints nothing more.
     assert watching.seen.rindex("\x1b[?1049l") > watching.seen.rindex("\x1b[?1049h")
     assert "\x1b[?25h" in watching.seen
     assert "Traceback" not in watching.seen

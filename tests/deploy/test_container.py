@@ -1,4 +1,4 @@
-"""The container file, as far as it can be looked at without building: no registry of images is reached here."""
+"""Checks of the container file without a build, because no registry of images is reachable here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOCKET = "unix:/run/kvferry/node.sock"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """In order; comments left out, continued lines joined."""
+    """The instructions in order, without comments, with continued lines joined."""
     lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line.strip()]

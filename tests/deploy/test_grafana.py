@@ -28,7 +28,7 @@ type Written<T> = T extends string ? `${T}` : T extends object ? { [K in keyof T
 
 
 def wrong(board: Any, folder: Path) -> str:
-    """What TypeScript's compiler says of a board."""
+    """The errors of TypeScript's compiler for a board."""
     panels = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
     assert len(panels) > 20
     lines = [TYPES, f"export const board: Dashboard = {json.dumps(board, indent=1)};"]
@@ -48,7 +48,7 @@ def wrong(board: Any, folder: Path) -> str:
 @pytest.mark.skipif(not (MODULES / "@grafana").exists(), reason="tests/support/nodejs is not installed")
 def test_board_is_valid_by_grafanas_schema(tmp_path: Path) -> None:
     assert wrong(BOARD, tmp_path) == ""
-    # What it would notice: a field and a value that Grafana does not know.
+    # The compiler notices a field and a value that Grafana does not know.
     bad = copy.deepcopy(BOARD)
     bad["panels"][1]["gridpos"] = bad["panels"][1].pop("gridPos")
     bad["panels"][1]["options"]["tooltip"]["mode"] = "many"

@@ -1,4 +1,4 @@
-"""The manifests are what Kubernetes takes, give kvferryd little, and fit its settings."""
+"""The manifests are valid for Kubernetes, give kvferryd few rights, and fit its settings."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_kvferryd_has_no_rights() -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert POD["spec"]["automountServiceAccountToken"] is False
-    # What runs as root runs once, and only prepares the directory.
+    # The container that runs as root runs once, and only prepares the directory.
     (prepares,) = POD["spec"]["initContainers"]
     assert prepares["command"][0] == "install"
     assert prepares["command"][-1] == "/run/kvferry"

@@ -1,4 +1,4 @@
-"""The unit of systemd is one, and gives kvferryd little."""
+"""The systemd unit is valid, and gives kvferryd few rights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.repository import ROOT
 
 UNIT = ROOT / "deploy" / "systemd" / "kvferryd.service"
 EXPOSURE = 11
-"""Tenths of systemd's measure, of 100. What remains are the network and the root directory."""
+"""systemd's exposure measure in tenths, at most 100. The rest is the network and the root directory."""
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 
@@ -30,7 +30,7 @@ def test_unit_is_valid_for_systemd(tmp_path: Path) -> None:
     unit.write_text(UNIT.read_text().replace("/opt/kvferry/bin/kvferryd", str(program)))
     done = analyze("verify", "--man=no", str(unit))
     assert (done.returncode, done.stderr) == (0, "")
-    # It would have said so otherwise.
+    # A misspelt setting is reported.
     unit.write_text(unit.read_text().replace("NoNewPrivileges=", "NoNewPrivilege="))
     assert "'NoNewPrivilege'" in analyze("verify", "--man=no", str(unit)).stderr
 

@@ -1,4 +1,4 @@
-"""A directory in a real etcd: what its readers see of listings that come and end, and of an etcd that fails."""
+"""A directory in a real etcd: its readers, while listings come and end, and while etcd fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lists(directory: Directory, engine_id: str) -> bool:
 
 
 def renewed(*homes: Directory) -> bool:
-    """Renew what each lists, or list it again if its lease ended before all of it was written."""
+    """Renew the listings of each publisher, or publish them again if their lease ended before all were written."""
     for home in homes:
         with suppress(DirectoryUnavailable):
             home.renew()
@@ -57,11 +57,11 @@ def test_published_engines_are_resolved_and_withdrawn(etcd: Etcd, opened: Open) 
     until(lambda: not lists(reader, "prefill/0"))
     assert reader.listed() == Listed(frozenset({HERE}), (second,))
     home.withdraw()
-    # Every watch is told of each state, and of nothing twice. The reader answers a moment before it tells.
+    # Every watch receives each state once. The reader answers a moment before it calls the watches.
     until(lambda: reader.listed() == Listed() and told[-1] == Listed())
     assert told[-1] == Listed()
     assert all(before != after for before, after in pairwise(told))
-    # Nothing is left over, and another prefix was never touched.
+    # No key is left, and another prefix was never touched.
     assert etcd.keys() == []
 
 
@@ -81,7 +81,7 @@ def test_listings_that_are_not_renewed_end_with_their_ttl(etcd: Etcd, opened: Op
     silent.publish(THERE, [Listing("ends", THERE)], 1.0)
 
     def begun() -> bool:
-        """Both are renewed: else whatever takes a second, such as a start of etcdctl, outlasts them."""
+        """Both are renewed: otherwise they would end during steps of a second, such as a start of etcdctl."""
         return renewed(renewing, silent) and lists(reader, "stays") and lists(reader, "ends") and len(etcd.keys()) == 4
 
     until(begun)
@@ -175,7 +175,7 @@ def test_watch_that_begins_before_a_compaction_starts_over(
     until(lambda: lists(reader, "last"))
     assert len(asked) == 2
     assert not lists(reader, "early")
-    # It is no outage.
+    # A compaction is no outage.
     assert "cannot be read" not in caplog.text
 
 
@@ -205,7 +205,7 @@ def test_entries_that_are_no_listings_do_not_affect_others(
     home.publish(HERE, [Listing("good", HERE)], 30.0)
     until(lambda: lists(reader, "good"))
     assert reader.listed() == Listed(frozenset({HERE}), (Listing("good", HERE),))
-    # Each is named once, however often the directory is read; what is not a directory's is not mentioned.
+    # Each key is named once, however often the directory is read; foreign keys are not mentioned.
     other = opened(etcd.url)
     until(lambda: lists(other, "good"))
     home.publish(HERE, [Listing("good", HERE), Listing("more", HERE)], 30.0)
@@ -263,7 +263,7 @@ def test_engine_is_listed_only_under_its_own_key(etcd: Etcd, opened: Open, caplo
     assert reader.listed() == Listed(frozenset({HERE}), (good,))
     assert nested.listed() == Listed(frozenset({THERE}), (Listing("nested", THERE),))
     assert caplog.text.count("as the value says") == 3
-    # What becomes junk is no listing any more.
+    # A listing that becomes junk is no longer listed.
     etcd.put("/fleet/engines/good/10.0.0.1%3A7423", Listing("theirs", HERE).to_json())
     until(lambda: not reader.listed().engines)
 
@@ -279,7 +279,7 @@ def test_values_too_large_for_an_answer_do_not_hide_other_listings(
     later = opened(etcd.url)
     assert later.wait(30)
     assert later.listed() == Listed(frozenset({HERE}), (Listing("engine", HERE),))
-    # Those that run hear of what comes after it.
+    # Running readers receive later changes.
     home.publish(HERE, [Listing("engine", HERE), Listing("next", HERE)], 60.0)
     until(lambda: lists(running, "next") and lists(later, "next"))
     assert "cannot be read" not in caplog.text
@@ -351,7 +351,7 @@ def test_users_authenticate_with_the_password_in_a_file(
                 directory.publish(HERE, [], 30.0)
             assert "hunter1" not in f"{caught.value} {caught.value.values}"
         assert not reader.wait(0.5)
-        # It is corrected without a restart of anything.
+        # The password is corrected without a restart.
         password.write_text("hunter2\n")
         home.publish(HERE, [Listing("a", HERE)], 30.0)
         until(lambda: lists(reader, "a"))

@@ -26,7 +26,7 @@ labels = { role = "prefill" }
 
 
 def replace(file: Path, content: str) -> None:
-    """As an editor or a ConfigMap does: at once."""
+    """Replace the file atomically, like an editor or a ConfigMap."""
     fresh = file.with_suffix(".new")
     fresh.write_text(content)
     os.replace(fresh, file)  # noqa: PTH105
@@ -62,11 +62,11 @@ def test_edits_of_the_file_are_read_and_wrong_ones_are_logged_once(
     with caplog.at_level(logging.INFO):
         replace(file, "homes = [")
         until(lambda: "cannot be read" in caplog.text)
-        # It goes on with what it knew, and does not repeat itself over the attempts that follow.
+        # The directory keeps its last content, and later attempts log nothing.
         assert directory.resolve("prefill-0").home == "10.0.0.2:7423"
         replace(file, 'homes = ["unix:/run/kvferry/node.sock"]')
         replace(file, GOOD.replace("10.0.0.2", "10.0.0.3"))
-        # The last of what it does on reading: before, it answers, and says so in the log.
+        # The last step of reading: before it, the directory answers and logs that it does.
         until(lambda: len(told) == 2)
     assert caplog.text.count("cannot be read") == 1
     assert "answers again" in caplog.text

@@ -1,4 +1,4 @@
-"""What a directory may say, which of several listings is meant, and which URLs name a directory."""
+"""Valid listings, the choice between several listings of an engine, and the URLs of directories."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_newest_listing_is_found_unless_another_has_the_incarnation() -> None:
     listed = Listed(frozenset({HERE}), (old, new))
     assert listed.find("a") == new
     assert listed.find("a", b"1" * 16) == old
-    # The home of another incarnation says that the engine has restarted.
+    # The home of another incarnation answers that the engine has restarted.
     assert listed.find("a", b"3" * 16) == new
     assert listed.find("b") is None
     assert listed.covers(HERE)

@@ -1,4 +1,5 @@
-"""A node server as the doctor sees it: real servers, real certificates, and each way in which it is not reached."""
+"""The doctor's check of a node server: real servers, real certificates, and each way in which a server is
+unreachable."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_authority_that_the_caller_does_not_trust_is_found(stage: Stage) -> None
 
 
 def test_peers_of_an_unknown_name_are_found() -> None:
-    # Reserved for this by RFC 2606.
+    # RFC 2606 reserves this name.
     assert names(look("no-such-host.invalid:7423", timeout=20.0)) == {"peer-name-unknown"}
 
 
@@ -89,7 +90,7 @@ def test_peers_that_do_not_listen_are_found(tmp_path: Path, place: str) -> None:
 
 
 def test_peers_whose_packets_are_dropped_are_found() -> None:
-    """As a firewall does: a listener whose queue is full answers no further connection."""
+    """Like a firewall, a listener with a full queue answers no further connection."""
     with socket.socket() as full, socket.socket() as first, socket.socket() as second:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

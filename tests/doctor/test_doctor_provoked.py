@@ -1,4 +1,4 @@
-"""Checks in processes whose rights, limits, clocks and packages are really those that the finding is about."""
+"""Checks in processes that really have the rights, limits, clocks and packages of the finding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOBODY = """
 import dataclasses, json, os, sys
 import kvferry._doctor.catalogue
 from kvferry._doctor.finding import table
-# The folders of this Python may be closed to others; the system's is not.
+# Other users may not enter the folders of this Python, but those of the system's Python.
 table()
 sys.executable = "/usr/bin/python3"
 os.setgroups([])
@@ -63,7 +63,7 @@ def can(*command: str) -> bool:
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[subprocess.Popen[str]]:
-    """A process, as an engine is one."""
+    """A process like an engine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
@@ -117,7 +117,7 @@ def test_process_of_another_user(other: subprocess.Popen[str]) -> None:
 def test_process_in_another_pid_namespace() -> None:
     if not can("unshare", "--pid", "--fork", "true"):
         pytest.skip("no PID namespaces here")
-    # It says the number that it has here, and waits.
+    # The process prints its number in this namespace, and waits.
     command = ["unshare", "--pid", "--fork", sys.executable, "-c", "print(1, flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outer:
         assert outer.stdout is not None
@@ -129,7 +129,7 @@ def test_process_in_another_pid_namespace() -> None:
 
 
 def test_process_whose_memory_map_cannot_be_read(other: subprocess.Popen[str], tmp_path: Path) -> None:
-    # A kernel that hides /proc/PID/maps: only the tree differs from the real one.
+    # Like a kernel that hides /proc/PID/maps: only the tree of files differs from the real one.
     (tmp_path / "proc").mkdir()
     assert names([same_host._named(Host(root=tmp_path), other.pid)]) == {"cma-pid-unknown"}
 
@@ -197,7 +197,7 @@ def test_clock_of_this_machine() -> None:
 
 @ROOT_ONLY
 def test_network_namespace_without_a_card() -> None:
-    # Its own /sys, since that shows the cards of the namespace in which it was mounted.
+    # A separate /sys, because /sys shows the cards of the namespace in which it was mounted.
     before = ["unshare", "--net", "--mount", "sh", "-c", 'mount -t sysfs none /sys && exec "$@"', "sh"]
     if not can(*before, "true"):
         pytest.skip("no network namespaces here")
@@ -206,7 +206,7 @@ def test_network_namespace_without_a_card() -> None:
 
 @ROOT_ONLY
 def test_small_shared_memory() -> None:
-    """As docker's default of 64 MiB."""
+    """Like docker's default of 64 MiB."""
     before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
     if not can(*before, "true"):
         pytest.skip("no mount namespaces here")
@@ -249,7 +249,7 @@ def test_grpc_tools_beside_nixl(tmp_path: Path) -> None:
 
 
 def test_router_without_extras() -> None:
-    """Without NIXL, torch and the server's packages the doctor runs, and says what is missing."""
+    """Without NIXL, torch and the server's packages the doctor runs, and names what is missing."""
     first = """
 import re, sys
 from importlib import metadata
@@ -280,7 +280,7 @@ sys.meta_path.insert(0, Missing())
 def test_reads_by_each_transport_are_found(
     monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str
 ) -> None:
-    """Ways and speeds that this machine does not have."""
+    """Transports and speeds that this machine does not have."""
     monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10, 0))
     monkeypatch.setattr(moves, "_way", lambda text: way)
     monkeypatch.setattr(os, "environ", dict(os.environ))

@@ -69,7 +69,7 @@ def test_card_where_nixl_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @NIXL
 def test_card_that_nixls_own_libibverbs_does_not_know(tmp_path: Path) -> None:
-    """NIXL is asked for a card that is in these files alone."""
+    """NIXL is asked for a card that exists only in these files."""
     found = run("rdma", seen(tmp_path, CARD, FILE))
     assert names(found) == {"rdma-no-driver"}
 

@@ -45,7 +45,7 @@ child = subprocess.Popen(["sleep", "1000"])
 open({str(started)!r}, "w").write(str(child.pid))
 child.wait()
 """
-    # Python itself may need longer than the first of them to start on a busy machine.
+    # On a busy machine Python's start alone may take longer than the first of them.
     for limit in (2.0, 10.0, 50.0):
         found = isolation.run("cma", host_with(tmp_path, lines), limit)
         assert names(found) == {"check-hung"}
@@ -53,7 +53,7 @@ child.wait()
         if started.exists() and started.read_text():
             break
     child = int(started.read_text())
-    # It was sent SIGKILL; who waits for it now, if anybody, is the machine's affair.
+    # The process got SIGKILL; whether a parent reaps it depends on the machine.
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
@@ -73,7 +73,7 @@ def test_check_that_raises_is_a_finding() -> None:
 
 
 def test_check_that_cannot_be_started_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose files nobody may write."""
+    """Like in a container with read-only files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     check = next(one for one in CHECKS if one.name == "cma")
     found = check.run(Host())
@@ -85,7 +85,7 @@ def test_check_that_cannot_be_started_is_a_finding(tmp_path: Path, monkeypatch: 
 def test_check_imports_no_module_from_the_current_folder(
     check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may call it in /tmp, where everybody may have put a file."""
+    """Root may call the doctor in /tmp, where any user may put a file."""
     ran = tmp_path / "ran"
     for module in ("json", "ctypes", "numpy", "kvferry"):
         (tmp_path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w').close()")
@@ -123,7 +123,7 @@ def test_check_whose_parent_is_gone_before_its_start_ends() -> None:
 
 
 def test_check_is_not_forked(tmp_path: Path) -> None:
-    """In the child of a fork, what gRPC does there can end the child, if the parent uses gRPC in a thread."""
+    """If the parent uses gRPC in a thread, gRPC's code in the child of a fork can end the child."""
     code = """
 import os
 from kvferry._doctor import host, isolation

@@ -1,4 +1,4 @@
-"""What is released works in a clean environment, and holds what it should and nothing else."""
+"""The release works in a clean environment, and holds its files and no others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STRAYS = (
     "server/kvferry_server/.env",
     "tests/support/nodejs/node_modules/buf/index.js",
 )
-"""What lies about in somebody's checkout, untracked."""
+"""Untracked files that may be in a checkout."""
 
 
 def run(program: Path, *arguments: str, code: int = 0) -> str:
-    """Run a program outside of the checkout; what it wrote."""
+    """Run a program outside of the checkout, and return its output."""
     done = subprocess.run(
         [program, *arguments], capture_output=True, text=True, timeout=60, cwd="/", env=environment(), check=False
     )
@@ -132,7 +132,7 @@ def test_extra_for_ranks_can_be_installed(wheel: Path, clean: Clean) -> None:
 
 
 def test_installed_wheel_moves_bytes(clean: Clean) -> None:
-    """NIXL is that of .venv: what is looked at is kvferry's part."""
+    """NIXL is that of .venv: the test is about kvferry's part."""
     programs = clean("[server]")
     (nixl,) = (ROOT / ".venv" / "lib").glob("python3.*/site-packages")
     (site,) = (programs.parent / "lib").glob("python3.*/site-packages")
@@ -142,7 +142,7 @@ def test_installed_wheel_moves_bytes(clean: Clean) -> None:
 
 
 def test_list_of_parts_matches_an_environment_by_the_lock(wheel: Path, tmp_path: Path) -> None:
-    """The lock's versions, not the newest: the list is of what is released."""
+    """The versions of the lock, not the newest: the list describes the release."""
     uv("venv", "--python", sys.executable, str(tmp_path))
     uv("pip", "install", "--python", str(tmp_path), "-c", str(ROOT / "requirements.lock"), f"{wheel}[server]")
     parts = json.loads((ROOT / "dist" / "sbom.cdx.json").read_text())

@@ -1,4 +1,4 @@
-"""What the admin listener answers: probes, state, lists; and to whom."""
+"""The answers of the admin listener: probes, state, lists; and to which clients."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_methods_other_than_get_and_head_are_refused(watched: Watched) -> None:
 
 
 def test_request_with_a_foreign_host_header_is_refused(watched: Watched) -> None:
-    """By having its own name point to loopback: the name in the request is then the page's."""
+    """A web page could point its own name to loopback; the Host header then has the page's name."""
     assert get(watched.admin, "/metrics", Host="evil.example").code == 421
     for name in (
         "127.0.0.1.evil.example",
@@ -142,7 +142,7 @@ def test_second_server_starts_without_the_listener_unless_it_was_set() -> None:
             taken.bind(("127.0.0.1", 7424))
             taken.listen()
         except OSError:
-            # Another test's, or a real one: as good.
+            # Another test or a real server has the port: as good.
             pass
         done = refused("--listen", "127.0.0.1:0", "--unix", "", "--admin", "127.0.0.1:7424")
         assert done.returncode == 1

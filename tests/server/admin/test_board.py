@@ -42,13 +42,13 @@ NEED_TLS = (
     "kvferry_tls_handshakes_total",
     "kvferry_tls_handshakes_failed_total",
 )
-"""Only a node server with TLS has them; no other expression may be without data in this run."""
+"""Metrics of node servers with TLS only. No other expression may be without data in this run."""
 
 OF_ENGINES = (
     'kvferry_reader_failures_total{reason="PromptMismatch"}',
     'kvferry_failures_total{reason="PromptMismatch"}',
 )
-"""Only engines have them; tests of their metrics show that they are there from the first scrape on."""
+"""Metrics of engines only; the tests of those metrics show that they exist from the first scrape on."""
 
 FIRING = {
     "KvferryRestarted",
@@ -57,7 +57,7 @@ FIRING = {
     "KvferryReportsTooLate",
     "KvferryRequestsUnread",
 }
-"""Alerts that this run provokes at once. The others are tried on made-up series."""
+"""Alerts that this run provokes at once. Other alerts are tested on made-up series."""
 
 
 class Prometheus:
@@ -89,7 +89,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def query(self, expression: str) -> list[Any]:
-        """Series that an expression gives now; raises for one that Prometheus does not understand."""
+        """The current series of an expression. Raises if Prometheus does not understand the expression."""
         found: list[Any] = self.ask("query", query=expression)["result"]
         return found
 
@@ -143,7 +143,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             running = Prometheus(folder, admin)
             stack.callback(running.close)
             until(running.running)
-        # The second start is a restart, which Prometheus sees.
+        # Prometheus sees the second start as a restart.
         server = stack.enter_context(Kvferryd(*flags))
         until(lambda: bool(running.query("changes(kvferry_start_time_seconds[5m]) > 0")))
         provoke(server)
@@ -170,7 +170,7 @@ def test_board_expressions_all_have_data(prometheus: Prometheus) -> None:
 
 @pytest.mark.slow
 def test_series_of_every_alert_exist(prometheus: Prometheus) -> None:
-    """Whatever its threshold: an alert on a name that nobody has never fires."""
+    """An alert on a metric that does not exist never fires, whatever its threshold."""
     missing = []
     for alert, expression in ALERTS.items():
         selectors = re.findall(r"(?:kvferry_\w+|\bup\b)(?:\{[^}]*\})?", expression)

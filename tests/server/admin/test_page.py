@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, and that no name of a stranger does anything there."""
+"""The page in a real browser: its content, and that names from strangers have no effect."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A node server with an engine, and a request, of evil names."""
+    """A node server with an engine and a request that have malicious names."""
     path = tmp_path_factory.mktemp("page") / "node.sock"
     with ExitStack() as stack:
         flags = ["--unix", str(path), "--listen", "", "--admin", "127.0.0.1:0", "--drain", "0"]
-        # Longer than a browser takes to start: a lease that expires is one more read that has ended.
+        # Longer than a browser takes to start: an expired lease would be one more ended read.
         flags += ["--ttl", "600", "--max-ttl", "600"]
         server = stack.enter_context(Kvferryd(*flags, "--log-level", "debug"))
         party = Party(stack.enter_context(connect(server.address)), EVIL)
@@ -59,7 +59,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def browse(folder: Path, url: str) -> tuple[str, str]:
-    """What a browser makes of a page, five seconds of its scripts later; and what it complains of."""
+    """The page in a browser after five seconds of its scripts, and the browser's complaints."""
     if shutil.which(BROWSER) is None:
         pytest.skip(f"{BROWSER} is not installed")
     flags = [*FLAGS, f"--user-data-dir={folder}/profile", "--virtual-time-budget=5000", "--dump-dom"]
@@ -85,7 +85,7 @@ def test_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tm
     assert timeline is not None
     assert timeline[0].count("<rect") == 2
     assert timeline[0].count(" 7 bytes") == 2
-    # The script has loaded it again.
+    # The script has reloaded the page.
     assert re.search(r'<span id="updated">[^<]+</span>', page)
 
 

@@ -48,7 +48,7 @@ async def problem(address: str, tls: Any = None) -> Exception:
 async def test_operators_are_callers_on_the_unix_socket(server: NodeServer) -> None:
     over_unix, over_tcp = server.addresses
     assert isinstance(await problem(over_unix), InvalidField)
-    # Every process of the host can connect there.
+    # Every process of the host can connect to TCP.
     assert isinstance(await problem(over_tcp), NotAllowed)
 
 
@@ -65,7 +65,7 @@ async def test_certificate_alone_makes_no_operator(tmp_path: Path, caplog: pytes
         assert isinstance(await problem(server.addresses[0]), InvalidField)
     finally:
         await server.stop(0)
-    # Each refusal is in the log, with who asked, and strangers cannot fill it.
+    # The log has each refusal with the caller, and strangers cannot fill the log.
     (line,) = [record.getMessage() for record in caplog.records if "NOT_ALLOWED" in record.getMessage()]
     assert "method=Drain" in line
     assert "identity=spiffe://fleet/somebody" in line
@@ -92,7 +92,7 @@ async def test_drain_changes_health_and_leaves_the_server_up(server: NodeServer)
 @pytest.mark.parametrize("service", REFLECTIONS)
 async def test_reflection_of_both_versions_describes_all_services(server: NodeServer, service: str) -> None:
     asked = [reflection_pb2.ServerReflectionRequest(list_services="*")]
-    # With these, tools show what an error carries.
+    # With these descriptors tools decode the details of errors.
     symbols = ["google.rpc.ErrorInfo", "google.rpc.RetryInfo", "kvferry.v1.Admin", service]
     asked += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in symbols]
     asked += [reflection_pb2.ServerReflectionRequest(file_by_filename="google/rpc/error_details.proto")]

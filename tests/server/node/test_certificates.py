@@ -1,4 +1,4 @@
-"""Certificates follow their files, and a server that cannot use them keeps what it has."""
+"""Certificates follow their files, and a server that cannot use new files keeps its certificate."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_certificate_and_key_that_do_not_match_change_nothing_and_are_logged_onc
         (line,) = caplog.messages
         assert says in line
         assert "PRIVATE KEY" not in line
-    # The rest of it arrives.
+    # The rest of the file arrives.
     replace_files(newer, files)
     assert certificates.refresh()
     assert certificates.content == read_tls(newer)
@@ -68,7 +68,7 @@ def test_certificate_and_key_that_do_not_match_change_nothing_and_are_logged_onc
 def test_certificate_that_is_not_valid_yet_is_used_once_it_is(
     fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As from an authority whose clock is ahead. Clients would refuse it, and take the one that it replaces."""
+    """As from an authority whose clock is ahead. Clients would refuse it, and still accept the former certificate."""
     older, newer, restored = (fleet.issue(name) for name in ("older", "newer", "restored"))
     dates = {older: (0.0, 100.0), newer: (50.0, 200.0), restored: (0.0, 55.0)}
     valid = {read_tls(tls): Validity(*between) for tls, between in dates.items()}
@@ -85,7 +85,7 @@ def test_certificate_that_is_not_valid_yet_is_used_once_it_is(
     replace_files(restored, files)
     assert not certificates.refresh()
     assert certificates.content == read_tls(newer)
-    # Where both have expired, neither is worse.
+    # If both have expired, the new certificate is no worse.
     wall[0] = 200.0
     assert certificates.refresh()
 
@@ -94,7 +94,7 @@ def test_warning_precedes_the_expiry_of_a_certificate_and_repeats_after_half_of_
     fleet: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     wall = [0.0]
-    # Of two days, so that the first warning comes a quarter of that before the end.
+    # Valid for two days, so that the first warning comes a quarter of that before the end.
     certificates = Certificates(fleet.issue("short"), lambda: wall[0])
     expiry = certificates.expiry
     told = []
@@ -112,7 +112,8 @@ def test_warning_precedes_the_expiry_of_a_certificate_and_repeats_after_half_of_
 def test_warning_precedes_the_expiry_of_an_authority(
     fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one that ends first is named; one whose successor with the same name is there does not count."""
+    """The warning names the authority that ends first; an authority with a successor of the same name does not
+    count."""
     wall, node = [0.0], fleet.issue("node", days=20)
     made = {days: Authority.make(tmp_path, f"of-{days}", days) for days in (5, 9)}
     older = Authority.make(tmp_path, "older", 1, subject="of-5")
@@ -127,9 +128,9 @@ def test_warning_precedes_the_expiry_of_an_authority(
         caplog.clear()
         certificates.warn()
         told += [(left, record.levelno) for record in caplog.records if "the authority 'of-5' in" in record.message]
-    # Of five days, a quarter.
+    # A quarter of five days.
     assert told == [(1.0 * DAY, logging.WARNING), (0.5 * DAY, logging.WARNING), (-1.0, logging.ERROR)]
-    # Without its successor it does count.
+    # Without its successor the authority does count.
     bundle.write_bytes(made[9].certificate.read_bytes() + older.certificate.read_bytes())
     assert certificates.refresh()
     assert certificates.authorities_expiry == pytest.approx(expiry - 4 * DAY, abs=60)
@@ -206,7 +207,7 @@ def test_server_follows_its_tls_files_by_polling_and_at_once_on_reload(
 
 
 class Unreadable:
-    """A file that this process may not read for a time. The tests run as root, whom no mode keeps from anything."""
+    """A file that this process may not read for a time. File modes do not do that, because the tests run as root."""
 
     def __init__(self, path: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
         read, self.refuses = Path.read_bytes, True

@@ -1,4 +1,4 @@
-"""Settings: where they come from, which source wins, and what is said about a wrong one."""
+"""Settings: their sources, which source wins, and the errors of wrong settings."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_unknown_variable_is_reported_with_the_variable_that_was_meant() -> None
 
 
 def test_variables_of_clients_are_known() -> None:
-    """Those in the environment of a host that both share must not be warned of."""
+    """kvferryd must not warn of clients' variables in the environment of a host that both share."""
     text = "".join(path.read_text() for path in (ROOT / "client").rglob("*.py"))
     read = set(re.findall(r"\bKVFERRY_[A-Z_]*[A-Z]\b", text))
     assert set(OF_CLIENTS) <= read
@@ -214,7 +214,7 @@ def checked(**variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_certificate_of_clients_in_the_environment_is_not_the_servers() -> None:
-    """Nor is it ignored without a word, since it may have been meant: kvferryd had the same names."""
+    """A warning says that it is ignored, since it may have been meant: kvferryd once read the same names."""
     done = checked(KVFERRY_TLS_CERT="/c.pem", KVFERRY_TLS_KEY="/c.key")
     assert done.returncode == 0
     assert "KVFERRY_TLS_CERT is read by clients only; kvferryd reads KVFERRYD_TLS_CERT" in done.stderr
@@ -222,7 +222,7 @@ def test_certificate_of_clients_in_the_environment_is_not_the_servers() -> None:
 
 
 def test_setting_by_its_former_name_is_refused() -> None:
-    """Otherwise a policy that was set would not be in force."""
+    """If the variable were ignored, a policy that was set would not be in force."""
     done = checked(KVFERRY_POLICY="/policy.toml", KVFERRY_CONFIG="/a.toml")
     assert done.returncode == 2
     assert "KVFERRY_POLICY is not read any more: its name is KVFERRYD_POLICY now" in done.stderr

@@ -114,7 +114,7 @@ def largest() -> dict[str, Message]:
 
 @pytest.mark.parametrize("service", [pb, ipb, apb], ids=lambda module: module.DESCRIPTOR.name)
 def test_requests_of_the_contract_all_have_a_shape(service: Any) -> None:
-    """A message that contained itself would have none, and all calls with it would fail."""
+    """A message that contains itself has no shape, and all calls with it would fail."""
     for one in service.DESCRIPTOR.services_by_name.values():
         for method in one.methods:
             assert shape_of(method.input_type).size > 0
@@ -139,7 +139,7 @@ def test_messages_without_content_take_no_more_memory_than_counted(holder: type[
     raw = bytes((described.number << 3 | 2, 0)) * many
     before = resident()
     decoded = holder.FromString(raw)
-    # What else happens in the process takes a little, too. Up to half as much again is counted as is taken.
+    # The rest of the process takes a little memory, too. The count may exceed the memory by half.
     assert resident() - before <= 1.2 * many * shape_of(described.message_type).size
     assert len(getattr(decoded, field)) == many
 
@@ -174,7 +174,7 @@ def test_checksum_requests_for_too_many_places_are_refused_before_decoding() -> 
 
 
 def test_damaged_request_takes_no_more_memory_than_found() -> None:
-    """Cut and changed messages: whatever decodes has no more parts than the walk has counted."""
+    """Cut and changed messages: if they decode, they have no more parts than the walk has counted."""
     requests, drawn = largest(), random.Random(7)
     for name in ("publications", "reports", "sums", "renewals"):
         whole = pb.NotifyRequest(notifications=requests[name].notifications[:4])  # type: ignore[attr-defined]

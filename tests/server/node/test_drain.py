@@ -30,7 +30,7 @@ from tests.support.stubs import KVTransferStub
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
 
-# Far longer than a test may take: a server that ends at all has not waited for it.
+# Far longer than a test may take: a server that ends at all has not waited for the grace.
 LONG = ["--drain", "3600"]
 
 
@@ -53,7 +53,7 @@ def names(folder: Path) -> set[str]:
 
 
 def rest_of(stream: Any) -> tuple[list[Any], grpc.RpcError]:
-    """What a stream still brings, and how it ends."""
+    """The remaining messages of a stream, and its status."""
     events: list[Any] = []
     with pytest.raises(grpc.RpcError) as caught:
         events.extend(stream)
@@ -159,7 +159,7 @@ async def test_drain_waits_for_live_leases_and_takes_their_reports(
 ) -> None:
     server = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", drain=3600))
     await server.start()
-    # Nobody publishes any more what the third waits for.
+    # The publication that the third call waits for will not come.
     stages = (False, PublicationStage.PUBLISHED), (True, PublicationStage.PUBLISHED), (True, PublicationStage.AWAITED)
     leases = [SimpleNamespace(live=live, publication=SimpleNamespace(stage=stage)) for live, stage in stages]
     monkeypatch.setattr(server.home.records, "leases", lambda: iter(leases))

@@ -1,4 +1,4 @@
-"""R9: whatever bytes arrive end in a status or in that connection closed, and the server serves the next caller."""
+"""R9: any bytes end in a status or in that connection closed, and the server serves the next caller."""
 
 from __future__ import annotations
 

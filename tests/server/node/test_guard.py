@@ -1,4 +1,4 @@
-"""What the guard around every handler lets in and out."""
+"""The requests and errors that the guard around every handler passes or refuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECRET = "the private text of an exception"
 
 
 class Servicer(KVTransferServicer):
-    """Does what the request's engine_id says."""
+    """Acts by the request's engine_id."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -61,12 +61,12 @@ class Servicer(KVTransferServicer):
         return pb.ReadBlocksResponse(home_epoch=b"epoch")
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]
-        # The other kind of streaming handler: it writes.
+        # A streaming handler of the other kind, which writes its messages.
         await context.write(pb.WatchResponse(home_epoch=b"epoch"))
         await self._behave(request.engine.engine_id)
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> AsyncIterator[bytes]:  # type: ignore[override]
-        # Encoded already, as what many are told.
+        # Already encoded, like messages that many clients get.
         for _ in range(64 if request.engine_id == "much" else 0):
             yield pb.HandshakeResponse(home_epoch=LARGE_REQUEST).SerializeToString()
         yield pb.HandshakeResponse(home_epoch=b"epoch").SerializeToString()
@@ -191,7 +191,7 @@ async def test_unknown_method_gets_a_typed_error() -> None:
         unknown: Any = channel.unary_unary("/kvferry.v1.KVTransfer/Teleport")(b"", timeout=10)
         error = await failure(unknown)
         assert isinstance(error, NotImplementedHere)
-        # Never decoded, where grpcio can be kept from it.
+        # The path is never decoded, in versions of grpcio that allow it.
         assert error.values["what"] in (UNKNOWN_METHOD, "/kvferry.v1.KVTransfer/Teleport")
 
 
@@ -203,7 +203,7 @@ async def test_calls_over_the_limit_get_a_retry_delay() -> None:
         assert isinstance(error, LimitReached)
         assert error.values == {"limit": "max_calls", "value": "1"}
         assert error.retryable
-        # Streams are counted apart, and what waits like them.
+        # Streams, and calls that wait, are counted separately.
         assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
         assert len(await read_blocks(stub, "")) == 1
         servicer.go_on.set()
@@ -268,7 +268,7 @@ def test_hosts_share_the_calls() -> None:
         shares.append(budget.held(host))
     assert shares == [50, 25, 12]
     budget.give("a", 50)
-    # A host may have what another one gives back, and one is free for a host that has none.
+    # A host may have the call that another host ends, and one call is free for a host that has none.
     assert budget.fits("b")
     while budget.fits("b"):
         budget.take("b")
@@ -276,7 +276,7 @@ def test_hosts_share_the_calls() -> None:
 
 
 async def unfinished(channel: Any, count: int) -> list[Any]:
-    """Requests of which nothing comes."""
+    """Requests of which no byte arrives."""
     calls = [channel.stream_unary("/kvferry.v1.KVTransfer/RegisterCache")(timeout=60) for _ in range(count)]
     for call in calls:
         await call.wait_for_connection()
@@ -286,7 +286,7 @@ async def unfinished(channel: Any, count: int) -> list[Any]:
 async def test_requests_that_do_not_arrive_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.5)
     async with guarded() as (stub, _, __, channel):
-        # Fewer than the places of a host, so that nobody waits for one.
+        # Fewer than the slots of a host, so that no call waits for a slot.
         slow = await unfinished(channel, 10)
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=30)).home_epoch == b"epoch"
         for call in slow:
@@ -311,19 +311,19 @@ def target(channel: Any) -> str:
 
 
 async def test_answers_that_clients_do_not_take_keep_no_others_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Large handshakes keep their places until they have been answered."""
+    """Large handshakes keep their slots until they have been answered."""
     async with guarded() as (stub, _, __, channel):
         large = pb.HandshakeRequest(engine_id="much", incarnation=LARGE_REQUEST)
         untaken = [stub.Handshake(large, timeout=300) for _ in range(40)]
         await asyncio.gather(*(call.wait_for_connection() for call in untaken))
-        # Another connection: the one above is full.
+        # Another connection, because the connection above is full.
         async with grpc.aio.insecure_channel(target(channel), options=[("grpc.use_local_subchannel_pool", 1)]) as other:
             another = cast("KVTransferAsyncStub", KVTransferStub(other))
             asked = pb.HandshakeRequest(incarnation=LARGE_REQUEST)
             assert len(await asyncio.wait_for(read_all(another.Handshake(asked, timeout=60)), 30)) == 1
         for call in untaken:
             call.cancel()
-    # Who leaves in the middle of an answer is no failure of ours.
+    # A client that leaves in the middle of an answer is no failure of the server.
     assert "failed, error_id" not in caplog.text
     assert "ExecuteBatchError" not in caplog.text
 
@@ -333,9 +333,9 @@ async def test_requests_that_do_not_arrive_keep_no_others_waiting() -> None:
         slow = await unfinished(channel, 200)
         before = asyncio.get_running_loop().time()
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=60)).home_epoch == b"epoch"
-        # Thirteen times the places of a host, each of which could take ten seconds.
+        # Thirteen times the slots of a host, each of which could be taken for ten seconds.
         assert asyncio.get_running_loop().time() - before < 20
-        # Those that made room. In which order gRPC hands calls over is not said.
+        # The calls that were ended to make room. gRPC does not define the order in which it hands calls over.
         ended = [await failure(call) for call in slow if call.done()]
         assert len(ended) > 100
         assert all(isinstance(error, LimitReached) and error.retryable for error in ended)
@@ -356,7 +356,7 @@ async def test_geometries_in_work_keep_no_renewal_out() -> None:
 
 
 async def test_late_request_times_out_although_its_client_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that waits to be taken is not a late request, and does not hide those that began after it."""
+    """A call that waits for its client to take the answer is not a late request, and does not hide later calls."""
     monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.2)
     arrivals, loop = Arrivals(2), asyncio.get_running_loop()
     untaken = asyncio.ensure_future(arrivals.wait_for_peer(loop.create_future()))
@@ -370,7 +370,7 @@ async def test_late_request_times_out_although_its_client_takes_nothing(monkeypa
     with pytest.raises(InvalidField):
         await asyncio.wait_for(arrivals.read(Silent()), 10)
     assert not untaken.done()
-    # Nothing is left that could be late, so nothing is looked at again and again.
+    # No request is left that could be late, so no timer runs.
     assert arrivals._timer is None
     untaken.cancel()
 

@@ -32,7 +32,7 @@ Stubs = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stubs]:
-    """Stubs of callers with certificates of one authority, and of one on the UNIX socket."""
+    """Stubs of callers with certificates of one authority, and of a caller on the UNIX socket."""
     folder = tmp_path_factory.mktemp("identities")
     authority, socket = Authority.make(folder, "fleet"), folder / "node.sock"
     certificates = {
@@ -50,7 +50,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stubs]:
         channels["local"] = connect(f"unix:{socket}", None)
         stubs = {name: KVTransferStub(stack.enter_context(channel)) for name, channel in channels.items()}
         local = stubs["local"]
-        # Kept: a stream that nobody holds is cancelled.
+        # Kept, because an unreferenced stream is cancelled.
         watch = local.Watch(pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
         while next(watch).WhichOneof("event") != "synced":
             pass
@@ -68,7 +68,7 @@ def acquired(stub: Any, name: str) -> pb.Accepted:
 
 
 def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
-    """The result; raises what it says."""
+    """Return the result, or raise its error."""
     request = pb.NotifyRequest(sender=proto(D), notifications=[notification])
     results: list[pb.NotificationResult] = stub.Notify(request, timeout=TIMEOUT).results
     (result,) = results
@@ -78,7 +78,7 @@ def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
 
 
 def calls(stub: Any, name: str, lease_id: bytes) -> dict[str, Callable[[], object]]:
-    """All that a lease_id, and a read_id, allow."""
+    """All calls that a lease_id and a read_id allow."""
     checksums = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id)
     again = read_request(read_id=read_id(name), lease_id=lease_id)
     return {

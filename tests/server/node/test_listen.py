@@ -1,4 +1,4 @@
-"""Where a server listens, and what it refuses before it does."""
+"""The addresses of a server, and the checks before it listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kvferryd's log tells an operator, in both formats."""
+"""The content of kvferryd's log, in both formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def a_day(server: Kvferryd) -> None:
     """An engine comes, a lease of it expires, and it goes."""
     with connect(server.address) as channel:
         party = Party(channel, "engine")
-        # No more than that: a read that is to end well must do so within the ttl.
+        # No shorter: a read that must succeed has to end within the ttl.
         party.live()
         until(lambda: "EXPIRED" in server.log)
         party.close()
@@ -36,7 +36,6 @@ def a_day(server: Kvferryd) -> None:
 
 
 def test_log_of_restarts_and_an_expired_lease_has_their_ids(tmp_path: Path) -> None:
-    """Not the three words of before."""
     for _ in range(2):
         with Kvferryd(*flags(tmp_path)) as server:
             a_day(server)
@@ -81,7 +80,7 @@ def test_ready_line_is_written_at_every_log_level(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_log_cannot_be_filled_by_strangers(tmp_path: Path, form: str) -> None:
-    """Neither with calls that are refused nor with bytes that are not gRPC's; gRPC's own lines count as well."""
+    """Neither refused calls nor bytes that are not gRPC fill it; gRPC's own lines count as well."""
     began = now()
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--drain", "0", "--log-format", form) as server:
         with connect(server.address) as channel:

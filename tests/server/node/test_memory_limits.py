@@ -1,4 +1,4 @@
-"""What a node server takes its memory to be, and when it gives memory back."""
+"""The memory limits of a node server, and when it gives memory back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trees(folder: Path, cgroup: str, limits: dict[str, str]) -> tuple[Path, Path
         ("0::/\n", {}, HOST),
         ("0::/pod/box\n", {"pod/box/memory.max": "max", "pod/memory.max": f"{256 * MIB}"}, 256 * MIB),
         ("0::/pod/box\n", {"pod/box/memory.max": f"{64 * MIB}", "pod/memory.max": f"{256 * MIB}"}, 64 * MIB),
-        # In a container without a namespace of its own, only its own group is mounted, as the root.
+        # In a container without its own namespace, only its own group is mounted, as the root.
         ("0::/kubepods/pod7\n", {"memory.max": f"{128 * MIB}"}, 128 * MIB),
         ("4:memory:/a/b\n0::/\n", {"memory/a/b/memory.limit_in_bytes": f"{512 * MIB}"}, 512 * MIB),
         ("4:cpu,memory:/a\n", {"memory/memory.limit_in_bytes": f"{512 * MIB}"}, 512 * MIB),

@@ -54,7 +54,7 @@ def counted(server: Kvferryd, least: int, reason: str) -> None:
 
 
 def scan(server: Kvferryd) -> None:
-    """Somebody who speaks no TLS connects, and is sent away."""
+    """A client without TLS connects, and is rejected."""
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as stranger:
         stranger.sendall(PORT_SCAN)
@@ -79,7 +79,7 @@ def test_failed_handshakes_are_counted_by_reason_and_logged_as_json(ours: Author
         for reason, fail in failing.items():
             fail()
             counted(server, 1, reason)
-        # A certificate with which gRPC's server writes an error that is no handshake's.
+        # With this certificate gRPC's server writes an error that is no failed handshake.
         ask(ours.issue("large", names=NAMES))
         until(lambda: "SSL_write" in server.log)
     entries = [json.loads(line) for line in server.log.splitlines()]
@@ -119,7 +119,7 @@ native.start(verbose=False)
 how, words = sys.argv[1], b"Check failed: last words\\n"
 if how == "fatal":
     ctypes.pythonapi.Py_FatalError(words)
-# PyDLL keeps the interpreter's lock: no thread of Python runs any more.
+# PyDLL keeps the interpreter's lock, so that no Python thread runs any more.
 libc = (ctypes.PyDLL if how == "locked" else ctypes.CDLL)(None)
 libc.write(2, words, len(words))
 libc.abort()
@@ -162,7 +162,7 @@ def test_embedded_server_leaves_stderr_and_grpcs_settings_to_its_process() -> No
 
 def test_command_prints_only_its_own_message(ours: Authority, theirs: Authority) -> None:
     with mutual(ours) as server:
-        # A process of its own: what native code writes is part of it.
+        # A separate process, because the test reads lines of native code.
         asked = ["engines", "--server", server.address, "--tls-ca", str(theirs.certificate)]
         told = [sys.executable, "-m", "kvferry._cli", *asked]
         done = subprocess.run(told, capture_output=True, text=True, env=environment(), check=False)
@@ -187,7 +187,7 @@ def test_certificate_too_large_for_a_client_is_named_on_both_sides(ours: Authori
 
 
 def test_certificate_of_the_documented_size_connects(ours: Authority) -> None:
-    """The limit is gRPC's: a newer one may have another."""
+    """The limit is gRPC's, and may differ in newer versions."""
     names = NAMES.split(",")[:158]
     almost = ours.issue("almost", names=",".join(names))
     assert almost.cert is not None

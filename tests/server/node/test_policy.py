@@ -57,7 +57,7 @@ READER_CALLS = {"handshake", "read", "decline", "relayed decline"} | LEASE_CALLS
 OBSERVER_CALLS = {"list", "plan"}
 NOTHING = {"nothing"}
 MAY: Mapping[str, Mapping[str, set[str]]] = {
-    # What each may do to an engine that publishes, and to one that reads.
+    # What each certificate may do to a publishing engine, and to a reading one.
     "prefill": {"prefill-1": ENGINE_CALLS | RELAY_CALLS | NOTHING, "decode-1": NOTHING},
     "decode": {
         "prefill-1": READER_CALLS | {"geometry"} | NOTHING,
@@ -76,7 +76,7 @@ def example() -> str:
 
 
 def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], object]]:
-    """Every call, about an engine. The home knows none, and says so to whoever may ask."""
+    """Every call, about an engine. The home has no engine, and answers so to callers with the role."""
     kv, introspection = KVTransferStub(channel), IntrospectionStub(channel)
     engine, reader = (pb.EngineRef(engine_id=name, incarnation=b"i" * 16) for name in (engine_id, "some-reader"))
     reference = format_reference(
@@ -126,12 +126,12 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
 
 
 def refusal(call: Callable[[], object]) -> NotAllowed | None:
-    """What the policy says to a call; None: it may be made, whatever becomes of it."""
+    """The policy's refusal of a call; None: the policy allows the call, which may fail otherwise."""
     try:
         call()
     except grpc.RpcError as error:
         found = from_rpc_error(error, "the server")
-        # Without this, a caller whom TLS does not let in would look like one who may.
+        # Without this, a caller that TLS rejects would look like an allowed one.
         assert not isinstance(found, Unreachable), found
         return found if isinstance(found, NotAllowed) else None
     return None
@@ -195,7 +195,7 @@ def test_refusal_names_the_identity_the_role_and_the_engine(channels: dict[str, 
 def test_router_reference_needs_the_role_for_every_possible_engine(
     channels: dict[str, grpc.Channel],
 ) -> None:
-    """Otherwise it would be a way around the policy: which of them lives, only the home knows."""
+    """Otherwise it would be a way around the policy: only the home knows which of these engines lives."""
 
     def asked(who: str, engine_id: str, rank: int) -> NotAllowed | None:
         reference = router_reference("h:1", engine_id, data_parallel_rank=rank)
@@ -239,7 +239,7 @@ def test_client_rejected_by_tls_gets_no_information(node: Kvferryd, fleet: Autho
         with connect(node.advertise, wrong) as channel, pytest.raises(grpc.RpcError) as caught:
             calls(channel, "prefill-1")["list"]()
         assert isinstance(from_rpc_error(caught.value, node.advertise, wrong), Unreachable)
-    # Health is for everybody who gets in, also without any role.
+    # Health is for every caller that TLS accepts, also without a role.
     assert serves(node.advertise, fleet.issue("of-no-rule", CERTIFICATES["of no rule"]))
 
 
@@ -316,7 +316,7 @@ def test_policy_file_with_unknown_content_is_refused(text: str, says: str, tmp_p
 
 
 def who_has(**roles: Any) -> Access:
-    """What decides over a caller to whom a policy gives these roles."""
+    """The access of a caller that has these roles by the policy."""
     policy = Policy(Grant(), (Rule(("a.example",), Grant(**roles)),))
     return Access(lambda: policy, lambda _: ("a.example",))
 

@@ -1,4 +1,4 @@
-"""What systemd hears from kvferryd, on a socket as it gives one to the units that it starts."""
+"""kvferryd's messages to systemd, on a socket like those of systemd's units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Manager:
         self.socket.settimeout(SOON)
 
     def hears(self) -> dict[str, str]:
-        """The next message, waited for."""
+        """Wait for the next message."""
         lines = self.socket.recv(4096).decode().split("\n")
         return {key: value for key, _, value in (line.partition("=") for line in lines)}
 
@@ -46,7 +46,7 @@ def test_ready_is_sent_when_the_server_serves_and_stopping_when_it_drains(
     path = tmp_path / "node.sock"
     with Kvferryd("--unix", str(path), "--listen", "", "--drain", "7") as server:
         assert manager.hears() == {"READY": "1", "STATUS": f"listens on unix:{path}"}
-        # At once: what is started after this unit connects.
+        # At once, because units that start after this one connect.
         assert serves(f"unix:{path}")
         server.signal(signal.SIGHUP)
         reloading = manager.hears()
@@ -57,7 +57,7 @@ def test_ready_is_sent_when_the_server_serves_and_stopping_when_it_drains(
         server.signal()
         stopping = manager.hears()
         assert stopping["STOPPING"] == "1"
-        # It is not killed while it drains, however long its --drain.
+        # systemd does not kill kvferryd during its drain, however long --drain is.
         assert int(stopping["EXTEND_TIMEOUT_USEC"]) > 7_000_000
         assert server.wait() == 0
 

@@ -1,4 +1,4 @@
-"""TLS: who gets in and who does not, and what those are told who do not."""
+"""TLS: which clients are accepted, and the errors of rejected clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def mutual(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvferryd]:
-    """Asks clients for a certificate; its UNIX socket does not."""
+    """A server that asks clients for a certificate, but not on its UNIX socket."""
     path = tmp_path_factory.mktemp("mutual") / "node.sock"
     # Off loopback, which TLS allows.
     flags = ["--listen", "0.0.0.0:0", "--advertise", "127.0.0.1", "--unix", str(path), *tls_flags(ours.issue("node"))]
@@ -117,7 +117,7 @@ def elsewhere(ours: Authority) -> Iterator[Kvferryd]:
 
 
 Make = Callable[[Authority, Authority], "TlsConfig | None"]
-"""Makes a caller's files from our authority and theirs."""
+"""Makes a caller's files from the server's authority and from another."""
 
 
 def wrong_authority(ours: Authority, theirs: Authority) -> TlsConfig:
@@ -191,7 +191,7 @@ def test_rejected_client_gets_an_error_that_names_the_setting(
         assert [part for part in (found.advertise, *says) if part not in told] == []
         assert "Socket closed" not in told
         assert "Is kvferryd running there?" not in told
-    # A node server that relays passes the message on, and there it is cut.
+    # A relaying node server passes the message on, and cuts it.
     assert len(caught.value.message.encode()) <= MESSAGE_BYTES
 
 
