@@ -144,13 +144,13 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "process_memory_limit_bytes",
-        "Memory that the process may have: the least of what its cgroups and its host allow. "
-        "process_resident_memory_bytes is what it has.",
+        "Memory that the process may have: the least that its cgroups and its host allow. "
+        "process_resident_memory_bytes is the memory in use.",
         lambda at: at.node.memory_limit,
     ),
     _gauge("start_time_seconds", "When the node server started.", lambda at: at.node.started_at),
-    _gauge("ready", "1 if it takes new work.", lambda at: not at.node.why_not_ready()),
-    _gauge("draining", "1 if it drains.", lambda at: at.node.home.draining),
+    _gauge("ready", "1 if the node server takes new work.", lambda at: not at.node.why_not_ready()),
+    _gauge("draining", "1 if the node server drains.", lambda at: at.node.home.draining),
     _gauge("engines", "Engines.", lambda at: Counter(map(engine_state, at.engines)), state=ENGINE_STATES),
     _gauge("ranks", "Ranks of engines that are not dead.", _ranks, state=("registered", "missing")),
     _gauge(
@@ -174,14 +174,14 @@ METRICS: tuple[Row, ...] = (
     ),
     *_bounded(
         *("budget_used", "budget_limit"),
-        "What is used of a budget of the home; of answers and requests, the bytes that the process works on.",
+        "Use of a budget of the home; for answers and requests, the bytes that the process works on.",
         _budgets,
         budget=("memory", "leases", "engines", "answers", "requests"),
     ),
     *_bounded(
         *("engine_budget_used", "engine_budget_limit"),
-        "What the engine that uses most of a budget of its own uses of it. Each engine's publications and leases are "
-        "on the page and in `kvferry engines`.",
+        "Use of a budget that each engine has, by the engine that uses most of it. The page and `kvferry engines` show "
+        "the publications and leases of each engine.",
         _engine_budgets,
         budget=("waiting_reads", "waiting_declines", "publications", "checksum_bytes"),
     ),
@@ -200,7 +200,7 @@ METRICS: tuple[Row, ...] = (
         listener=(),
     ),
     *_counted(LoopLag, lambda node: node.lag),
-    _gauge("relayed_homes", "Homes that it relays ranks to.", lambda at: at.node.relays.num_homes),
+    _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda at: at.node.relays.num_homes),
     (
         Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
         _of_certificates("handshakes"),
@@ -209,8 +209,8 @@ METRICS: tuple[Row, ...] = (
         Metric(
             "counter",
             "kvferry_tls_handshakes_failed",
-            "TLS handshakes that failed, of connections to it and of its own to other homes. Only kvferryd with TLS "
-            "has it: gRPC tells nobody but its own log, which an embedded server leaves to its process. A peer that "
+            "TLS handshakes that failed, of incoming connections and of connections to other homes. Only from kvferryd "
+            "with TLS: gRPC reports them only in its log, which an embedded server leaves to its process. A peer that "
             "closes the connection in the middle is not counted.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
@@ -218,12 +218,12 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "certificate_expiry_timestamp_seconds",
-        "When its certificate ends. Only with TLS.",
+        "When the node server's certificate ends. Only with TLS.",
         _of_certificates("expiry"),
     ),
     _gauge(
         "authority_expiry_timestamp_seconds",
-        "When the first of the authorities ends that clients are checked against. Only with `--tls-ca`.",
+        "When the first authority of client certificates ends. Only with `--tls-ca`.",
         _of_certificates("authorities_expiry"),
     ),
 )

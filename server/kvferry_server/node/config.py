@@ -67,8 +67,8 @@ class NodeConfig(BaseModel):
     tls_ca: Path | None = None
     """PEM file with certificate authorities: clients must show a certificate of one of them (mTLS)."""
     policy: Path | None = None
-    """TOML file that says which identities in client certificates have which roles. Whom it does not name may do
-    nothing. Needs tls_ca. Empty: every certificate may do all but administer."""
+    """TOML file with the roles of identities in client certificates. Identities that it does not name may do nothing.
+    Needs tls_ca. Empty: every certificate may do all but administer."""
     insecure: bool = False
     """Allow listening beyond loopback without TLS. Only for networks that nobody else can reach."""
     anonymous_tls: bool = False
@@ -93,7 +93,7 @@ class NodeConfig(BaseModel):
     engine_ttl: float = _TIMES.engine_ttl
     """From the loss of an engine's Watch until the engine counts as dead."""
     hold: float = _TIMES.hold
-    """How long a publication that nobody reads is held."""
+    """How long a publication without a reader is held."""
     final: float = _TIMES.final
     """From publication until its blocks are released in any case. No lease extends past it."""
     max_wait: float = _TIMES.max_wait
@@ -101,7 +101,7 @@ class NodeConfig(BaseModel):
     retire: float = _TIMES.retire
     """How long messages of a replaced incarnation of an engine are recognised and refused."""
     drain: float = Field(5.0, ge=0, le=3600)
-    """How long a server that is told to stop waits for live leases and for calls in progress."""
+    """How long a stopping server waits for live leases and for calls in progress."""
     max_calls: int = Field(_LIMITS.calls, ge=1, le=1_000_000)
     """Calls that may run at once over TCP, and as many over the UNIX socket. Further ones are refused with a retry
     delay. Over TCP a host gets a further call only while it has fewer than are free."""

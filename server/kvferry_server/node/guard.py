@@ -150,7 +150,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     self._access.check(method, request, context)
                     answer = encode(await behaviour(request, context))
                 finally:
-                    # An error that leaves this frame keeps the frame for a while, but shall not keep the request.
+                    # An error that leaves this frame keeps the frame for a while, but must not keep the request.
                     request = None
                     if held is not None:
                         held.free()

@@ -49,7 +49,7 @@ class _Rule(BaseModel):
                 raise ValueError(f"{pattern!r}: names in certificates are ASCII: write an international one as xn--…")
             parts = pattern.split("/" if ":" in pattern else ".")
             if sum(ANYBODY in part for part in parts) > 1 or any(ANYBODY in part and part != ANYBODY for part in parts):
-                raise ValueError(f"{pattern!r}: ** may stand once, and is a part of the name by itself")
+                raise ValueError(f"{pattern!r}: ** may stand once, as a whole part of the name")
         return patterns
 
 

@@ -299,7 +299,7 @@ def test_administration_is_for_the_unix_socket_and_identities_that_the_policy_na
         ("[[rule]]\nidentities = ['a']\n[[rule]]\nidentities = 'b'", "rule.2.identities"),
         ("[[rule]]\nidentities = ['a']\nreader = ['']", "a pattern is empty"),
         ("[[rule]]\nidentities = ['URI:spiffe://a/b']", "write the name alone"),
-        ("[[rule]]\nidentities = ['spiffe://a/**b']", "a part of the name by itself"),
+        ("[[rule]]\nidentities = ['spiffe://a/**b']", "as a whole part of the name"),
         ("[[rule]]\nidentities = ['a']\nadmin = 'yes'", "rule.1.admin"),
         ("\xff", "in TOML"),
         ("rule = " + "[" * 100_000, "in TOML"),
