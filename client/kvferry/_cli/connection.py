@@ -145,14 +145,12 @@ class Node:
             raise from_rpc_error(error, self.server, self.tls) from None
 
     def show(self, answer: Any, text: str) -> None:
-        """Print the answer as JSON, or the text."""
         if self.as_json:
             print_json(answer)
         else:
             print(safe(text))
 
     def act(self, method: str, **given: Any) -> Any:
-        """Call a method of the service Admin."""
         from kvferry.v1 import admin_pb2
         from kvferry.v1.admin_pb2_grpc import AdminStub
 

@@ -65,7 +65,6 @@ def engines(
 
 
 def _ask(server: str, connection: Connection) -> introspection_pb2.ListEnginesResponse:
-    """Raises as `Node.call`."""
     with connection.node(server) as node:
         answer: introspection_pb2.ListEnginesResponse = node.listing("engines")
         return answer
@@ -88,7 +87,6 @@ def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failu
 
 
 def _print_fleet(answered: Answers, failed: Failures) -> None:
-    """Print as JSON the response or the error of each node server."""
     homes = [{"server": server, "response": as_dict(response)} for server, response in answered]
     errors = [
         {"server": server, "error": {"name": type(error).__name__, "reason": error.reason, "message": error.message}}

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Return a response as plain values."""
     from google.protobuf.json_format import MessageToDict
 
     # protobuf 5.26 renamed the option.
@@ -81,7 +80,6 @@ def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> T
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> Table:
-    """Make a table of names and values."""
     made = table("", "", rows=rows)
     made.show_header = False
     return made
@@ -136,7 +134,6 @@ def duration(seconds: float, none: str = "") -> str:
 
 
 def lasting(value: Duration, none: str = "") -> str:
-    """Format a duration of a response as `duration` does."""
     from kvferry._clock import from_duration
 
     return duration(from_duration(value), none)

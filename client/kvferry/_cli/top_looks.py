@@ -38,7 +38,6 @@ class ListedRead:
 
     @property
     def waits(self) -> bool:
-        """Whether the read has no lease yet."""
         return not self.publication
 
     @property

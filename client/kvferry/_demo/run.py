@@ -103,7 +103,6 @@ class Engine:
         return found
 
     def tell(self, command: str, requests: Sequence[Request]) -> list[Any]:
-        """Send a command to all ranks, and return their answers."""
         for _, pipe in self._ranks:
             pipe.send((command, requests))
         return self.answers()
@@ -196,7 +195,6 @@ def _requests(source: EngineGeometry, destination: EngineGeometry, count: int, t
 
 
 def _blocks(group: Group, free: list[int], tokens: int) -> Blocks:
-    """Take the blocks of a request from the free ones."""
     first, count = 0, 1
     if group.kind is not GroupKind.STATE:
         window = group.window_tokens if group.kind is GroupKind.WINDOW else tokens
@@ -224,8 +222,6 @@ def _memcpy_rate() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request, with its blocks in both caches by group, and its reference once published."""
-
     name: str
     tokens: int
     source: dict[str, Blocks]
@@ -280,8 +276,6 @@ def run_rank(
 
 
 class _Rank:
-    """The commands of the scheduler, each a method."""
-
     def __init__(self, cache: kvferry.Cache, memory: HostMemory, geometry: RankGeometry) -> None:
         self._cache, self._memory = cache, memory.array
         self._groups = {group.name: group for group in cache.spec.groups}
@@ -289,7 +283,6 @@ class _Rank:
         self._memory[:] = POISON
 
     def fill(self, requests: Sequence[Request]) -> None:
-        """Write the requests' blocks, as prefill does."""
         for plane, view in self._planes:
             for request in requests:
                 blocks = request.source[plane.group]

@@ -185,7 +185,6 @@ class Directory(OneProcess, ABC):
         """Interrupt `_follow`, if `_stop` alone would not end it soon."""
 
     def _learn(self, listed: Listed) -> None:
-        """Take the directory's content, and call the watches if it has changed."""
         with self._notifying:
             with self._answered:
                 changed = listed != self._listed

@@ -217,7 +217,6 @@ class Entries:
         self._bytes -= size
 
     def skip(self, key: bytes, problem: str) -> None:
-        """Log once that a key has no listing."""
         # A peer that can write there can make keys of a megabyte.
         shown = key[:MAX_NAMED]
         if shown not in self._named and len(self._named) < MAX_NAMED:

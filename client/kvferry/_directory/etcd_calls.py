@@ -34,8 +34,6 @@ TOKEN_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUME
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """Endpoints and credentials of etcd."""
-
     endpoints: tuple[str, ...]
     """``host:port`` of each member."""
     tls: TlsConfig | None = None

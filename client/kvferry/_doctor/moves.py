@@ -76,7 +76,6 @@ def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
 
 
 def complaints(text: str) -> str:
-    """Return the errors in UCX's log."""
     lines = [line.partition("UCX  ERROR")[2].strip() for line in text.splitlines() if "UCX  ERROR" in line]
     return f". UCX: {'; '.join(lines[:3])}" if lines else ""
 

@@ -14,7 +14,6 @@ SIZE = 64 << 20
 
 
 def check(host: Host) -> list[Finding]:
-    """Check each port of each card, and have UCX try the ports that should work."""
     findings, tried = [], {}
     for device in host.rdma_devices():
         for number in host.names(f"/sys/class/infiniband/{device}/ports"):
@@ -51,7 +50,6 @@ def _unopened(host: Host, device: str) -> str:
 
 
 def _try_out(tried: dict[str, str]) -> list[Finding]:
-    """For each port, make an agent with this port alone, and register memory with it."""
     from kvferry._transport import nixl_binding
     from kvferry.errors import NixlMissing
 

@@ -40,7 +40,6 @@ _CAP_SYS_PTRACE = 19
 
 
 def check(host: Host) -> list[Finding]:
-    """Try two processes of this user, and the named process."""
     return [_two_of_ours(host), *(() if host.pid is None else (_named(host, host.pid),))]
 
 

@@ -88,7 +88,6 @@ _VARIABLES: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
 
 
 def environment(host: Host) -> list[Finding]:
-    """Check the variables of UCX, NIXL, gRPC and torch's allocator."""
     findings = [*_transports(host), *_places(host)]
     for name, kind, bad in _VARIABLES:
         value = host.environ.get(name, "").lower().replace(" ", "")
@@ -129,7 +128,6 @@ def _transports(host: Host) -> list[Finding]:
 
 
 def _places(host: Host) -> list[Finding]:
-    """Check whether the devices, files and folders exist that variables name."""
     said = {}
     devices = host.environ.get("UCX_NET_DEVICES", "")
     there = [*host.names("/sys/class/net"), *host.rdma_devices()]

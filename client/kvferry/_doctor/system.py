@@ -150,7 +150,6 @@ def clock(host: Host) -> list[Finding]:
 
 
 def gpu(host: Host) -> list[Finding]:
-    """Look for GPUs, and for what other processes and cards need to read them."""
     found = host.gpus()
     if not found:
         return [finding("gpu-none", "no GPU: KV caches here are in host memory")]
@@ -170,7 +169,6 @@ def gpu(host: Host) -> list[Finding]:
 
 
 def network(host: Host) -> list[Finding]:
-    """Check the cards of this network namespace."""
     cards: dict[str, int] = {}
     for name in host.names("/sys/class/net"):
         folder = f"/sys/class/net/{name}"

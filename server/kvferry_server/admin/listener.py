@@ -57,7 +57,6 @@ class AdminListener(web.Server):
         await self.shutdown(0)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Count a connection, and limit its duration."""
         super().connection_made(handler, transport)
         timer = asyncio.get_running_loop().call_later(CONNECTION_SECONDS, transport.abort)
         self._open[handler] = transport, timer

@@ -77,7 +77,6 @@ def _bounded(used: str, limit: str, documentation: str, value: Bounded, **labels
 
 
 def _counted(kind: type, of: Callable[[NodeState], object]) -> Iterator[Row]:
-    """Yield the rows of a class that counts events."""
     for name, metric in metrics_of(kind).items():
         yield metric, lambda at, name=name: getattr(of(at.node), name)  # type: ignore[misc]
 

@@ -28,7 +28,6 @@ class LoopLag:
     seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=LATE)
 
     async def run(self) -> None:
-        """Run until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_POLL

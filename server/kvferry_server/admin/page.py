@@ -159,7 +159,6 @@ def problem_page(problem: str) -> Html:
 
 
 def _rows(name: str, rows: Sequence[Row], more: str = "", target: str = "") -> Html:
-    """Return rows as a table, with a link to the next page."""
     if not rows:
         return html('<p class="none" id="{}">None.</p>', name)
     head = each("<th>{}</th>", (column.replace("_", " ") for column in rows[0]))

@@ -64,7 +64,6 @@ def overview(node: NodeState) -> Row:
 
 
 def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
-    """Return the counts that are not 0, by name."""
     return {shown(key): count for key, count in counts.items() if count}
 
 

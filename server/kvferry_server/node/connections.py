@@ -73,7 +73,6 @@ class ConnectionLimiter:
         self._checks = 0
 
     async def run(self) -> None:
-        """Check the connections every `CONNECTION_POLL` seconds, until cancelled."""
         while True:
             await asyncio.sleep(CONNECTION_POLL)
             # A cheap test first: usually all files together are fewer than the connections that matter.

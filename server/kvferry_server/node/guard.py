@@ -228,7 +228,6 @@ class Guard(grpc.aio.ServerInterceptor):
         self._access.admit(method, context)
 
     async def _abort(self, context: Context, method: str, error: Exception) -> NoReturn:
-        """End a call with the status of an error, and count it."""
         if is_gone(error):
             raise _left() from None
         reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"

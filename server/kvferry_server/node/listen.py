@@ -96,7 +96,6 @@ class UnixListener:
         self._bound = True
 
     def close(self) -> None:
-        """Remove the socket and the lock. Idempotent."""
         if self._lock_fd < 0:
             return
         if self._bound:
@@ -219,7 +218,6 @@ class TcpListener:
                 return
 
     def bind(self, server: Server) -> None:
-        """Make a gRPC server listen on the address; raises `CannotListen` if it is in use."""
         try:
             if self._credentials is None:
                 server.add_insecure_port(str(self.address))
@@ -230,7 +228,6 @@ class TcpListener:
             raise CannotListen(self.address, _why_not(self.address)) from None
 
     def close(self) -> None:
-        """Give the port up. Idempotent."""
         self.forget()
 
     def forget(self) -> None:

@@ -38,7 +38,6 @@ class TextLines(logging.Formatter):
 
 
 def _json_lines() -> logging.Formatter:
-    """Make a formatter with time, level, logger, message and the fields of the event."""
     # Imported here, because only this format needs the package.
     from pythonjsonlogger.json import JsonFormatter
 

@@ -119,7 +119,6 @@ def _refuse(lines: Iterable[str]) -> int:
 
 
 def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
-    """Serve until a signal stops the server. Returns the exit code."""
     import uvloop
 
     from kvferry_server.node.logs import set_up_logging

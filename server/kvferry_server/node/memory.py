@@ -80,7 +80,6 @@ class Trimmer:
         self._again = False
 
     async def run(self) -> None:
-        """Run until cancelled."""
         while True:
             await asyncio.sleep(TRIM_POLL)
             if self.due():

@@ -17,8 +17,6 @@ MAX_RULES = 1000
 
 
 class _Rule(BaseModel):
-    """One ``[[rule]]``."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     identities: list[str] = Field(min_length=1)

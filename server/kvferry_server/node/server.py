@@ -247,7 +247,6 @@ class NodeServer:
             await asyncio.to_thread(tracing.close)
 
     def _begin(self, running: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start a task that runs until `stop`."""
         self._tasks.append(asyncio.create_task(running, name=f"kvferry-{name}"))
         return self._tasks[-1]
 
@@ -258,7 +257,6 @@ class NodeServer:
             await asyncio.sleep(LEASE_POLL)
 
     def _hold(self) -> None:
-        """Read the TLS files, and reserve all addresses."""
         config, path, address = self._config, self._config.unix_path, self._config.listen_address
         check_exposure(config)
         if config.tls is not None:
