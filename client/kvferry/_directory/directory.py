@@ -93,8 +93,8 @@ class Directory(OneProcess, ABC):
         raise unavailable(self.name, problem)
 
     def resolve(self, engine_id: str, incarnation: bytes = b"") -> Listing:
-        """Return the listing of an engine, of several with that name the one with this incarnation, else the newest.
-        Does not wait.
+        """Return the listing of an engine. Of several with this name, prefers the incarnation, then the newest. Does not
+        wait.
 
         Raises:
             EngineNotListed: the directory does not list the engine.
