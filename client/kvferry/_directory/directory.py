@@ -93,7 +93,7 @@ class Directory(OneProcess, ABC):
         raise unavailable(self.name, problem)
 
     def resolve(self, engine_id: str, incarnation: bytes = b"") -> Listing:
-        """Return the listing of an engine. Of several with this name, prefers the incarnation, then the newest. Does not
+        """Return the listing of an engine; of several with its name, prefers the incarnation, then the newest. Does not
         wait.
 
         Raises:

@@ -102,7 +102,7 @@ def test_path_that_is_not_text_is_refused_and_ends_no_connection(server: Kvferry
             assert victim._watch.is_active()
             victim.works()
     assert server.running
-    assert "a new one replaces it" not in server.log
+    assert "a new server replaces it" not in server.log
 
 
 @pytest.mark.slow
@@ -137,8 +137,8 @@ def test_grpc_server_is_replaced_and_the_home_keeps_its_state(tmp_path: Path) ->
             engines = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=10)
             assert engines.home_epoch.hex().startswith(running.epoch)
             victim.close()
-        assert "a new one replaces it" in running.log
-        assert running.log.count("a new one replaces it") < 5 + (time.monotonic() - began) // RESTART_LOG_PAUSE
+        assert "a new server replaces it" in running.log
+        assert running.log.count("a new server replaces it") < 5 + (time.monotonic() - began) // RESTART_LOG_PAUSE
         running.signal()
         assert running.wait() == 0
     assert list(tmp_path.iterdir()) == []
