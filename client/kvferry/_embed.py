@@ -1,9 +1,8 @@
 """Runs a node server inside this process: for trying kvferry, for tests, and for a node whose engine is one process.
 
-The server is the one that `kvferryd` runs, on an event loop and a thread of its own. When this process ends, the home
-of all its engines ends with it. The process must not fork afterwards: once `grpc.aio` has run, a forked child that uses
-gRPC hangs or crashes. If your process forks workers (most engines do), fork first, or run `kvferryd` as a process of
-its own.
+The server is the same that `kvferryd` runs, on a separate thread with its own event loop. The home of its engines ends
+with this process, which must not fork afterwards: once `grpc.aio` has run, a forked child that uses gRPC hangs or
+crashes. If your process forks workers (most engines do), fork first, or run `kvferryd` as a separate process.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ EXTRA |= {"pydantic_settings", "uvloop"}
 class ServerSettings(TypedDict, total=False):
     """The settings of a node server that `serve` takes by keyword; each may be left out.
 
-    They are those of `kvferryd`, with the same names, types and defaults, and ``kvferryd --help`` has their defaults
-    and details; only ``admin`` is empty by default. ``log_level`` and ``log_format`` are missing: in this process your
-    own logging decides what is logged.
+    They are the settings of `kvferryd`, with the same names, types and defaults, which ``kvferryd --help`` explains;
+    only ``admin`` is empty by default. ``log_level`` and ``log_format`` are missing: your process configures logging.
     """
 
     advertise: str
-    """``host`` or ``host:port`` by which other nodes reach this one. It goes into references."""
+    """``host`` or ``host:port`` at which other nodes reach this node. It goes into references."""
     tls_cert: Path | None
     """PEM file of the server's certificate chain. Turns on TLS for TCP."""
     tls_key: Path | None
@@ -53,7 +51,7 @@ class ServerSettings(TypedDict, total=False):
     tls_ca: Path | None
     """PEM file of authorities. Clients must show a certificate of one of them (mTLS)."""
     policy: Path | None
-    """TOML file that says which identities in client certificates have which roles. Read once."""
+    """TOML file with the roles of identities in client certificates. Read once."""
     admin: str
     """TCP address for metrics, health and a page, over HTTP. Empty, as by default: none."""
     admin_insecure: bool
@@ -67,7 +65,7 @@ class ServerSettings(TypedDict, total=False):
     directory: str
     """URL of the etcd in which the server and its engines are listed."""
     directory_ttl: float
-    """Seconds for which the directory keeps what the server does not renew."""
+    """Seconds for which the directory keeps listings without a renewal."""
     directory_labels: str
     """Labels of the server's engines in the directory: ``role=prefill,rack=a7``."""
     ttl: float
@@ -77,21 +75,21 @@ class ServerSettings(TypedDict, total=False):
     engine_ttl: float
     """Seconds from the loss of an engine's Watch until the engine counts as dead."""
     hold: float
-    """Seconds for which a publication is held while nobody reads it."""
+    """Seconds for which a publication without a reader is held."""
     final: float
-    """Seconds from a publication until its blocks are released whatever happens."""
+    """Seconds from a publication until its blocks are released in any case."""
     max_wait: float
     """The most seconds that a reader may wait for a publication that has not come yet."""
     retire: float
     """Seconds for which messages of an engine's former incarnation are recognised and refused."""
     drain: float
-    """Seconds for which a server that stops waits for live leases and calls in progress."""
+    """Seconds for which a stopping server waits for live leases and calls in progress."""
     max_calls: int
-    """How many calls may run at once over TCP, and again over the UNIX socket."""
+    """Calls that may run at once over TCP, and as many over the UNIX socket."""
     max_streams: int
-    """How many streams may be open at once over TCP, and again over the UNIX socket."""
+    """Streams that may be open at once over TCP, and as many over the UNIX socket."""
     max_connections: int
-    """How many TCP connections may be open, and again as many to the UNIX socket."""
+    """TCP connections that may be open, and as many to the UNIX socket."""
     memory: int | str
     """Bytes that the home keeps of engines and their requests, or ``"512MiB"``. 0: half of what the process may have,
     at most 1 GiB."""
@@ -103,17 +101,16 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
     """Run a node server in this process.
 
     Args:
-        listen: TCP address; port 0 takes a free one, an empty string means no TCP.
+        listen: TCP address; port 0: a free port; empty: no TCP.
         unix: path of a UNIX socket; empty: none.
-        settings: the other settings, see `ServerSettings`: ``ttl=5.0``, ``advertise="node7"``. The environment and
-            files are not read.
+        settings: see `ServerSettings`: ``ttl=5.0``, ``advertise="node7"``. The environment and files are not read.
 
     Returns:
         The running server. Close it, or use it as a context manager; the end of the process closes it, too.
 
     Raises:
         ImportError: the extra ``server`` is not installed.
-        KvferryError: a setting is wrong, or an address cannot be had.
+        KvferryError: a setting is wrong, or an address cannot be used.
     """
     try:
         import uvloop
@@ -127,19 +124,19 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
             f"kvferry.serve() needs {error.name}. Install the server with: pip install 'kvferry[server]'",
             name=error.name,
         ) from error
-    # Programs start several servers, and have metrics of their own: whoever wants these asks for them.
+    # Programs start several servers, and have their own metrics, so these must be requested.
     settings.setdefault("admin", "")
     config = configure(listen=listen, unix=unix, **settings)
     return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
 
 
 class EmbeddedServer(OneProcess):
-    """A node server on a thread of this process. Its methods may be called from any thread.
+    """A node server on a thread of this process. Any thread may call its methods.
 
     Attributes:
-        address: what engines of this host connect to: the UNIX socket if there is one, else ``host:port``.
-        addresses: all that it listens on.
-        advertise: what goes into references.
+        address: for engines of this host: the UNIX socket if there is one, else ``host:port``.
+        addresses: all listening addresses.
+        advertise: the address that goes into references.
     """
 
     def __init__(self, server_type: type[NodeServer], loop: asyncio.AbstractEventLoop, config: NodeConfig) -> None:
@@ -158,17 +155,14 @@ class EmbeddedServer(OneProcess):
         self.addresses = server.addresses
         self.address = server.addresses[0]
         self.advertise = server.advertise
-        # A daemon thread is stopped in the middle of what it does; the sockets have to go before.
+        # The end of the process stops a daemon thread anywhere; the sockets have to be removed before.
         atexit.register(self.close)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Drain and stop the server, and remove its files. Idempotent.
-
-        Args:
-            timeout: seconds to wait; the drain itself is bounded by the setting ``drain``.
+        """Drain and stop the server, and remove its files. Idempotent. The setting ``drain`` bounds the drain itself.
 
         Raises:
-            KvferryError: the server did not stop in time.
+            KvferryError: the server did not stop within `timeout` seconds.
         """
         if not self._thread.is_alive():
             return

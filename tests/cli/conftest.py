@@ -34,7 +34,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @dataclass(frozen=True)
 class Stage:
-    """What the commands look at."""
+    """The node server that the commands ask, and its contents."""
 
     server: Kvferryd
     incarnation: bytes
@@ -87,7 +87,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture(scope="session")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvferryd]:
-    """A node server that knows nobody."""
+    """A node server without engines."""
     with Kvferryd("--unix", str(tmp_path_factory.mktemp("cli") / "empty.sock"), "--listen", "") as server:
         yield server
 
@@ -120,7 +120,7 @@ def open_engine(stub: KVTransferStub, engine_id: str, secret: bytes) -> kv_trans
 
 
 _open: list[grpc.Call] = []
-"""Watches: a stream that nobody holds is cancelled."""
+"""Open Watches: an unreferenced stream is cancelled."""
 
 
 def registration(engine: kv_transfer_pb2.EngineRef, secret: bytes, rank: int) -> kv_transfer_pb2.RegisterCacheRequest:

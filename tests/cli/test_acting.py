@@ -1,4 +1,4 @@
-"""What the commands of operators do to a live node server, and the probe of its health."""
+"""The commands of operators and `kvferry health`, on a live node server."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield Scene(server, KVTransferStub(stack.enter_context(connect(server.address))))
 
 
-def test_info(scene: Scene) -> None:
+def test_info_shows_version_times_and_limits(scene: Scene) -> None:
     found = scene.answer("info")
     assert found["home_epoch"][:8] == scene.server.epoch
     assert found["advertise"] == scene.server.advertise
@@ -96,7 +96,7 @@ def test_info(scene: Scene) -> None:
         assert part in text
 
 
-def test_ids_are_hexadecimal_wherever_they_stand(scene: Scene) -> None:
+def test_ids_are_hexadecimal_everywhere(scene: Scene) -> None:
     ref = scene.engine("hex")
     listed = {one["engine"]["engine_id"]: one["engine"]["incarnation"] for one in scene.answer("engines")["engines"]}
     assert listed["hex"] == ref.incarnation.hex()
@@ -121,10 +121,10 @@ def test_listings_are_filtered(scene: Scene) -> None:
     assert "Nothing that was asked for" in scene.run("requests", "--request", "nothing").stdout
 
 
-def test_a_failed_read_says_why(scene: Scene) -> None:
+def test_failed_read_shows_its_reason(scene: Scene) -> None:
     scene.engine("failing")
     of = ("--engine", "failing")
-    # A reader of a later version may have reasons that nobody here knows.
+    # A reader of a later version may have reasons that are unknown here.
     for reason in (pb.RankReport(reason=9999), pb.RankReport(reason=errors_pb2.ERROR_REASON_TRANSFER_STUCK)):  # type: ignore[arg-type]
         reason.outcome = pb.RANK_OUTCOME_FAILED
         scene.report(scene.read("reader").lease_id, reason)
@@ -141,7 +141,7 @@ def test_a_failed_read_says_why(scene: Scene) -> None:
     assert (top["source"], top["state"]) == ("failing", "failed: TRANSFER_STUCK (rank 0)")
 
 
-def test_a_lease_is_let_run_out(scene: Scene) -> None:
+def test_end_lease_lets_a_lease_run_out(scene: Scene) -> None:
     scene.engine("leased")
     number = str(scene.read("reader").lease_number)
     done = scene.run("end-lease", "leased", number, "--yes")
@@ -156,7 +156,7 @@ def test_a_lease_is_let_run_out(scene: Scene) -> None:
     assert missing.stderr.rstrip().endswith("[LEASE_ENDED]")
 
 
-def test_a_publication_is_aborted(scene: Scene) -> None:
+def test_abort_ends_a_publication(scene: Scene) -> None:
     scene.engine("aborted")
     scene.read("reader")
     assert scene.answer("abort", "aborted", "1", "--yes")["leases"] == "1"
@@ -165,7 +165,7 @@ def test_a_publication_is_aborted(scene: Scene) -> None:
     assert scene.run("abort", "aborted", "2", "--yes").stderr.rstrip().endswith("[PUBLICATION_STALE]")
 
 
-def test_a_routers_reference_is_made_waited_for_and_declined(scene: Scene) -> None:
+def test_reference_is_made_waited_for_and_declined(scene: Scene) -> None:
     scene.engine("routed")
     made = scene.run("reference", "routed", scene.server.advertise, "--router-key", "room-7").stdout.strip()
     parsed = parse_reference(made)
@@ -192,24 +192,24 @@ def test_a_routers_reference_is_made_waited_for_and_declined(scene: Scene) -> No
     assert done.stdout == "Declined: nobody reads it.\n"
 
 
-def test_an_engine_is_evicted(scene: Scene) -> None:
+def test_evict_ends_an_engine(scene: Scene) -> None:
     scene.engine("stuck")
     done = scene.run("evict", "stuck", "--yes")
     assert done.stdout == "'stuck' is evicted. No lease is live.\n"
     assert "stuck" not in scene.run("engines").stdout
     assert scene.run("evict", "stuck", "--yes").returncode == 1
-    # A thread reads the log, after the answer perhaps.
+    # A thread reads the log, perhaps after the answer.
     until(lambda: "EvictEngine by the UNIX socket engine_id='stuck'" in scene.server.log)
 
 
-def test_nothing_is_done_unasked(scene: Scene) -> None:
+def test_commands_that_act_do_nothing_without_a_confirmation(scene: Scene) -> None:
     scene.engine("asked")
     lease = str(scene.read("reader").lease_number)
     for command in (["drain"], ["end-lease", "asked", lease], ["abort", "asked", "1"], ["evict", "asked"]):
         done = scene.run(*command)
         assert done.returncode == 2
         assert "--yes" in done.stderr
-    # What is done last is written last; what other tests did may be read late.
+    # The last action is logged last; lines of other tests may be read late.
     assert scene.run("evict", "asked", "--yes").returncode == 0
     until(lambda: "EvictEngine by the UNIX socket engine_id='asked'" in scene.server.log)
     acts = [line for line in scene.server.log.splitlines() if "Drain by" in line or "engine_id='asked'" in line]
@@ -217,7 +217,7 @@ def test_nothing_is_done_unasked(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("said", "code"), [("n", 1), ("y", 0)])
-def test_a_person_is_asked(scene: Scene, said: str, code: int) -> None:
+def test_confirmation_is_asked_on_the_terminal(scene: Scene, said: str, code: int) -> None:
     name = f"asked-{said}"
     scene.engine(name)
     terminal, theirs = pty.openpty()
@@ -234,7 +234,7 @@ def test_a_person_is_asked(scene: Scene, said: str, code: int) -> None:
     assert (name in scene.run("engines").stdout) == (said == "n")
 
 
-def test_a_drain_waits_for_leases_and_health_says_so(tmp_path: Path) -> None:
+def test_drain_waits_for_leases_and_shows_in_health(tmp_path: Path) -> None:
     flags = ("--listen", "", "--drain", "0", "--ttl", "1", "--max-ttl", "1")
     with Kvferryd("--unix", str(tmp_path / "node.sock"), *flags) as server, connect(server.address) as channel:
         scene = Scene(server, KVTransferStub(channel))
@@ -265,13 +265,13 @@ def test_health_over_mutual_tls(tmp_path: Path) -> None:
         assert run_kvferry("health", "--server", server.address).returncode == 1
         unknown = run_kvferry("health", "--server", server.address, *probe, "--service", "nobody.Here")
         assert unknown.returncode == 1
-        # Over TCP with certificates nobody is an operator.
+        # No caller on TCP with certificates is an operator.
         refused = run_kvferry("drain", "--yes", "--server", server.address, *probe)
         assert refused.returncode == 1
         assert refused.stderr.rstrip().endswith("[NOT_ALLOWED]")
 
 
-def test_a_probe_starts_without_what_it_does_not_need(tmp_path: Path) -> None:
+def test_health_starts_without_unneeded_imports(tmp_path: Path) -> None:
     heavy = ["rich.console", "numpy", "kvferry.v1.introspection_pb2", "kvferry_server", "torch", "nixl"]
     code = (
         "import sys; sys.argv = ['kvferry', 'health', '--server', 'unix:/nowhere', '--timeout', '0.1']\n"

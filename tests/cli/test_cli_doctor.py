@@ -1,4 +1,4 @@
-"""`kvferry doctor` as it is called."""
+"""The command `kvferry doctor`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ QUICK = (Check("environment", environment), Check("peer", check_peer))
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two checks alone; all of them take seconds."""
+    """Only two checks, because all take seconds."""
     monkeypatch.setattr(catalogue, "CHECKS", QUICK)
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_problem_is_told_with_what_to_do_and_ends_with_1(tmp_path: Path) -> None:
+def test_problem_is_shown_with_its_remedy_and_ends_with_1(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'none.sock'}"
     done = run_kvferry("doctor", "--peer", address, UCX_TLS="tcp")
     assert done.returncode == 1
@@ -37,14 +37,14 @@ def test_a_problem_is_told_with_what_to_do_and_ends_with_1(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("quick")
-def test_warnings_alone_end_with_0_and_without_a_peer_none_is_asked() -> None:
+def test_warnings_alone_end_with_0_and_no_peer_is_asked_unless_named() -> None:
     done = run_kvferry("doctor", UCX_TLS="tcp")
     assert done.returncode == 0
     assert "peer" not in done.stdout
 
 
 @pytest.mark.usefixtures("quick")
-def test_json_has_each_finding_and_how_many_there_are(tmp_path: Path) -> None:
+def test_json_has_each_finding_and_counts(tmp_path: Path) -> None:
     done = run_kvferry("doctor", "--json", "--peer", f"unix:{tmp_path / 'none.sock'}")
     told = json.loads(done.stdout)
     assert done.returncode == 1
@@ -58,7 +58,7 @@ def test_doctor_escapes_what_a_peer_or_a_variable_says() -> None:
     assert "\x1b[31m" not in run_kvferry("doctor", UCX_NET_DEVICES="\x1b[31mmlx").stdout
 
 
-def test_all_checks_run_here_and_change_nothing() -> None:
+def test_checks_all_run_on_this_host_and_change_nothing() -> None:
     """The whole command, as a person calls it. What it finds depends on the machine; that it finds something of each
     check does not."""
     command = [sys.executable, "-m", "kvferry._cli", "doctor", "--json"]

@@ -1,4 +1,4 @@
-"""`kvferry plan`: files, live engines, and what it says when a pair cannot be read."""
+"""`kvferry plan`: files, live engines, and the errors of pairs that cannot be read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_ranks_that_do_not_exist_are_wrong_usage(files: dict[str, str], rank: st
     assert problem in result.output
 
 
-def test_an_impossible_pair_exits_with_2_and_says_why(files: dict[str, str]) -> None:
+def test_impossible_pair_exits_with_2_and_the_reason(files: dict[str, str]) -> None:
     result = run("--source", files["p"], "--destination", files["other"], "--json")
     assert result.exit_code == 2
     error = json.loads(result.stdout)["error"]
@@ -75,25 +75,25 @@ def test_an_impossible_pair_exits_with_2_and_says_why(files: dict[str, str]) -> 
     assert (found["source"], found["destination"]) == ("bfloat16", "float32")
 
 
-def test_an_impossible_pair_names_every_reason_for_people(files: dict[str, str]) -> None:
+def test_impossible_pair_shows_people_every_reason(files: dict[str, str]) -> None:
     result = run("--source", files["p"], "--destination", files["other"])
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "dtype is bfloat16 at the source (rank 0), float32 at the destination" in result.stderr
 
 
-def test_a_file_that_is_none(files: dict[str, str], tmp_path: Path) -> None:
+def test_missing_geometry_file_is_refused(files: dict[str, str], tmp_path: Path) -> None:
     result = run("--source", str(tmp_path / "absent.json"), "--destination", files["d"], "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["error"]["reason"] == "INVALID_FIELD"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--source-engine", "p@host:1", "--source", "a.json"]])
-def test_each_engine_is_given_once(arguments: list[str]) -> None:
+def test_engine_given_twice_or_not_at_all_is_wrong_usage(arguments: list[str]) -> None:
     assert run(*arguments).exit_code == 2
 
 
-def test_a_picture_is_written(files: dict[str, str], tmp_path: Path) -> None:
+def test_picture_is_written(files: dict[str, str], tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     assert run("--source", files["p"], "--destination", files["d"], "--svg", str(picture)).exit_code == 0
     assert picture.read_text().startswith("<svg")
@@ -102,7 +102,7 @@ def test_a_picture_is_written(files: dict[str, str], tmp_path: Path) -> None:
 
 
 class OneEngine(IntrospectionServicer):
-    """A node server that knows one engine."""
+    """A node server with one engine."""
 
     def __init__(self, missing: list[int]) -> None:
         self.missing = missing
@@ -132,13 +132,13 @@ def test_live_engines_are_planned_the_same(live: str) -> None:
 
 
 @pytest.mark.parametrize("live", [[2, 3]], indirect=True)
-def test_an_engine_that_is_not_complete_is_not_planned(live: str) -> None:
+def test_incomplete_engine_is_not_planned(live: str) -> None:
     result = run("--source-engine", live, "--destination-engine", live)
     assert result.exit_code != 0
     assert "ranks [2, 3] have not registered" in str(result.exception)
 
 
-def test_an_address_that_is_none() -> None:
+def test_address_that_is_malformed_is_wrong_usage() -> None:
     result = run("--source-engine", "nowhere", "--destination-engine", "d@127.0.0.1:1")
     assert result.exit_code == 2
     assert "not ID@ADDRESS" in result.output

@@ -50,7 +50,7 @@ PAIRS: dict[str, tuple[str, str | Change]] = {
 }
 
 
-def test_a_refusal_has_a_line_for_each_reason_and_not_for_each_layer() -> None:
+def test_refusal_has_a_line_for_each_reason_and_not_for_each_layer() -> None:
     source, destination = (str(EXAMPLES / f"{name}.json") for name in ("llama3-8b-tp2", "ten-heads-tp4"))
     result = CliRunner().invoke(app, ["plan", "--source", source, "--destination", destination])
     assert result.exit_code == 2
@@ -60,7 +60,7 @@ def test_a_refusal_has_a_line_for_each_reason_and_not_for_each_layer() -> None:
     assert sum("dtype is bfloat16 at the source" in reason and "47 more alike" in reason for reason in reasons) == 1
 
 
-def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) -> None:
+def test_picture_in_the_docs_is_the_commands_output(tmp_path: Path) -> None:
     source, destination = (str(EXAMPLES / f"llama3-8b-{name}.json") for name in ("tp3", "tp2"))
     drawn = tmp_path / "plan.svg"
     result = CliRunner().invoke(app, ["plan", "--source", source, "--destination", destination, "--svg", str(drawn)])
@@ -99,19 +99,19 @@ def held(engine: EngineGeometry, wanted: Callable[[str], bool] = lambda layer: T
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_every_kind_of_difference_is_planned_from_files_and_reads_every_byte_once(tmp_path: Path, name: str) -> None:
+def test_differences_of_every_kind_are_planned_from_files_and_read_every_byte_once(tmp_path: Path, name: str) -> None:
     source, change = PAIRS[name]
     path = write(tmp_path, source, change)
     found = plan("--source", str(EXAMPLES / f"{source}.json"), "--destination", str(path))
     per_token, per_request = held(geometry_file.load(path))
     totals = found["totals"]
-    # Means over all tokens: shares of stripes are rounded.
+    # Averages over all tokens, because shares of stripes are rounded.
     assert totals["bytes_per_token"] == pytest.approx(float(per_token), rel=1e-6)
     assert totals["bytes_per_request"] == per_request
     assert [rank["uncovered"] for rank in found["ranks"]] == [[]] * len(found["ranks"])
 
 
-def test_some_layers_are_planned_alone() -> None:
+def test_layers_can_be_planned_alone() -> None:
     source, destination = (str(EXAMPLES / f"llama3-8b-tp{size}.json") for size in (4, 2))
     found = plan("--source", source, "--destination", destination, "--layers", "4:6")
     assert {str(read["layers"]) for rank in found["ranks"] for read in rank["reads"]} == {"[[4, 6]]"}
@@ -129,7 +129,7 @@ def test_layers_that_do_not_exist_are_wrong_usage(layers: str, problem: str) -> 
     assert problem in result.output
 
 
-def test_a_live_engine_given_as_a_file_is_told_the_right_option() -> None:
+def test_live_engine_given_as_a_file_gets_an_error_with_the_right_option() -> None:
     path = str(EXAMPLES / "llama3-8b-tp4.json")
     result = CliRunner().invoke(app, ["plan", "--source", "prefill-0@node7:7423", "--destination", path])
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""The command by itself: help, versions, and what it must not import."""
+"""The command without a node server: help, versions, and forbidden imports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKING = ("info", "engines", "engine", "requests", "transfers", "drain", "end-le
 
 
 @pytest.mark.parametrize("command", ASKING)
-def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> None:
+def test_commands_that_ask_a_server_have_the_same_options(command: str) -> None:
     text = run_kvferry(command, "--help").stdout
     for option in ("--server", "KVFERRY_SERVER", "--json", "--timeout", "--tls-ca", "--tls-cert", "--tls-key"):
         assert option in text
@@ -63,14 +63,14 @@ def test_help_cuts_nothing_off_in_80_columns(command: str) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_versions() -> None:
+def test_version_shows_packages() -> None:
     assert kvferry.__version__ in run_kvferry("version").stdout
     found = json.loads(run_kvferry("version", "--json").stdout)
     assert found["kvferry"] == kvferry.__version__
     assert found["grpcio"]
 
 
-def test_nothing_heavy_is_imported_for_help() -> None:
+def test_help_imports_nothing_heavy() -> None:
     heavy = ["torch", "nixl", "numpy", "grpc", "google.protobuf", "kvferry_server"]
     code = f"import sys, kvferry._cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -90,21 +90,21 @@ def test_nothing_heavy_is_imported_for_help() -> None:
         (273_600, "3 d 4 h"),
     ],
 )
-def test_durations_are_for_people(seconds: float, text: str) -> None:
+def test_durations_are_readable(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_ranges_of_ranks() -> None:
+def test_ranges_of_ranks_are_shortened() -> None:
     assert ranges([0, 1, 2, 3, 6, 8, 9]) == "0-3, 6, 8-9"
     assert ranges([]) == ""
 
 
-def test_names_of_peers_cannot_steer_a_terminal() -> None:
+def test_names_of_peers_cannot_control_a_terminal() -> None:
     assert safe("ok ä 世 [bold]") == "ok ä 世 [bold]"
     assert safe("\x1b]0;title\x07\n\u202e") == "\\x1b]0;title\\x07\\n\\u202e"
 
 
-def test_states_of_a_later_version_are_shown_by_their_number() -> None:
+def test_states_of_a_later_version_are_shown_by_number() -> None:
     assert enum_name(pb.ReadSummary(state=pb.READ_STATE_VALID)) == "valid"
     assert enum_name(pb.ReadSummary(state=99)) == "99"  # type: ignore[arg-type]
 
@@ -112,6 +112,6 @@ def test_states_of_a_later_version_are_shown_by_their_number() -> None:
 @pytest.mark.parametrize(
     ("parts", "shown"), [(0, "waiting"), (1, "waiting, 1 part so far"), (3, "waiting, 3 parts so far")]
 )
-def test_a_read_that_waits_says_how_much_there_is(parts: int, shown: str) -> None:
+def test_read_that_waits_for_more_shows_its_parts(parts: int, shown: str) -> None:
     read = pb.ReadSummary(state=pb.READ_STATE_WAITING)
     assert read_state(ipb.TransferSummary(read=read, parts=parts)) == shown

@@ -1,4 +1,4 @@
-"""What the commands show of a live node server, to people and to programs."""
+"""The commands' output about a live node server, for people and for programs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_engine_command_shows_one_engine(kvferry: Run, stage: Stage) -> None:
     assert [rank["rank"] for rank in found["geometry"]["ranks"]] == [0, 1]
 
 
-def test_requests(kvferry: Run, stage: Stage) -> None:
+def test_requests_lists_publications(kvferry: Run, stage: Stage) -> None:
     table = rows(kvferry("requests"))
     assert table[0] == ["Engine", "Publication", "Request", "State", "Blocks", "Reads", "Leases", "Age"]
     assert table[1][:7] == [SOURCE, "7", "cmpl-7", "published", "3", "0/1", "1"]
@@ -68,7 +68,7 @@ def test_requests(kvferry: Run, stage: Stage) -> None:
     assert answer(kvferry("requests", "--json", "--engine", "nobody"))["requests"] == []
 
 
-def test_transfers(kvferry: Run) -> None:
+def test_transfers_lists_reads(kvferry: Run) -> None:
     table = rows(kvferry("transfers", "--engine", SOURCE))
     header = ["Source", "Publication", "Request", "Reader", "Lease", "State", "Ranks done", "Bytes", "Remaining"]
     assert table[0] == header
@@ -79,7 +79,7 @@ def test_transfers(kvferry: Run) -> None:
     assert transfer["lease_remaining"].endswith("s")
 
 
-def test_a_server_that_knows_nobody_says_so(empty: Kvferryd) -> None:
+def test_server_without_engines_prints_a_sentence(empty: Kvferryd) -> None:
     for command, says in (("engines", "No engine"), ("requests", "No request"), ("transfers", "Nothing is read")):
         done = run_kvferry(command, "--server", empty.address)
         assert done.returncode == 0
@@ -87,13 +87,13 @@ def test_a_server_that_knows_nobody_says_so(empty: Kvferryd) -> None:
         assert answer(run_kvferry(command, "--server", empty.address, "--json"))[command] == []
 
 
-def test_the_option_wins_over_the_environment(kvferry: Run, stage: Stage, empty: Kvferryd) -> None:
+def test_option_wins_over_the_environment(kvferry: Run, stage: Stage, empty: Kvferryd) -> None:
     assert answer(kvferry("engines", "--json", "--server", empty.address))["engines"] == []
     assert answer(kvferry("engines", "--json", "--server", stage.server.addresses[1]))["engines"]
 
 
 @pytest.mark.parametrize("command", [["engines"], ["engine", "x"], ["requests"], ["transfers"]])
-def test_a_server_that_is_not_there_is_one_line_and_exit_code_1(command: list[str], tmp_path: Path) -> None:
+def test_missing_server_is_one_line_and_exit_code_1(command: list[str], tmp_path: Path) -> None:
     done = run_kvferry(*command, "--server", f"unix:{tmp_path}/none.sock", "--timeout", "5")
     assert done.returncode == 1
     assert done.stdout == ""
@@ -106,13 +106,11 @@ def test_a_server_that_is_not_there_is_one_line_and_exit_code_1(command: list[st
     ("name", "reasons"),
     [
         ("nobody", ("[ENGINE_UNKNOWN]", "[HOME_RECOVERING]")),
-        # A name that would colour the terminal is none, and is not shown as it is.
+        # A name that would colour the terminal is invalid, and is shown escaped.
         ("no\x1b[31mbody", ("[INVALID_FIELD]",)),
     ],
 )
-def test_an_engine_that_is_not_there_is_one_line_and_exit_code_1(
-    kvferry: Run, name: str, reasons: tuple[str, ...]
-) -> None:
+def test_missing_engine_is_one_line_and_exit_code_1(kvferry: Run, name: str, reasons: tuple[str, ...]) -> None:
     done = kvferry("engine", name)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -139,7 +137,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_over_mutual_tls(tmp_path: Path) -> None:
+def test_commands_work_over_mutual_tls(tmp_path: Path) -> None:
     authority = Authority.make(tmp_path, "ours")
     flags = tls_flags(authority.issue("node"))
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", *flags) as server:

@@ -32,13 +32,13 @@ COMMAND = [sys.executable, "-m", "kvferry._cli", "top", "--interval", "0.5"]
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command on a separate terminal."""
 
     def __init__(self, *arguments: str, rows: int = 40, columns: int = 120) -> None:
         self._master, slave = pty.openpty()
         self._resize(slave, rows, columns)
-        # The first terminal that the leader of a session opens controls it. A shell opens it: Python code between fork
-        # and exec is none for a process that has gRPC's threads.
+        # The first terminal that the leader of a session opens controls the session. A shell opens the terminal,
+        # because a process with gRPC's threads must not run Python code between fork and exec.
         self.process = subprocess.Popen(
             # A background job of a script ignores Ctrl-C, and so would its children.
             [
@@ -64,11 +64,11 @@ class Terminal:
         os.write(self._master, keys)
 
     def shows(self, *texts: str, after: int = 0) -> None:
-        """Wait until all of this was drawn since so many characters."""
+        """Wait until all these texts were drawn after so many characters."""
         until(lambda: self._read() and all(text in self.seen[after:] for text in texts))
 
     def end(self) -> int:
-        """Wait for the end; its exit code."""
+        """Wait for the end, and return the exit code."""
         end = now() + 30
         while self.process.poll() is None and now() < end:
             self._read()
@@ -138,7 +138,9 @@ def test_top_prints_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
     assert second.endswith(f"{SOURCE} -> {READER}: 1 reading, 0 ended, 150.0 kB, -")
 
 
-def test_several_servers_and_one_that_is_gone(stage: Stage, empty: Kvferryd, tmp_path: Path) -> None:
+def test_top_shows_several_servers_and_the_error_of_a_missing_one(
+    stage: Stage, empty: Kvferryd, tmp_path: Path
+) -> None:
     gone = f"unix:{tmp_path}/none.sock"
     servers = [part for server in (stage.server.address, empty.address, gone) for part in ("--server", server)]
     done = run_kvferry("top", "--once", "--json", *servers)
@@ -146,7 +148,7 @@ def test_several_servers_and_one_that_is_gone(stage: Stage, empty: Kvferryd, tmp
     found = {server["server"]: server for server in json.loads(done.stdout)["servers"]}
     assert [found[name]["leases"] for name in (stage.server.address, empty.address)] == [1, 0]
     assert "none.sock" in found[gone]["error"]
-    # Also by the environment.
+    # The environment can name the server, too.
     both = run_kvferry("top", "--once", "--json", KVFERRY_SERVER=f"{stage.server.address} {empty.address}")
     assert (both.returncode, len(json.loads(both.stdout)["servers"])) == (0, 2)
 
@@ -166,7 +168,7 @@ def test_wrong_usage_is_exit_code_2(wrong: list[str]) -> None:
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_a_terminal_gets_a_screen_that_follows_its_size_and_ctrl_c_ends_it(watching: Terminal) -> None:
+def test_screen_follows_the_terminals_size_and_ctrl_c_ends_it(watching: Terminal) -> None:
     watching.shows("Node servers", "Peers", "Reads", SOURCE, "cmpl-7", "0 bytes/s")
     before = len(watching.seen)
     watching.resize(9, 60)
@@ -179,20 +181,20 @@ def test_a_terminal_gets_a_screen_that_follows_its_size_and_ctrl_c_ends_it(watch
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).splitlines()) <= 60
     watching.type(b"\x03")
     assert watching.end() == 130
-    # It gives the terminal its screen and its cursor back, and says nothing more.
+    # The command restores the terminal's screen and cursor, and prints nothing more.
     assert watching.seen.rindex("\x1b[?1049l") > watching.seen.rindex("\x1b[?1049h")
     assert "\x1b[?25h" in watching.seen
     assert "Traceback" not in watching.seen
 
 
-def test_a_terminal_gets_its_screen_back_at_a_sigterm(watching: Terminal) -> None:
+def test_sigterm_restores_the_terminals_screen(watching: Terminal) -> None:
     watching.shows("Reads")
     watching.process.send_signal(signal.SIGTERM)
     assert watching.end() == 143
     assert watching.seen.rindex("\x1b[?1049l") > watching.seen.rindex("\x1b[?1049h")
 
 
-def test_a_node_server_may_restart_meanwhile(tmp_path: Path) -> None:
+def test_restart_of_a_node_server_is_shown(tmp_path: Path) -> None:
     with (
         NodeServerProcess(tmp_path, drain=0) as server,
         subprocess.Popen(
@@ -217,7 +219,7 @@ def test_a_node_server_may_restart_meanwhile(tmp_path: Path) -> None:
         assert process.wait(30) == 130
 
 
-def test_readers_of_the_output_may_leave_early(empty: Kvferryd) -> None:
+def test_output_may_be_closed_early(empty: Kvferryd) -> None:
     with subprocess.Popen(
         [*COMMAND, "--server", empty.address],
         stdout=subprocess.PIPE,
@@ -248,7 +250,7 @@ def drawn(looks: list[Look], height: int) -> list[str]:
     return [line for line in capture.get().splitlines() if line.strip()]
 
 
-def test_a_read_that_waits_under_a_routers_key_is_shown_as_one_that_goes_on() -> None:
+def test_read_that_waits_under_a_router_key_is_shown_as_live() -> None:
     waiting = ListedRead("s", "prefill", 0, "", "decode", 0, "waiting", 0, 1, 0, 0.0, "room-7")
     look = Look("s", engines=2, leases=1, transfers=[read_of(1, remaining=0.0), waiting, read_of(2)], whole=True)
     assert [read.publication for read in newest([look])] == [2, 0, 1]
@@ -257,7 +259,7 @@ def test_a_read_that_waits_under_a_routers_key_is_shown_as_one_that_goes_on() ->
     assert "no lease" in text
 
 
-def test_of_thousands_of_reads_the_largest_and_newest_are_shown_with_the_number_of_the_others() -> None:
+def test_reads_in_thousands_are_cut_to_the_largest_and_newest_with_the_number_of_the_others() -> None:
     reads = [read_of(number, size=1000 if number == 17 else 0) for number in range(5000)]
     reads.append(read_of(6000, size=5000, remaining=0.0))
     look = Look(
@@ -288,7 +290,7 @@ def test_top_fits_any_terminal(height: int) -> None:
     assert len(lines) <= max(height, 6)
 
 
-def test_the_busiest_pairs_come_first() -> None:
+def test_busiest_pairs_come_first() -> None:
     looks = [
         Look("a", peers=[Peers("p", "idle"), Peers("p", "busy", rate=2.0)]),
         Look("b", peers=[Peers("p", "more", rate=3.0)]),

@@ -44,9 +44,9 @@ def command(
 def environment(tmp_path: Path) -> dict[str, str]:
     scratch = tmp_path / "scratch"
     scratch.mkdir(exist_ok=True)
-    # UCX as users have it: see tests/conftest.py.
+    # UCX with the defaults that users have: see tests/conftest.py.
     kept = {name: value for name, value in os.environ.items() if name != "UCX_MEM_MMAP_HOOK_MODE"}
-    # The node servers of the demonstration are not set up as those of the host are.
+    # The demonstration's node servers ignore the settings of the host's.
     return {**kept, "TMPDIR": str(scratch), "KVFERRYD_POLICY": str(scratch / "none")}
 
 
@@ -54,7 +54,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> None:
     options = ["--json", "--requests", "3", "--tokens", "60", "--ucx-tls", ucx_tls]
     done = subprocess.run(
-        # Its last block is the null block, in a cache of which the demonstration makes a part.
+        # The null block is the last block of a cache that the demonstration makes smaller.
         command(tmp_path, *options, destination={"tp_size": 1, "num_blocks": 1024, "null_block": 1023}),
         capture_output=True,
         text=True,
@@ -71,7 +71,7 @@ def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> Non
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) -> None:
+def test_demo_of_an_impossible_pair_shows_the_reason_and_starts_nothing(tmp_path: Path) -> None:
     destination = {"model": {**GEOMETRY["model"], "kv_heads": 8}}  # type: ignore[dict-item]
     done = subprocess.run(
         command(tmp_path, destination=destination),
@@ -85,7 +85,7 @@ def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
-def test_demo_whose_ranks_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_demo_whose_ranks_cannot_start_shows_the_reason_and_leaves_nothing(tmp_path: Path) -> None:
     # Shared memory alone: UCX cannot report the death of peers, and makes no agent.
     done = subprocess.run(
         command(tmp_path, "--ucx-tls", "sm", "--requests", "1", "--tokens", "20"),
@@ -103,7 +103,7 @@ def test_demo_whose_ranks_cannot_start_says_why_and_leaves_nothing(tmp_path: Pat
 @pytest.mark.slow
 def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        # So much that it takes seconds: it must not end before it is interrupted.
+        # Enough for several seconds: the demonstration must not end before the interrupt.
         command(tmp_path, "--json", "--requests", "4", "--tokens", "8192", geometry=LARGE),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

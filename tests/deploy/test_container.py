@@ -1,4 +1,4 @@
-"""The container file, as far as it can be looked at without building: no registry of images is reached here."""
+"""Checks of the container file without a build, because no registry of images is reachable here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOCKET = "unix:/run/kvferry/node.sock"
 
 
 def instructions() -> list[tuple[str, str]]:
-    """In order; comments left out, continued lines joined."""
+    """The instructions in order, without comments, with continued lines joined."""
     lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
@@ -40,7 +40,7 @@ def test_instructions_are_known_and_stages_share_one_python() -> None:
     assert [rest.split()[0] for name, rest in found if name == "FROM"] == ["${PYTHON}", "${PYTHON}"]
 
 
-def test_it_runs_as_nobody_special_and_without_a_shell() -> None:
+def test_container_runs_without_privileges_and_without_a_shell() -> None:
     last = of_last_stage()
     (user,) = [rest for name, rest in last if name == "USER"]
     assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", user)
@@ -53,7 +53,7 @@ def test_it_runs_as_nobody_special_and_without_a_shell() -> None:
     assert ("ENTRYPOINT", '["kvferryd"]') in last
 
 
-def test_it_installs_what_make_package_leaves_as_locked() -> None:
+def test_container_installs_the_wheel_of_make_package_by_the_lock() -> None:
     found = instructions()
     assert ("ARG", f"VERSION={kvferry.__version__}") in found
     copied = [rest for name, rest in found if name == "COPY"]
@@ -66,7 +66,7 @@ def test_it_installs_what_make_package_leaves_as_locked() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_directory_of_the_socket_is_made_as_the_file_says(tmp_path: Path) -> None:
+def test_directory_of_the_socket_is_made_as_the_file_specifies(tmp_path: Path) -> None:
     (command,) = [json.loads(rest) for name, rest in of_last_stage() if name == "RUN"]
     made = tmp_path / "kvferry"
     subprocess.run([*command[:-1], str(made)], check=True, timeout=10)

@@ -1,4 +1,4 @@
-"""What docs/deployment.md says, copied into a shell."""
+"""The commands of docs/deployment.md, copied into a shell."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
-def test_two_nodes_by_copying(tmp_path: Path) -> None:
+def test_commands_of_the_page_start_two_nodes(tmp_path: Path) -> None:
     commands = [text for kind, text in BLOCK.findall(SECTION) if kind == "sh"]
     assert len(commands) == 8
     install, *rest = commands
-    # Everything is installed already, and the ports may be somebody else's.
+    # Everything is installed already, and the ports may be in use.
     assert install == "pip install '.[server,nixl]'\n"
     script = "set -e\n" + "".join(rest).replace("7423", str(free_port())).replace("7424", str(free_port()))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -47,7 +47,7 @@ def test_two_nodes_by_copying(tmp_path: Path) -> None:
     try:
         said, complained = shell.communicate(timeout=100)
     finally:
-        # Nothing of it may be left when it fails.
+        # Nothing may be left running after a failure.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
         shell.communicate()
@@ -65,7 +65,7 @@ def test_two_nodes_by_copying(tmp_path: Path) -> None:
     assert logs.count("stopped\n") == 2
 
 
-def test_the_policy_in_security_fits_the_certificates_of_the_page(tmp_path: Path) -> None:
+def test_policy_in_security_fits_the_certificates_of_the_page(tmp_path: Path) -> None:
     names = dict(re.findall(r"^certificate (\S+) URI:(\S+)$", SECTION, re.MULTILINE))
     text = (ROOT / "docs" / "security.md").read_text()
     (tmp_path / "policy.toml").write_text(next(text for kind, text in BLOCK.findall(text) if kind == "toml"))
@@ -74,7 +74,7 @@ def test_the_policy_in_security_fits_the_certificates_of_the_page(tmp_path: Path
     def allowed(who: str, role: PolicyRole, engine_id: str | None = None) -> bool:
         return policy.granted([names[who]]).allows(Need((role,), engine_id))
 
-    # What examples/two_nodes.py calls its engines.
+    # The names of engines in examples/two_nodes.py.
     assert allowed("prefill", PolicyRole.ENGINE, "prefill-0")
     assert allowed("decode", PolicyRole.ENGINE, "decode-0")
     assert allowed("decode", PolicyRole.READER, "prefill-0")

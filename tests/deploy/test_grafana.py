@@ -28,7 +28,7 @@ type Written<T> = T extends string ? `${T}` : T extends object ? { [K in keyof T
 
 
 def wrong(board: Any, folder: Path) -> str:
-    """What TypeScript's compiler says of a board."""
+    """The errors of TypeScript's compiler for a board."""
     panels = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
     assert len(panels) > 20
     lines = [TYPES, f"export const board: Dashboard = {json.dumps(board, indent=1)};"]
@@ -46,9 +46,9 @@ def wrong(board: Any, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (MODULES / "@grafana").exists(), reason="tests/support/nodejs is not installed")
-def test_the_board_is_one_by_grafanas_schema(tmp_path: Path) -> None:
+def test_board_is_valid_by_grafanas_schema(tmp_path: Path) -> None:
     assert wrong(BOARD, tmp_path) == ""
-    # What it would notice: a field and a value that Grafana does not know.
+    # The compiler notices a field and a value that Grafana does not know.
     bad = copy.deepcopy(BOARD)
     bad["panels"][1]["gridpos"] = bad["panels"][1].pop("gridPos")
     bad["panels"][1]["options"]["tooltip"]["mode"] = "many"

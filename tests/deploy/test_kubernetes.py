@@ -1,4 +1,4 @@
-"""The manifests are what Kubernetes takes, give kvferryd little, and fit its settings."""
+"""The manifests are valid for Kubernetes, give kvferryd few rights, and fit its settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_manifest_is_valid(kind: str, version: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kubectl_puts_them_together() -> None:
+def test_manifests_are_combined_by_kubectl() -> None:
     done = subprocess.run(
         ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=60, check=True
     ).stdout
@@ -57,7 +57,7 @@ def test_kubectl_puts_them_together() -> None:
     assert images == {f"registry.example/kvferry:{kvferry.__version__}"}
 
 
-def test_environment_is_settings_that_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_has_only_settings_of_kvferryd(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {each["name"]: each.get("value", "node-7") for each in CONTAINER["env"]}
     settings = {name: value for name, value in env.items() if name.startswith(ENV_PREFIX)}
     for name, value in settings.items():
@@ -76,7 +76,7 @@ def test_environment_is_settings_that_a_server_takes(monkeypatch: pytest.MonkeyP
         assert str(path and path.parent) in mounted
 
 
-def test_ports_are_called_by_names_that_there_are() -> None:
+def test_ports_are_named_by_existing_names() -> None:
     names = {port["name"] for port in CONTAINER["ports"]}
     probes = [CONTAINER[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")]
     rules = DOCUMENTS["NetworkPolicy"]["spec"]["ingress"]
@@ -93,14 +93,14 @@ def test_kvferryd_has_no_rights() -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert POD["spec"]["automountServiceAccountToken"] is False
-    # What runs as root runs once, and only prepares the directory.
+    # The container that runs as root runs once, and only prepares the directory.
     (prepares,) = POD["spec"]["initContainers"]
     assert prepares["command"][0] == "install"
     assert prepares["command"][-1] == "/run/kvferry"
     assert str(of_pod["runAsUser"]) in prepares["command"]
 
 
-def test_servers_are_restarted_one_after_the_other() -> None:
+def test_servers_restart_one_after_the_other() -> None:
     assert DOCUMENTS["DaemonSet"]["spec"]["updateStrategy"] == {
         "type": "RollingUpdate",
         "rollingUpdate": {"maxUnavailable": 1},

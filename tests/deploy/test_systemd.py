@@ -1,4 +1,4 @@
-"""The unit of systemd is one, and gives kvferryd little."""
+"""The systemd unit is valid, and gives kvferryd few rights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.repository import ROOT
 
 UNIT = ROOT / "deploy" / "systemd" / "kvferryd.service"
 EXPOSURE = 11
-"""Tenths of systemd's measure, of 100. What remains are the network and the root directory."""
+"""systemd's exposure measure in tenths, at most 100. The rest is the network and the root directory."""
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 
@@ -23,19 +23,19 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_unit_is_valid_for_systemd(tmp_path: Path) -> None:
     program = tmp_path / "kvferryd"
     program.touch(0o755)
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/kvferry/bin/kvferryd", str(program)))
     done = analyze("verify", "--man=no", str(unit))
     assert (done.returncode, done.stderr) == (0, "")
-    # It would have said so otherwise.
+    # A misspelt setting is reported.
     unit.write_text(unit.read_text().replace("NoNewPrivileges=", "NoNewPrivilege="))
     assert "'NoNewPrivilege'" in analyze("verify", "--man=no", str(unit)).stderr
 
 
-def test_unit_gives_little_to_whoever_takes_kvferryd_over() -> None:
+def test_unit_gives_few_rights_to_an_attacker_in_kvferryd() -> None:
     done = analyze("security", "--offline=true", "--no-pager", f"--threshold={EXPOSURE}", str(UNIT))
     assert done.returncode == 0, done.stdout
     assert f"{EXPOSURE / 10:.1f} of 10" in (ROOT / "docs" / "deployment.md").read_text()

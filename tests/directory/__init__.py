@@ -1,1 +1,1 @@
-"""Directories: files, DNS and etcd, and what clients, node servers and the command line do with them."""
+"""Directories in files, DNS and etcd, and their use by clients, node servers and the command line."""

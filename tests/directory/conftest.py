@@ -1,4 +1,4 @@
-"""One real etcd for the tests of a module, started again if one of them has ended it."""
+"""One real etcd for the tests of a module, restarted if a test has ended it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 
 
 def problem(directory: Directory) -> str:
-    """Why a directory that has not answered yet is not available."""
+    """The problem of a directory that has not answered yet."""
     with pytest.raises(DirectoryUnavailable) as caught:
         directory.listed()
     return str(caught.value.values["problem"])

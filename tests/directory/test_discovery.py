@@ -1,4 +1,4 @@
-"""What clients and the command line find by a directory, and that reads go on without one."""
+"""Clients and the command line use a directory, and reads go on without one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_reads_by_references_without_an_address_and_without_etcd(etcd: Etcd, fle
         assert (destination[:, 5] == 42).all()
         with pytest.raises(EngineNotListed, match="this client has no directory"):
             blind.decline(published.reference)
-        # Its outage stops discovery only: what is known stays in use, by references of both kinds.
+        # Its outage stops discovery only: known homes stay in use, by references of both kinds.
         etcd.stop()
         try:
             again = theirs.session.publish("request-2", {"full": Blocks([3])})
@@ -86,7 +86,7 @@ def test_reads_by_references_with_an_address_need_no_directory(fleet: tuple[Kvfe
         assert (destination[:, 5] == 7).all()
 
 
-def test_a_directory_allows_the_homes_that_it_lists(file: Path) -> None:
+def test_directory_allows_the_homes_that_it_lists(file: Path) -> None:
     # No call is made.
     loop = Loop()
     file.write_text(f'homes = ["{FAR}"]')
@@ -96,7 +96,7 @@ def test_a_directory_allows_the_homes_that_it_lists(file: Path) -> None:
     with pytest.raises(HomeNotAllowed, match="neither in this client's directory nor covered by TLS"):
         homes.get("10.0.0.8:7423")
     homes.close()
-    # One that has not answered yet forbids nothing for good: the error says to try again.
+    # A directory that has not answered yet forbids no home for good: the error asks to try again.
     unread = Homes("127.0.0.1:1", loop, None, ("10.0.0.9:*",), directory=open_directory(f"file:{file}.missing"))
     assert unread.get("10.0.0.9:7423").address == "10.0.0.9:7423"
     with pytest.raises(DirectoryUnavailable) as caught:
@@ -111,7 +111,7 @@ def test_engines_of_a_fleet_are_listed_together(etcd: Etcd, fleet: tuple[Kvferry
         for party in parties:
             party.works()
         both = [part for server in fleet for part in ("--server", server.address)]
-        # They list themselves a moment after they serve, and their engines.
+        # Node servers list themselves and their engines a moment after they begin to serve.
         with open_directory(etcd.url) as seen:
             until(lambda: seen.wait() and seen.listed().homes >= {server.advertise for server in fleet})
             until(lambda: all(seen.listed().find(party.name) is not None for party in parties))
@@ -132,7 +132,7 @@ def test_engines_of_a_fleet_are_listed_together(etcd: Etcd, fleet: tuple[Kvferry
             party.close()
 
 
-def test_a_home_that_is_away_is_named_and_the_others_are_shown(file: Path, fleet: tuple[Kvferryd, Kvferryd]) -> None:
+def test_unreachable_home_is_named_and_the_others_are_shown(file: Path, fleet: tuple[Kvferryd, Kvferryd]) -> None:
     away = f"127.0.0.1:{free_port()}"
     file.write_text(f'homes = ["{fleet[0].advertise}", "{away}"]')
     done = run_kvferry("engines", "--all", "--directory", f"file:{file}")
@@ -147,12 +147,12 @@ def test_a_home_that_is_away_is_named_and_the_others_are_shown(file: Path, fleet
     assert (failed["server"], failed["error"]["reason"]) == (away, "UNREACHABLE")
 
 
-def test_a_fleet_needs_a_directory_that_answers(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fleet_needs_a_directory_that_answers(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert run_kvferry("engines", "--all").returncode == 2
     assert run_kvferry("engines", "--all", "--directory", "file:relative").returncode == 2
     done = run_kvferry("engines", "--all", "--directory", f"file:{file}", "--timeout", "0.2")
     assert done.returncode == 1
     assert "DirectoryUnavailable" in done.stderr
     assert f"file:{file}" in done.stderr
-    # Said once: what is logged as a warning is on stderr, too, where nobody has set up logging.
+    # Reported once: without a logging setup, warnings would be on stderr, too.
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []

@@ -36,7 +36,7 @@ class NameServer:
         self._thread.start()
 
     def close(self) -> None:
-        # An empty datagram ends it: closing a socket wakes nobody who waits for it.
+        # An empty datagram ends the thread: closing a socket does not wake a thread that waits for it.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as last:
             host, port = self.address.split(":")
             last.sendto(b"", (host, int(port)))
@@ -89,14 +89,14 @@ def test_service_records_list_homes_and_pods(server: NameServer, opened: Open) -
     assert listed.covers("10.0.0.1:7423")
     assert listed.covers("[fd00::1]:7424")
     assert not listed.covers("10.0.0.1:7424")
-    # A pod that has gone is unlisted when the answer's time is over.
+    # A pod that has gone is no longer listed when the answer's TTL has passed.
     server.records[SERVICE, "SRV"] = ["0 1 7424 prefill-1.homes.test."]
     until(lambda: directory.listed().homes == {"prefill-1.homes.test:7424"})
     with pytest.raises(EngineNotListed):
         directory.resolve("prefill-0")
 
 
-def test_without_them_addresses_list_homes_at_one_port(server: NameServer, opened: Open) -> None:
+def test_addresses_without_service_records_list_homes_at_one_port(server: NameServer, opened: Open) -> None:
     server.records = {("homes.test.", "A"): ["10.0.0.1", "10.0.0.2"], ("homes.test.", "AAAA"): ["fd00::1"]}
     directory = opened(f"dns://{server.address}/homes.test:7500")
     assert directory.wait(30)
@@ -104,7 +104,7 @@ def test_without_them_addresses_list_homes_at_one_port(server: NameServer, opene
     assert directory.listed().engines == ()
 
 
-def test_a_name_server_that_fails_leaves_the_last_answer(
+def test_name_server_that_fails_leaves_the_last_answer(
     server: NameServer, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = opened(f"dns://{server.address}/homes.test")

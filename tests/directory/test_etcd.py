@@ -1,4 +1,4 @@
-"""A directory in a real etcd: what its readers see of listings that come and end, and of an etcd that fails."""
+"""A directory in a real etcd: its readers, while listings come and end, and while etcd fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lists(directory: Directory, engine_id: str) -> bool:
 
 
 def renewed(*homes: Directory) -> bool:
-    """Renew what each lists, or list it again if its lease ended before all of it was written."""
+    """Renew the listings of each publisher, or publish them again if their lease ended before all were written."""
     for home in homes:
         with suppress(DirectoryUnavailable):
             home.renew()
@@ -57,15 +57,15 @@ def test_published_engines_are_resolved_and_withdrawn(etcd: Etcd, opened: Open) 
     until(lambda: not lists(reader, "prefill/0"))
     assert reader.listed() == Listed(frozenset({HERE}), (second,))
     home.withdraw()
-    # Every watch is told of each state, and of nothing twice. The reader answers a moment before it tells.
+    # Every watch receives each state once. The reader answers a moment before it calls the watches.
     until(lambda: reader.listed() == Listed() and told[-1] == Listed())
     assert told[-1] == Listed()
     assert all(before != after for before, after in pairwise(told))
-    # Nothing is left over, and another prefix was never touched.
+    # No key is left, and another prefix was never touched.
     assert etcd.keys() == []
 
 
-def test_a_prefix_may_have_any_characters(etcd: Etcd, opened: Open) -> None:
+def test_prefix_may_have_any_characters(etcd: Etcd, opened: Open) -> None:
     url = f"etcd://{etcd.address}/fl%C3%B6te/a%20b"
     home, reader = opened(url), opened(url)
     listing = Listing("prefill/0 ö", HERE)
@@ -81,7 +81,7 @@ def test_listings_that_are_not_renewed_end_with_their_ttl(etcd: Etcd, opened: Op
     silent.publish(THERE, [Listing("ends", THERE)], 1.0)
 
     def begun() -> bool:
-        """Both are renewed: else whatever takes a second, such as a start of etcdctl, outlasts them."""
+        """Both are renewed: otherwise they would end during steps of a second, such as a start of etcdctl."""
         return renewed(renewing, silent) and lists(reader, "stays") and lists(reader, "ends") and len(etcd.keys()) == 4
 
     until(begun)
@@ -90,7 +90,7 @@ def test_listings_that_are_not_renewed_end_with_their_ttl(etcd: Etcd, opened: Op
     assert reader.listed().homes == {HERE}
 
 
-def test_an_engine_that_moved_is_where_it_came_last(etcd: Etcd, opened: Open) -> None:
+def test_engine_that_moved_is_found_at_its_newest_home(etcd: Etcd, opened: Open) -> None:
     old, new, reader = opened(etcd.url), opened(etcd.url), opened(etcd.url)
     old.publish(THERE, [Listing("moves", THERE, b"1" * 16)], 30.0)
     new.publish(HERE, [Listing("moves", HERE, b"2" * 16)], 30.0)
@@ -101,7 +101,7 @@ def test_an_engine_that_moved_is_where_it_came_last(etcd: Etcd, opened: Open) ->
     until(lambda: reader.listed().engines == (Listing("moves", HERE, b"2" * 16),))
 
 
-def test_while_etcd_is_away_the_last_answers_stay_and_then_the_watch_goes_on(
+def test_last_answers_stay_while_etcd_is_away_and_then_the_watch_goes_on(
     etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     home, reader = opened(etcd.url), opened(etcd.url)
@@ -153,7 +153,7 @@ def test_listings_that_ended_while_etcd_hung_are_published_again(
     until(lambda: renewed(home) and lists(reader, "hangs"))
 
 
-def test_a_watch_that_begins_before_a_compaction_starts_over(
+def test_watch_that_begins_before_a_compaction_starts_over(
     etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     home, reader = opened(etcd.url), opened(etcd.url)
@@ -175,11 +175,11 @@ def test_a_watch_that_begins_before_a_compaction_starts_over(
     until(lambda: lists(reader, "last"))
     assert len(asked) == 2
     assert not lists(reader, "early")
-    # It is no outage.
+    # A compaction is no outage.
     assert "cannot be read" not in caplog.text
 
 
-def test_a_large_directory_is_read_in_pages(etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_directory_is_read_in_pages(etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd_module, "PAGE", 2)
     home, reader = opened(etcd.url), opened(etcd.url)
     engines = tuple(Listing(f"engine-{number}", HERE) for number in range(6))
@@ -188,7 +188,7 @@ def test_a_large_directory_is_read_in_pages(etcd: Etcd, opened: Open, monkeypatc
     assert reader.listed() == Listed(frozenset({HERE}), engines)
 
 
-def test_entries_that_are_no_listings_spoil_no_others(
+def test_entries_that_are_no_listings_do_not_affect_others(
     etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     home, reader = opened(etcd.url), opened(etcd.url)
@@ -205,7 +205,7 @@ def test_entries_that_are_no_listings_spoil_no_others(
     home.publish(HERE, [Listing("good", HERE)], 30.0)
     until(lambda: lists(reader, "good"))
     assert reader.listed() == Listed(frozenset({HERE}), (Listing("good", HERE),))
-    # Each is named once, however often the directory is read; what is not a directory's is not mentioned.
+    # Each key is named once, however often the directory is read; foreign keys are not mentioned.
     other = opened(etcd.url)
     until(lambda: lists(other, "good"))
     home.publish(HERE, [Listing("good", HERE), Listing("more", HERE)], 30.0)
@@ -245,7 +245,7 @@ def test_keys_without_a_listing_fill_neither_the_log_nor_the_memory_of_a_reader(
     assert sum(map(len, reader._entries._named)) < 1000
 
 
-def test_an_engine_is_listed_only_under_its_own_key(etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_is_listed_only_under_its_own_key(etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     reader = opened(etcd.url)
     good = Listing("good", HERE)
     etcd.put("/fleet/engines/good/10.0.0.1%3A7423", good.to_json())
@@ -263,12 +263,12 @@ def test_an_engine_is_listed_only_under_its_own_key(etcd: Etcd, opened: Open, ca
     assert reader.listed() == Listed(frozenset({HERE}), (good,))
     assert nested.listed() == Listed(frozenset({THERE}), (Listing("nested", THERE),))
     assert caplog.text.count("as the value says") == 3
-    # What becomes junk is no listing any more.
+    # A listing that becomes junk is no longer listed.
     etcd.put("/fleet/engines/good/10.0.0.1%3A7423", Listing("theirs", HERE).to_json())
     until(lambda: not reader.listed().engines)
 
 
-def test_values_that_do_not_fit_an_answer_keep_nobody_from_the_listings(
+def test_values_too_large_for_an_answer_do_not_hide_other_listings(
     etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     home, running = opened(etcd.url), opened(etcd.url)
@@ -279,13 +279,13 @@ def test_values_that_do_not_fit_an_answer_keep_nobody_from_the_listings(
     later = opened(etcd.url)
     assert later.wait(30)
     assert later.listed() == Listed(frozenset({HERE}), (Listing("engine", HERE),))
-    # Those that run hear of what comes after it.
+    # Running readers receive later changes.
     home.publish(HERE, [Listing("engine", HERE), Listing("next", HERE)], 60.0)
     until(lambda: lists(running, "next") and lists(later, "next"))
     assert "cannot be read" not in caplog.text
 
 
-def test_a_key_whose_value_is_larger_than_any_answer_is_left_out_by_name(
+def test_key_whose_value_is_larger_than_any_answer_is_left_out_and_named(
     opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Etcd(tmp_path, flags=("--max-request-bytes", "8000000")) as large:
@@ -308,7 +308,7 @@ def test_valid_listings_that_are_large_together_are_read(etcd: Etcd, opened: Ope
     assert reader.listed().engines == engines
 
 
-def test_a_change_costs_its_own_entry_and_not_all(etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_costs_only_its_own_entry(etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     home, reader = opened(etcd.url), opened(etcd.url)
     home.publish(HERE, [Listing(f"engine-{number}", HERE) for number in range(50)], 60.0)
     until(lambda: lists(reader, "engine-49"))
@@ -326,7 +326,7 @@ def test_a_change_costs_its_own_entry_and_not_all(etcd: Etcd, opened: Open, monk
     assert sorted(parsed) == sorted(listing.to_json() for listing in again)
 
 
-def test_an_endpoint_that_is_away_is_passed_over(etcd: Etcd, opened: Open) -> None:
+def test_unreachable_endpoint_is_skipped(etcd: Etcd, opened: Open) -> None:
     url = f"etcd://127.0.0.1:{free_port()},{etcd.address}/fleet"
     home, reader = opened(url), opened(url)
     with pytest.raises(DirectoryUnavailable):
@@ -335,7 +335,7 @@ def test_an_endpoint_that_is_away_is_passed_over(etcd: Etcd, opened: Open) -> No
     until(lambda: lists(reader, "a"))
 
 
-def test_users_prove_themselves_with_the_password_in_a_file(
+def test_users_authenticate_with_the_password_in_a_file(
     opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     password = tmp_path / "password"
@@ -351,7 +351,7 @@ def test_users_prove_themselves_with_the_password_in_a_file(
                 directory.publish(HERE, [], 30.0)
             assert "hunter1" not in f"{caught.value} {caught.value.values}"
         assert not reader.wait(0.5)
-        # It is corrected without a restart of anything.
+        # The password is corrected without a restart.
         password.write_text("hunter2\n")
         home.publish(HERE, [Listing("a", HERE)], 30.0)
         until(lambda: lists(reader, "a"))

@@ -26,13 +26,13 @@ labels = { role = "prefill" }
 
 
 def replace(file: Path, content: str) -> None:
-    """As an editor or a ConfigMap does: at once."""
+    """Replace the file atomically, like an editor or a ConfigMap."""
     fresh = file.with_suffix(".new")
     fresh.write_text(content)
     os.replace(fresh, file)  # noqa: PTH105
 
 
-def test_toml_and_json_say_the_same(opened: Open, file: Path, tmp_path: Path) -> None:
+def test_toml_and_json_have_the_same_content(opened: Open, file: Path, tmp_path: Path) -> None:
     file.write_text(GOOD)
     json = tmp_path / "directory.json"
     json.write_text(
@@ -51,7 +51,7 @@ def test_toml_and_json_say_the_same(opened: Open, file: Path, tmp_path: Path) ->
     assert caught.value.values["engine_id"] == "decode-0"
 
 
-def test_edits_are_seen_and_wrong_ones_are_logged_once(
+def test_edits_of_the_file_are_read_and_wrong_ones_are_logged_once(
     opened: Open, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.write_text(GOOD)
@@ -62,11 +62,11 @@ def test_edits_are_seen_and_wrong_ones_are_logged_once(
     with caplog.at_level(logging.INFO):
         replace(file, "homes = [")
         until(lambda: "cannot be read" in caplog.text)
-        # It goes on with what it knew, and does not repeat itself over the attempts that follow.
+        # The directory keeps its last content, and later attempts log nothing.
         assert directory.resolve("prefill-0").home == "10.0.0.2:7423"
         replace(file, 'homes = ["unix:/run/kvferry/node.sock"]')
         replace(file, GOOD.replace("10.0.0.2", "10.0.0.3"))
-        # The last of what it does on reading: before, it answers, and says so in the log.
+        # The last step of reading: before it, the directory answers and logs that it does.
         until(lambda: len(told) == 2)
     assert caplog.text.count("cannot be read") == 1
     assert "answers again" in caplog.text
@@ -80,7 +80,7 @@ def test_edits_are_seen_and_wrong_ones_are_logged_once(
     "content",
     ["engines = 3", 'homes = "10.0.0.1:1"', "[engines]\na = 1", "homs = []", '[engines.a]\nhome = "b:1"\nport = 3'],
 )
-def test_a_file_that_is_wrong_from_the_start_says_where(opened: Open, file: Path, content: str) -> None:
+def test_file_that_is_wrong_from_the_start_gets_an_error_with_the_field(opened: Open, file: Path, content: str) -> None:
     file.write_text(content)
     directory = opened(f"file:{file}")
     until(lambda: "expected" in problem(directory))
@@ -92,7 +92,7 @@ def test_a_file_that_is_wrong_from_the_start_says_where(opened: Open, file: Path
     assert "expected" in caught.value.values["problem"]
 
 
-def test_a_file_that_comes_later_is_read(opened: Open, file: Path) -> None:
+def test_file_that_is_created_later_is_read(opened: Open, file: Path) -> None:
     directory = opened(f"file:{file}")
     until(lambda: "No such file" in problem(directory))
     assert not directory.wait(0)

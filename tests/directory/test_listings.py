@@ -1,4 +1,4 @@
-"""What a directory may say, which of several listings is meant, and which URLs name a directory."""
+"""Valid listings, the choice between several listings of an engine, and the URLs of directories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.errors import InvalidField, WrongState
 HERE, THERE = "10.0.0.1:7423", "10.0.0.2:7423"
 
 
-def test_a_listing_survives_its_encoding_and_a_later_version() -> None:
+def test_listing_survives_its_encoding_and_a_later_version() -> None:
     listing = Listing("prefill/0", HERE, b"i" * 16, {"role": "prefill"})
     assert Listing.from_json(listing.to_json()) == listing
     more = {**json.loads(listing.to_json()), "zone": [1]}
@@ -45,12 +45,12 @@ def test_listings_that_are_malformed_are_refused_with_a_typed_error(entry: bytes
         Listing.from_json(entry)
 
 
-def test_the_newest_listing_is_meant_unless_another_names_the_incarnation() -> None:
+def test_newest_listing_is_found_unless_another_has_the_incarnation() -> None:
     old, new = Listing("a", HERE, b"1" * 16), Listing("a", THERE, b"2" * 16)
     listed = Listed(frozenset({HERE}), (old, new))
     assert listed.find("a") == new
     assert listed.find("a", b"1" * 16) == old
-    # The home of another incarnation says that the engine has restarted.
+    # The home of another incarnation answers that the engine has restarted.
     assert listed.find("a", b"3" * 16) == new
     assert listed.find("b") is None
     assert listed.covers(HERE)
@@ -86,7 +86,7 @@ def test_urls_that_name_no_directory_are_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["etcd://me:hunter2@etcd:2379/fleet", "etcd://etcd:2379/fleet?password=hunter2"])
-def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+def test_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(InvalidField) as caught:
         open_directory(url)
     assert "hunter2" not in f"{caught.value} {caught.value.values}"

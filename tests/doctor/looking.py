@@ -1,4 +1,4 @@
-"""What the tests of the checks share: findings by name, files of another machine, and other processes."""
+"""Helpers of the tests of checks: findings by name, files of another machine, and other processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.node_servers import environment
 
 def names(findings: Sequence[Finding]) -> set[str]:
     """The names of findings, each of which has to be in the table."""
-    # Shown if the test fails.
+    # Printed, so that a failing test shows them.
     print(*findings, sep="\n")
     found = {finding.finding for finding in findings}
     assert found <= set(table())

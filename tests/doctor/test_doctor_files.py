@@ -34,7 +34,7 @@ def seen(root: Path, *trees: dict[str, str], **env: str) -> Host:
     return Host(root=root, environ=env)
 
 
-def test_locked_memory_matters_where_there_is_rdma(tmp_path: Path) -> None:
+def test_locked_memory_matters_only_with_rdma(tmp_path: Path) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -49,7 +49,7 @@ def test_locked_memory_matters_where_there_is_rdma(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
-def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = seen(tmp_path, GPU)
     monkeypatch.setattr(system, "version_of", lambda package: "2.13.0+cpu")
     found = system.gpu(host)
@@ -102,21 +102,23 @@ def test_network_cards(tmp_path: Path) -> None:
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, [], "torch-expandable-segments"),
     ],
 )
-def test_variables(tmp_path: Path, env: dict[str, str], trees: list[dict[str, str]], finding: str) -> None:
+def test_environment_variables_that_harm_are_found(
+    tmp_path: Path, env: dict[str, str], trees: list[dict[str, str]], finding: str
+) -> None:
     found = software.environment(seen(tmp_path, *trees, **env))
     assert names(found) == {finding}
     if finding != "environment-clear":
         assert all(value in found[0].found for value in env.values())
 
 
-def test_huge_pages_that_are_off_or_not_given_by_request_alone(tmp_path: Path) -> None:
+def test_huge_pages_that_are_off_or_given_only_on_request_are_found(tmp_path: Path) -> None:
     mode = "/sys/kernel/mm/transparent_hugepage/enabled"
     assert names(system.huge_pages(seen(tmp_path, {mode: "always madvise [never]\n"}))) == {"huge-pages-off"}
     assert names(system.huge_pages(Host(root=tmp_path / "none"))) == {"huge-pages-off"}
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_quota_of_the_container(tmp_path: Path, version: int) -> None:
+def test_quota_of_the_container(tmp_path: Path, version: int) -> None:
     if version == 2:
         folder = "/sys/fs/cgroup/pods/one"
         write(tmp_path, {"/proc/self/cgroup": "0::/pods/one\n", f"{folder}/cpu.max": "150000 100000\n"})
@@ -131,15 +133,15 @@ def test_a_quota_of_the_container(tmp_path: Path, version: int) -> None:
     assert "40 of 100" in found[1].found
 
 
-def test_a_slow_clock(tmp_path: Path) -> None:
+def test_slow_clock(tmp_path: Path) -> None:
     source = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
     assert "clock-slow-source" in names(system.clock(seen(tmp_path, {source: "hpet\n"})))
 
 
-def test_a_system_whose_clock_does_not_count_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_whose_clock_does_not_count_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("time.CLOCK_BOOTTIME")
     assert names(system.clock(Host())) == {"clock-without-suspends"}
 
 
-def test_no_shared_memory(tmp_path: Path) -> None:
+def test_shared_memory_that_is_missing(tmp_path: Path) -> None:
     assert names(system.shared_memory(Host(root=tmp_path))) == {"shared-memory-little"}

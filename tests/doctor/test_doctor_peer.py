@@ -1,4 +1,5 @@
-"""A node server as the doctor sees it: real servers, real certificates, and each way in which it is not reached."""
+"""The doctor's check of a node server: real servers, real certificates, and each way in which a server is
+unreachable."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def look(address: str, tls: TlsConfig | None = None, timeout: float = 5.0) -> li
     )
 
 
-def test_a_node_server_that_serves(stage: Stage) -> None:
+def test_node_server_that_serves(stage: Stage) -> None:
     found = look(stage.tcp, stage.right)
     assert names(found) == {"peer-answers", "peer-version"}
     assert "over TLS (median of 21" in found[0].found
@@ -58,7 +59,7 @@ def test_a_node_server_that_serves(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "stranger", "expired", "no certificate"])
-def test_each_wrong_certificate_is_told_by_its_setting(stage: Stage, kind: str) -> None:
+def test_wrong_certificate_is_found_with_its_setting(stage: Stage, kind: str) -> None:
     mixed = TlsConfig(ca=stage.right.ca, cert=stage.stranger.cert, key=stage.stranger.key)
     tls, setting = {
         "none": (None, "tls.ca"),
@@ -71,14 +72,14 @@ def test_each_wrong_certificate_is_told_by_its_setting(stage: Stage, kind: str) 
     assert setting in found[0].found
 
 
-def test_an_authority_that_the_caller_does_not_trust(stage: Stage) -> None:
+def test_authority_that_the_caller_does_not_trust_is_found(stage: Stage) -> None:
     found = look(stage.tcp, stage.stranger)
     assert names(found) == {"peer-tls"}
     assert "does not trust" in found[0].found
 
 
 def test_peers_of_an_unknown_name_are_found() -> None:
-    # Reserved for this by RFC 2606.
+    # RFC 2606 reserves this name.
     assert names(look("no-such-host.invalid:7423", timeout=20.0)) == {"peer-name-unknown"}
 
 
@@ -88,8 +89,8 @@ def test_peers_that_do_not_listen_are_found(tmp_path: Path, place: str) -> None:
     assert names(look(address)) == {"peer-refused"}
 
 
-def test_packets_that_are_dropped() -> None:
-    """As a firewall does: a listener whose queue is full answers no further connection."""
+def test_peers_whose_packets_are_dropped_are_found() -> None:
+    """Like a firewall, a listener with a full queue answers no further connection."""
     with socket.socket() as full, socket.socket() as first, socket.socket() as second:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -102,16 +103,16 @@ def test_packets_that_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("address", ["http://a:1", "nonsense", "unix:relative"])
-def test_addresses_that_are_none(address: str) -> None:
+def test_addresses_that_are_malformed_are_found(address: str) -> None:
     assert names(look(address)) == {"peer-address-wrong"}
 
 
 @pytest.mark.parametrize("name", ["node..example", "n" * 64])
-def test_a_name_that_no_host_can_have(name: str) -> None:
+def test_name_that_no_host_can_have_is_found(name: str) -> None:
     assert names(look(f"{name}:7423")) == {"peer-name-unknown"}
 
 
-def test_files_that_cannot_be_read() -> None:
+def test_tls_files_that_cannot_be_read_are_found() -> None:
     found = look("127.0.0.1:1", TlsConfig(ca=Path("/none.pem")))
     assert names(found) == {"peer-address-wrong"}
     assert "/none.pem" in found[0].found
@@ -161,12 +162,12 @@ def test_long_answers_of_a_peer_are_cut() -> None:
     assert len(found.found) < 1000
 
 
-def test_an_older_node_server_tells_no_version() -> None:
+def test_older_node_server_has_no_version() -> None:
     with server_with_health(b"\x08\x01") as address:
         assert names(look(address)) == {"peer-answers", "peer-version-differs"}
 
 
-def test_something_that_accepts_and_never_answers() -> None:
+def test_peer_that_accepts_and_never_answers_is_found() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(8)

@@ -1,4 +1,4 @@
-"""Checks in processes whose rights, limits, clocks and packages are really those that the finding is about."""
+"""Checks in processes that really have the rights, limits, clocks and packages of the finding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOBODY = """
 import dataclasses, json, os, sys
 import kvferry._doctor.catalogue
 from kvferry._doctor.finding import table
-# The folders of this Python may be closed to others; the system's is not.
+# Other users may not enter the folders of this Python, but those of the system's Python.
 table()
 sys.executable = "/usr/bin/python3"
 os.setgroups([])
@@ -63,7 +63,7 @@ def can(*command: str) -> bool:
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[subprocess.Popen[str]]:
-    """A process, as an engine is one."""
+    """A process like an engine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()
@@ -74,7 +74,7 @@ def test_two_processes_of_one_user_can_read_each_other() -> None:
 
 
 @NIXL
-def test_a_seccomp_filter_is_named_and_reads_then_go_over_tcp() -> None:
+def test_seccomp_filter_is_named_and_reads_then_go_over_tcp() -> None:
     refuse = SECCOMP.replace("REFUSE", "0x00050001")
     found = look_in([], "cma", first=refuse)
     assert set(found) == {"cma-denied"}
@@ -86,25 +86,25 @@ def test_a_seccomp_filter_is_named_and_reads_then_go_over_tcp() -> None:
 
 
 @NIXL
-def test_a_system_without_the_call_and_reads_then_fail() -> None:
+def test_system_without_process_vm_readv_is_named_and_reads_then_fail() -> None:
     lacking = SECCOMP.replace("REFUSE", "0x00050026")
     assert set(look_in([], "cma", first=lacking)) == {"cma-missing"}
     assert set(look_in([], "moves", first=lacking)) == {"nixl-unusable"}
     assert set(look_in([], "moves", first=lacking, UCX_TLS="^cma")) == {"reads-by-tcp"}
 
 
-def test_a_process_that_may_be_read(other: subprocess.Popen[str]) -> None:
+def test_process_that_may_be_read(other: subprocess.Popen[str]) -> None:
     assert "cma-pid-works" in names(run("cma", Host(pid=other.pid)))
 
 
-def test_a_process_that_has_ended() -> None:
+def test_process_that_has_ended() -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     assert "cma-pid-gone" in names(run("cma", Host(pid=ended.pid)))
 
 
 @ROOT_ONLY
-def test_a_process_of_another_user(other: subprocess.Popen[str]) -> None:
+def test_process_of_another_user(other: subprocess.Popen[str]) -> None:
     if not Path("/usr/bin/python3").exists():
         pytest.skip("no Python that user nobody can run")
     found = look_in([], "cma", str(other.pid), first=NOBODY)
@@ -114,10 +114,10 @@ def test_a_process_of_another_user(other: subprocess.Popen[str]) -> None:
 
 
 @ROOT_ONLY
-def test_a_process_in_another_pid_namespace() -> None:
+def test_process_in_another_pid_namespace() -> None:
     if not can("unshare", "--pid", "--fork", "true"):
         pytest.skip("no PID namespaces here")
-    # It says the number that it has here, and waits.
+    # The process prints its number in this namespace, and waits.
     command = ["unshare", "--pid", "--fork", sys.executable, "-c", "print(1, flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outer:
         assert outer.stdout is not None
@@ -128,8 +128,8 @@ def test_a_process_in_another_pid_namespace() -> None:
     assert names(found) == {"cma-works", "cma-pid-other-namespace"}
 
 
-def test_a_process_whose_memory_cannot_be_looked_at(other: subprocess.Popen[str], tmp_path: Path) -> None:
-    # A kernel that hides /proc/PID/maps: only the tree differs from the real one.
+def test_process_whose_memory_map_cannot_be_read(other: subprocess.Popen[str], tmp_path: Path) -> None:
+    # Like a kernel that hides /proc/PID/maps: only the tree of files differs from the real one.
     (tmp_path / "proc").mkdir()
     assert names([same_host._named(Host(root=tmp_path), other.pid)]) == {"cma-pid-unknown"}
 
@@ -154,12 +154,12 @@ def test_open_files(limit: int, finding: str) -> None:
     assert set(look_in(["prlimit", f"--nofile={limit}:{hard}"], "open-files")) == {finding}
 
 
-def test_the_cores_of_a_larger_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_of_a_larger_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert "cpus-enough" in names(run("cpus", Host()))
 
 
-def test_a_single_core_is_found() -> None:
+def test_single_core_is_found() -> None:
     core = min(os.sched_getaffinity(0))
     found = look_in(["taskset", "-c", str(core)], "cpus")
     assert set(found) == {"cpus-few"}
@@ -182,7 +182,7 @@ def test_huge_pages_of_this_machine() -> None:
 
 
 @ROOT_ONLY
-def test_a_host_that_was_suspended() -> None:
+def test_host_that_was_suspended() -> None:
     """A time namespace has the clocks that a suspend of five minutes leaves."""
     before = ["unshare", "--time", "--boottime", "300", "--fork"]
     if not can(*before, "true"):
@@ -191,13 +191,13 @@ def test_a_host_that_was_suspended() -> None:
     assert "300 s" in found["clock-suspended"]["found"]
 
 
-def test_the_clock_of_this_machine() -> None:
+def test_clock_of_this_machine() -> None:
     assert names(run("clock", Host())) & {"clock-good", "clock-suspended", "clock-slow-source"}
 
 
 @ROOT_ONLY
-def test_a_network_namespace_without_a_card() -> None:
-    # Its own /sys, since that shows the cards of the namespace in which it was mounted.
+def test_network_namespace_without_a_card() -> None:
+    # A separate /sys, because /sys shows the cards of the namespace in which it was mounted.
     before = ["unshare", "--net", "--mount", "sh", "-c", 'mount -t sysfs none /sys && exec "$@"', "sh"]
     if not can(*before, "true"):
         pytest.skip("no network namespaces here")
@@ -205,8 +205,8 @@ def test_a_network_namespace_without_a_card() -> None:
 
 
 @ROOT_ONLY
-def test_a_small_shared_memory() -> None:
-    """As docker's default of 64 MiB."""
+def test_small_shared_memory() -> None:
+    """Like docker's default of 64 MiB."""
     before = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh"]
     if not can(*before, "true"):
         pytest.skip("no mount namespaces here")
@@ -232,7 +232,7 @@ def installed(folder: Path, package: str, version: str) -> None:
         ("grpcio", "1.84.0", ""),
     ],
 )
-def test_versions(tmp_path: Path, package: str, version: str, finding: str) -> None:
+def test_version_shows_packages(tmp_path: Path, package: str, version: str, finding: str) -> None:
     installed(tmp_path, package, version)
     found = look_in([], "packages", first=f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n")
     assert set(found) - {"server-missing", "packages-fit"} == ({finding} if finding else set())
@@ -248,8 +248,8 @@ def test_grpc_tools_beside_nixl(tmp_path: Path) -> None:
     assert "grpc-tools-beside-nixl" in look_in([], "packages", first=first)
 
 
-def test_a_router_without_extras() -> None:
-    """Without NIXL, torch and the server's packages the doctor runs, and says what is missing."""
+def test_router_without_extras() -> None:
+    """Without NIXL, torch and the server's packages the doctor runs, and names what is missing."""
     first = """
 import re, sys
 from importlib import metadata
@@ -277,8 +277,10 @@ sys.meta_path.insert(0, Missing())
         ("rc_mlx5/mlx5_0:1", 0.9, "reads-by-another-way"),
     ],
 )
-def test_reads_by_each_way_are_found(monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str) -> None:
-    """Ways and speeds that this machine does not have."""
+def test_reads_by_each_transport_are_found(
+    monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str
+) -> None:
+    """Transports and speeds that this machine does not have."""
     monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10, 0))
     monkeypatch.setattr(moves, "_way", lambda text: way)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -290,7 +292,7 @@ def test_reads_by_each_way_are_found(monkeypatch: pytest.MonkeyPatch, way: str, 
     ("tls", "finding"),
     [("", "reads-by-cma"), ("tcp", "reads-by-tcp"), ("sm", "nixl-unusable"), ("nothing", "nixl-unusable")],
 )
-def test_a_read_between_two_processes(tls: str, finding: str) -> None:
+def test_read_between_two_processes(tls: str, finding: str) -> None:
     env = {name: value for name, value in environment().items() if not name.startswith("UCX_")}
     found = run("moves", Host(environ={**env, **({"UCX_TLS": tls} if tls else {})}))
     expected = {finding, "reads-slow"} if finding == "reads-by-cma" else {finding}
@@ -302,7 +304,7 @@ def test_a_read_between_two_processes(tls: str, finding: str) -> None:
 
 
 @NIXL
-def test_a_process_that_crashes_at_its_end_is_seen() -> None:
+def test_process_that_crashes_at_its_end_is_found() -> None:
     crash = """
 from kvferry._doctor import moves
 real = moves.python

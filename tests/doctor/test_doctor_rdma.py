@@ -35,11 +35,11 @@ def seen(root: Path, *trees: dict[str, str]) -> Host:
     return Host(root=root)
 
 
-def test_no_card(tmp_path: Path) -> None:
+def test_rdma_without_a_card(tmp_path: Path) -> None:
     assert names(rdma.check(Host(root=tmp_path))) == {"rdma-none"}
 
 
-def test_a_card_whose_file_the_container_lacks(tmp_path: Path) -> None:
+def test_card_whose_file_the_container_lacks(tmp_path: Path) -> None:
     found = rdma.check(seen(tmp_path, CARD))
     assert names(found) == {"rdma-not-given"}
     assert found[0].found == (
@@ -47,18 +47,18 @@ def test_a_card_whose_file_the_container_lacks(tmp_path: Path) -> None:
     )
 
 
-def test_a_card_that_has_no_file(tmp_path: Path) -> None:
+def test_card_that_has_no_file(tmp_path: Path) -> None:
     found = rdma.check(seen(tmp_path, CARD, {"/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_1\n"}))
     assert names(found) == {"rdma-not-given"}
     assert "ib_uverbs" in found[0].found
 
 
-def test_a_port_that_is_down(tmp_path: Path) -> None:
+def test_port_that_is_down(tmp_path: Path) -> None:
     down = {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}
     assert names(rdma.check(seen(tmp_path, CARD, FILE, down))) == {"rdma-port-down"}
 
 
-def test_a_card_where_nixl_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_where_nixl_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise NixlMissing("NIXL cannot be loaded", problem="")
 
@@ -68,8 +68,8 @@ def test_a_card_where_nixl_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @NIXL
-def test_a_card_that_nixls_own_libibverbs_does_not_know(tmp_path: Path) -> None:
-    """NIXL is asked for a card that is in these files alone."""
+def test_card_that_nixls_own_libibverbs_does_not_know(tmp_path: Path) -> None:
+    """NIXL is asked for a card that exists only in these files."""
     found = run("rdma", seen(tmp_path, CARD, FILE))
     assert names(found) == {"rdma-no-driver"}
 
@@ -87,7 +87,7 @@ for name in ("a", "b"):
 
 
 @NIXL
-def test_an_engine_warns_once_of_a_card_that_nixl_does_not_use() -> None:
+def test_engine_warns_once_of_a_card_that_nixl_does_not_use() -> None:
     code = [sys.executable, "-c", TWO_AGENTS]
     done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=60, env=environment())
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
@@ -95,7 +95,7 @@ def test_an_engine_warns_once_of_a_card_that_nixl_does_not_use() -> None:
     assert "no driver for mlx5_0. `kvferry doctor` says what to do" in line
 
 
-def test_nothing_is_said_where_there_is_no_card(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_without_a_card_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     from kvferry._transport import rdma_cards
 
     with rdma_cards.expected():

@@ -26,7 +26,9 @@ def host_with(tmp_path: Path, lines: str) -> Host:
 
 
 @pytest.mark.parametrize(("lines", "how"), [("import os; os.abort()", "SIGABRT"), ("raise SystemExit(3)", "exit code")])
-def test_a_check_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, how: str) -> None:
+def test_check_whose_process_dies_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, how: str
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     found = isolation.run("cma", host_with(tmp_path, f"import sys; print('last words', file=sys.stderr); {lines}"), 30)
     assert names(found) == {"check-died"}
@@ -34,7 +36,7 @@ def test_a_check_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "last words" in found[0].found
 
 
-def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     started = tmp_path / "started"
     lines = f"""
@@ -43,7 +45,7 @@ child = subprocess.Popen(["sleep", "1000"])
 open({str(started)!r}, "w").write(str(child.pid))
 child.wait()
 """
-    # Python itself may need longer than the first of them to start on a busy machine.
+    # On a busy machine Python's start alone may take longer than the first of them.
     for limit in (2.0, 10.0, 50.0):
         found = isolation.run("cma", host_with(tmp_path, lines), limit)
         assert names(found) == {"check-hung"}
@@ -51,17 +53,17 @@ child.wait()
         if started.exists() and started.read_text():
             break
     child = int(started.read_text())
-    # It was sent SIGKILL; who waits for it now, if anybody, is the machine's affair.
+    # The process got SIGKILL; whether a parent reaps it depends on the machine.
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_no_process_is_left_after_a_check() -> None:
+def test_check_leaves_no_process() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     assert names(isolation.run("cma", Host(), 30)) == {"cma-works"}
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_a_check_that_raises_is_a_finding() -> None:
+def test_check_that_raises_is_a_finding() -> None:
     def broken(host: Host) -> list[Finding]:
         raise ValueError("a file that nobody expected")
 
@@ -70,8 +72,8 @@ def test_a_check_that_raises_is_a_finding() -> None:
     assert "a file that nobody expected" in found[0].found
 
 
-def test_a_check_that_cannot_be_started_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose files nobody may write."""
+def test_check_that_cannot_be_started_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like in a container with read-only files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     check = next(one for one in CHECKS if one.name == "cma")
     found = check.run(Host())
@@ -80,10 +82,10 @@ def test_a_check_that_cannot_be_started_is_a_finding(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("check", ["cma", "moves"])
-def test_no_module_is_taken_from_the_folder_that_it_is_called_in(
+def test_check_imports_no_module_from_the_current_folder(
     check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may call it in /tmp, where everybody may have put a file."""
+    """Root may call the doctor in /tmp, where any user may put a file."""
     ran = tmp_path / "ran"
     for module in ("json", "ctypes", "numpy", "kvferry"):
         (tmp_path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w').close()")
@@ -92,7 +94,7 @@ def test_no_module_is_taken_from_the_folder_that_it_is_called_in(
     assert not ran.exists()
 
 
-def test_a_check_ends_with_the_command_that_is_killed(tmp_path: Path) -> None:
+def test_check_ends_with_its_killed_command(tmp_path: Path) -> None:
     started = tmp_path / "started"
     (tmp_path / "sitecustomize.py").write_text(f"""
 import os, signal, sys
@@ -114,14 +116,14 @@ if "cma" in sys.argv:
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_check_whose_parent_is_gone_before_it_began() -> None:
+def test_check_whose_parent_is_gone_before_its_start_ends() -> None:
     code = f"from kvferry._doctor.isolation import end_with; end_with({os.getpid() + 1}); print('went on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 
 
-def test_a_check_is_not_forked(tmp_path: Path) -> None:
-    """In the child of a fork, what gRPC does there can end the child, if the parent uses gRPC in a thread."""
+def test_check_is_not_forked(tmp_path: Path) -> None:
+    """If the parent uses gRPC in a thread, gRPC's code in the child of a fork can end the child."""
     code = """
 import os
 from kvferry._doctor import host, isolation

@@ -227,7 +227,8 @@ def test_a_relay_shows_its_new_certificate_to_homes_and_what_it_relays_goes_on(f
             kept.append(watch(E, node))
             found = [call for at in (home, node) for call in at.control.calls()]
             calls: list[Any] = [call for call in found if not isinstance(call, threading.Thread)]
-            assert [call.is_active() for call in calls] == [True] * len(kept) == [True] * 4
+            # That of the Watch that was refused may still be known.
+            assert sum(call.is_active() for call in calls) == len(kept) == 4
         finally:
             home.close()
             node.close()

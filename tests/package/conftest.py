@@ -18,12 +18,12 @@ Clean = Callable[[str], Path]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say why nothing is collected."""
+    """Explain why nothing is collected."""
     return "tests/package: left out, the tools are not installed here (make package)" if collect_ignore_glob else ""
 
 
 def only(pattern: str) -> Path:
-    """The one file in dist that matches."""
+    """The only file in dist that matches."""
     (found,) = (ROOT / "dist").glob(pattern)
     return found
 
@@ -40,7 +40,7 @@ def sdist() -> Path:
 
 @pytest.fixture(scope="session")
 def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Clean:
-    """The programs of a clean environment that has the wheel with these extras; the same one for the same extras."""
+    """The programs of a clean environment with the wheel and these extras; the same environment for the same extras."""
     made: dict[str, Path] = {}
 
     def make(extras: str) -> Path:
@@ -54,7 +54,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Clean:
 
 
 def uv(*arguments: str) -> str:
-    """Run uv; what it wrote."""
+    """Run uv, and return its output."""
     command = [sys.executable, "-m", "uv", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What is released works in a clean environment, and holds what it should and nothing else."""
+"""The release works in a clean environment, and holds its files and no others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STRAYS = (
     "server/kvferry_server/.env",
     "tests/support/nodejs/node_modules/buf/index.js",
 )
-"""What lies about in somebody's checkout, untracked."""
+"""Untracked files that may be in a checkout."""
 
 
 def run(program: Path, *arguments: str, code: int = 0) -> str:
-    """Run a program outside of the checkout; what it wrote."""
+    """Run a program outside of the checkout, and return its output."""
     done = subprocess.run(
         [program, *arguments], capture_output=True, text=True, timeout=60, cwd="/", env=environment(), check=False
     )
@@ -56,12 +56,12 @@ def build(folder: Path, kind: str, into: Path) -> Path:
     return made
 
 
-def test_sdist_holds_what_is_tracked(sdist: Path) -> None:
+def test_sdist_holds_the_tracked_files(sdist: Path) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert in_sdist(sdist) == set(listed.splitlines()) - NOT_SHIPPED | MADE
 
 
-def test_what_lies_about_in_a_checkout_is_not_shipped(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+def test_untracked_files_of_a_checkout_are_not_shipped(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (checkout,) = tmp_path.iterdir()
@@ -85,7 +85,7 @@ def test_wheel_holds_the_packages_and_their_types(wheel: Path) -> None:
     assert held[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
 
 
-def test_base_install_has_the_client_and_says_what_is_missing(clean: Clean) -> None:
+def test_base_install_has_the_client_and_names_missing_packages(clean: Clean) -> None:
     programs = clean("")
     assert "Usage: kvferry" in run(programs / "kvferry", "--help")
     assert run(programs / "python", "-c", "import kvferry; print(kvferry.__version__)") == f"{kvferry.__version__}\n"
@@ -96,7 +96,7 @@ def test_base_install_has_the_client_and_says_what_is_missing(clean: Clean) -> N
     assert said.endswith(" is missing. Install the server with: pip install 'kvferry[server]'\n")
 
 
-def test_vllm_finds_the_connector(clean: Clean) -> None:
+def test_connector_is_found_by_vllm(clean: Clean) -> None:
     program = """
 from importlib.metadata import entry_points
 (found,) = entry_points(group="vllm.general_plugins")
@@ -118,7 +118,7 @@ with kvferry.serve() as server, kvferry.Client(server.address) as client:
 """
 
 
-def test_server_runs_without_nixl_and_ranks_say_that_it_is_missing(clean: Clean) -> None:
+def test_server_runs_without_nixl_and_ranks_report_it_missing(clean: Clean) -> None:
     programs = clean("[server]")
     assert run(programs / "kvferryd", "--version") == f"kvferryd {kvferry.__version__}\n"
     assert "pip install 'kvferry[nixl]'" in run(programs / "python", "-c", REGISTER)
@@ -131,8 +131,8 @@ def test_extra_for_ranks_can_be_installed(wheel: Path, clean: Clean) -> None:
     assert " + torch==2." in found
 
 
-def test_bytes_move_by_the_installed_wheel(clean: Clean) -> None:
-    """NIXL is that of .venv: what is looked at is kvferry's part."""
+def test_installed_wheel_moves_bytes(clean: Clean) -> None:
+    """NIXL is that of .venv: the test is about kvferry's part."""
     programs = clean("[server]")
     (nixl,) = (ROOT / ".venv" / "lib").glob("python3.*/site-packages")
     (site,) = (programs.parent / "lib").glob("python3.*/site-packages")
@@ -141,8 +141,8 @@ def test_bytes_move_by_the_installed_wheel(clean: Clean) -> None:
     assert "request-1 was released: READ" in run(programs / "python", "-c", f"{borrowed}\n{example}")
 
 
-def test_list_of_parts_is_that_of_an_environment_by_the_lock(wheel: Path, tmp_path: Path) -> None:
-    """The lock's versions, not the newest: the list is of what is released."""
+def test_list_of_parts_matches_an_environment_by_the_lock(wheel: Path, tmp_path: Path) -> None:
+    """The versions of the lock, not the newest: the list describes the release."""
     uv("venv", "--python", sys.executable, str(tmp_path))
     uv("pip", "install", "--python", str(tmp_path), "-c", str(ROOT / "requirements.lock"), f"{wheel}[server]")
     parts = json.loads((ROOT / "dist" / "sbom.cdx.json").read_text())
@@ -157,6 +157,6 @@ def test_list_of_parts_is_that_of_an_environment_by_the_lock(wheel: Path, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_version_is_the_one_of_the_code(kind: str, request: pytest.FixtureRequest) -> None:
+def test_version_matches_the_code(kind: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(kind)
     assert path.name.startswith(f"kvferry-{kvferry.__version__}")

@@ -41,9 +41,8 @@ for _command in (
 
 
 def main() -> None:
-    """Run the command."""
-    # Read when gRPC is first used. Its library writes of a handshake that failed, in a form of its own, what the
-    # command then says by itself.
+    # gRPC reads the variable when first used. Its library would log a failed handshake, which the command explains
+    # itself.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     try:
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def explain(error: KvferryError) -> str:
-    """Return an error as one line: its message, what to do where that is known, and its name in docs/errors.md."""
+    """Return an error as one line: message, remedy where known, and name in docs/errors.md."""
     text = safe(" ".join(error.message.split()))
     if isinstance(error, Unreachable):
         text += f"{'' if text.endswith('?') else '.'} Another node server is named with --server or KVFERRY_SERVER"

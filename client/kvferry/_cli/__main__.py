@@ -1,4 +1,4 @@
-"""Runs the command as `python -m kvferry._cli`, where `kvferry` is not on the path."""
+"""Runs the command as `python -m kvferry._cli` if `kvferry` is not on the path."""
 
 from __future__ import annotations
 

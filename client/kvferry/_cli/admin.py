@@ -1,5 +1,5 @@
-"""What operators do: `kvferry drain`, `end-lease`, `abort` and `evict`; each asks first, unless told ``--yes``. And
-what routers do, by hand: `kvferry reference` and `kvferry decline`."""
+"""Commands for operators, `kvferry drain`, `end-lease`, `abort` and `evict`, which ask before they act, unless given
+``--yes``; and for acting as a router, `kvferry reference` and `kvferry decline`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry._cli.connection import Node, with_connection
 from kvferry._cli.render import enum_name, lasting, safe
 
 POLL = 0.5
-"""Seconds between two questions how many leases are live."""
+"""Seconds between two questions for the number of live leases."""
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before.")]
 Engine = Annotated[str, typer.Argument(metavar="ENGINE", help="engine_id, as `kvferry engines` lists it.")]
@@ -65,7 +65,7 @@ def end_lease(
     be reading the blocks at this moment.
     """
     source = node.summary(engine_id).engine
-    # The number and the home's epoch are of one listing.
+    # Lease number and epoch must come from the same listing.
     listing = node.listing("transfers", engine_id=engine_id)
     for listed in listing.transfers:
         if listed.read.lease_number == lease_number:
@@ -118,8 +118,7 @@ def evict(
 
 
 def _confirm(yes: bool, question: str) -> None:
-    """Ask on the terminal, and end with exit code 1 unless the answer is yes. Without a terminal there is nobody to
-    ask: exit code 2."""
+    """Ask on the terminal, and exit with 1 unless the answer is yes; without a terminal exit with 2."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -170,7 +169,7 @@ def decline(
     from kvferry.v1 import kv_transfer_pb2 as pb
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
-    # As an argument it would be seen by everybody who can list processes.
+    # Every user who can list processes sees arguments.
     text = sys.stdin.readline().strip() if given == "-" else given
     request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=text))])
     introduce(request)

@@ -1,4 +1,4 @@
-"""What all commands that ask a node server share: the options, the connection and paging."""
+"""Options, connection and paging of all commands that ask a node server."""
 
 from __future__ import annotations
 
@@ -65,11 +65,8 @@ class Connection:
 
     @contextmanager
     def node(self, server: str, *, as_json: bool = False) -> Iterator[Node]:
-        """Make a channel to a node server, which connects with its first call.
-
-        Raises:
-            typer.BadParameter: an address or file that cannot be used.
-        """
+        """Make a channel to a node server, which connects with its first call. Raises `typer.BadParameter` if an
+        address or file cannot be used."""
         from kvferry._wire.channel import TlsConfig, connect
 
         files = self.tls_ca, self.tls_cert, self.tls_key
@@ -83,10 +80,10 @@ class Connection:
 
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of `Connection` as options in place of its last parameter: ``connection``, or ``node``,
-    which is one node server; its address and the form of the output are options then as well.
+    """Replace a command's last parameter, ``connection`` or ``node``, by the fields of `Connection` as options; for
+    ``node``, which is one node server, the address and the form of the output are options, too.
 
-    typer makes options of the parameters of a function, and does not look into dataclasses.
+    Needed because typer makes options of parameters, but not of the fields of dataclasses.
     """
 
     def node(connection: Connection, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> Any:
@@ -112,12 +109,8 @@ def with_connection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def look_up(url: str, timeout: float, ask: Callable[[_Directory], Response]) -> Response:
-    """Ask a directory, once it has answered.
-
-    Raises:
-        typer.BadParameter: the URL cannot be used.
-        DirectoryUnavailable: the directory does not answer within `timeout` seconds.
-    """
+    """Wait until a directory has answered, and ask it. Raises `typer.BadParameter` if the URL cannot be used, or
+    `DirectoryUnavailable` if the directory does not answer within `timeout` seconds."""
     from kvferry._directory.opening import open_directory
 
     try:
@@ -133,7 +126,7 @@ def look_up(url: str, timeout: float, ask: Callable[[_Directory], Response]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Calls to one node server. All raise a `KvferryError` for what it answers, or if it cannot be reached."""
+    """Calls to one node server. All raise a `KvferryError` for an error answer, or if the server cannot be reached."""
 
     server: str
     channel: grpc.Channel
@@ -142,7 +135,6 @@ class Node:
     as_json: bool
 
     def call(self, method: Callable[..., Response], request: object) -> Response:
-        """Call a method of a stub."""
         import grpc
 
         from kvferry._wire.status import from_rpc_error
@@ -153,14 +145,12 @@ class Node:
             raise from_rpc_error(error, self.server, self.tls) from None
 
     def show(self, answer: Any, text: str) -> None:
-        """Print an answer as JSON, or else this text."""
         if self.as_json:
             print_json(answer)
         else:
             print(safe(text))
 
     def act(self, method: str, **given: Any) -> Any:
-        """Call a method of its service Admin."""
         from kvferry.v1 import admin_pb2
         from kvferry.v1.admin_pb2_grpc import AdminStub
 
@@ -168,26 +158,25 @@ class Node:
         return self.call(getattr(AdminStub(self.channel), method), request)
 
     def info(self) -> introspection_pb2.GetServerInfoResponse:
-        """Ask for what it says of itself."""
         return self._asked("GetServerInfo")  # type: ignore[no-any-return]
 
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
-        """Ask for an engine with all its ranks."""
+        """Return an engine with all its ranks."""
         return self._asked("GetEngine", lambda page: page.geometry.ranks, engine_id=engine_id)  # type: ignore[no-any-return]
 
     def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
-        """Ask for an engine without its ranks."""
+        """Return an engine without its ranks."""
         return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
 
     def listing(self, kind: str, most: float = math.inf, **asked: str) -> Any:
-        """Ask for at most so many pages of a list: of engines, requests or transfers. Returns them as one response; it
-        has a ``next_page_token`` if they are not all."""
+        """Return at most `most` pages of a list (engines, requests or transfers) as one response, which has a
+        ``next_page_token`` if there are more."""
         return self._asked(f"List{kind.title()}", lambda page: getattr(page, kind), most, page_size=PAGE_SIZE, **asked)
 
     def _asked(
         self, method: str, paged: Callable[[Any], Any] | None = None, most: float = math.inf, **asked: Any
     ) -> Any:
-        """Call a method of its service Introspection, page by page; `paged` returns the list of a page."""
+        """Call a method of the service Introspection, page by page; `paged` returns the list of a page."""
         from kvferry.v1 import introspection_pb2
         from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 

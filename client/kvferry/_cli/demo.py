@@ -78,7 +78,8 @@ def demo(
 
 
 def _geometry(file: Path | None, document: dict[str, Any], requests: int, tokens: int) -> EngineGeometry:
-    """Return a geometry with as many blocks as the requests need: a real engine's cache may not fit this machine."""
+    """Return a geometry with only as many blocks as the requests need: a real engine's cache may not fit this
+    machine."""
     from kvferry.geometry import file as geometry_file
 
     if file is not None:
@@ -86,10 +87,11 @@ def _geometry(file: Path | None, document: dict[str, Any], requests: int, tokens
         document = json.loads(file.read_text())
     groups = document.get("groups", [])
     smallest = min((part["block_size"] for part in (document, *groups) if "block_size" in part), default=1)
-    # For the first small request too, with two to spare for each, and a null block. All groups may share one pool.
+    # Also for the small first request, with two spare blocks for each request, and a null block. All groups may share
+    # one pool.
     most = ((requests + 1) * (-(-tokens // smallest) + 2) + 1) * max(1, len(groups))
     for part in (document, *groups):
-        # A null block is moved with the end, where it was the last one.
+        # A null block at the old end moves to the new end.
         for name, limit in (("num_blocks", most), ("null_block", most - 1)):
             if name in part:
                 part[name] = min(part[name], limit)

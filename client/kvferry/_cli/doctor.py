@@ -79,7 +79,6 @@ def doctor(
 
 
 def _show(check: str, finding: Finding) -> None:
-    """Print a finding: what was found, what it means and what to do."""
     word = f"{finding.level:<9}"
     head = typer.style(word, fg=STYLES[finding.level], bold=True) if sys.stdout.isatty() else word
     lines = _wrapped(f"{check}: {safe(finding.found)}")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     Failures: TypeAlias = list[tuple[str, KvferryError]]
 
 MAX_AT_ONCE = 32
-"""Most node servers that are asked at the same time."""
 
 
 @with_connection
@@ -47,7 +46,7 @@ def engines(
         raise typer.BadParameter("--all needs a directory: name it with --directory or KVFERRY_DIRECTORY")
     if every:
         servers = sorted(look_up(directory, connection.timeout, lambda listed: listed.listed()).homes)
-    # Of a single node server, its own answer or error.
+    # A single node server's answer or error is the output itself.
     single = not every and len(servers) == 1
     answered, failed = ([(servers[0], _ask(servers[0], connection))], []) if single else _ask_all(servers, connection)
     if as_json:
@@ -66,14 +65,13 @@ def engines(
 
 
 def _ask(server: str, connection: Connection) -> introspection_pb2.ListEnginesResponse:
-    """Ask one node server for its engines. Raises as `Node.call`."""
     with connection.node(server) as node:
         answer: introspection_pb2.ListEnginesResponse = node.listing("engines")
         return answer
 
 
 def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failures]:
-    """Ask several node servers at once. Returns what they answer, and why others do not, each in the given order."""
+    """Ask several node servers at once. Returns answers and errors, each in the given order."""
 
     def outcome(server: str) -> introspection_pb2.ListEnginesResponse | KvferryError:
         try:
@@ -89,7 +87,6 @@ def _ask_all(servers: list[str], connection: Connection) -> tuple[Answers, Failu
 
 
 def _print_fleet(answered: Answers, failed: Failures) -> None:
-    """Print what a fleet answers as JSON: for each node server its response, or its error."""
     homes = [{"server": server, "response": as_dict(response)} for server, response in answered]
     errors = [
         {"server": server, "error": {"name": type(error).__name__, "reason": error.reason, "message": error.message}}

@@ -1,5 +1,4 @@
-"""What is asked of one node server: `kvferry info`, `health`, `requests` and `transfers`; and of this installation:
-`kvferry version`."""
+"""Commands that ask one node server, `kvferry info`, `health`, `requests` and `transfers`; and `kvferry version`."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ def health(
 
     A draining node server does not.
     """
-    # The messages of grpc.health.v1 are not in the base install. Each has one field, a string and an enum, so
-    # protobuf's own wrappers with the same encoding stand in for them.
+    # The base install does not have the messages of grpc.health.v1. Request and response have one field each, a string
+    # and an enum, so protobuf's wrappers with the same encoding replace them.
     from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
     with connection.node(server) as node:

@@ -1,4 +1,4 @@
-"""`kvferry plan`: shows who would read what from whom, without reading it."""
+"""`kvferry plan`: shows which ranks would read what from which, without reading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvferry.planner.plan import ReadPlan
 
 IMPOSSIBLE = 2
-"""Exit code for a pair that cannot be read. The same as for wrong usage, because repeating will not help."""
+"""Exit code for engines of which one cannot read the other. The same as for wrong usage: repeating does not help."""
 
 
 @with_connection
@@ -79,7 +79,7 @@ def plan(
 
 
 def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, striping: bool) -> list[ReadPlan]:
-    """Plan for the wanted ranks; raises `Incompatible` with all mismatches of all ranks if there are any."""
+    """Plan for the wanted ranks; raises `Incompatible` with the mismatches of all ranks."""
     from kvferry.planner.compatibility import check_complete, diff
     from kvferry.planner.coverage import Indexed
     from kvferry.planner.plan import plan_read
@@ -94,7 +94,7 @@ def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, strip
 
 
 def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
-    """Keep the part of the plans that reads the wanted layers; an empty string keeps all."""
+    """Keep the parts of the plans that read the wanted layers; an empty string keeps all."""
     from kvferry.planner.explain import layer_order
 
     if not wanted:
@@ -157,7 +157,6 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
 
 
 def _refuse(error: KvferryError, as_json: bool) -> None:
-    """Print why a pair cannot be planned."""
     if as_json:
         found: dict[str, Any] = {"reason": error.reason, "message": error.message}
         if isinstance(error, Incompatible):

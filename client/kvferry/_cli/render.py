@@ -1,9 +1,9 @@
-"""Prints what commands show: JSON for programs, tables for people.
+"""The output of commands: JSON for programs, tables for people.
 
 JSON is the protobuf JSON mapping of the response, with the names of the .proto files (snake_case), fields of
 value zero included: enums are their names, 64-bit integers are strings, durations are like ``"1.5s"``. Bytes are
-hexadecimal digits, not base64: all of them are ids, which tables, errors, logs and agents' names write in this way.
-Lists come whole, without paging.
+hexadecimal digits, not base64: all are ids, which tables, errors, logs and agents' names write so. Lists are complete,
+without pages.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ if TYPE_CHECKING:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Return a response as plain values."""
     from google.protobuf.json_format import MessageToDict
 
-    # protobuf 5.26 renamed it.
+    # protobuf 5.26 renamed the option.
     accepted = inspect.signature(MessageToDict).parameters
     zeros = "always_print_fields_with_no_presence"
     options: dict[str, Any] = {zeros if zeros in accepted else "including_default_value_fields": True}
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, **options)
     _write_bytes_in_hex(message, found)
-    # Lists come whole: there is no next page.
+    # Lists are complete: there is no next page.
     found.pop("next_page_token", None)
     return found
 
@@ -56,12 +55,11 @@ def _write_bytes_in_hex(message: Message, found: dict[str, Any]) -> None:
 
 
 def print_json(message: Message) -> None:
-    """Print a response as JSON."""
     print(json.dumps(as_dict(message), indent=2))
 
 
 def console() -> Console:
-    """Make the console that tables are printed on. It is not cut to 80 columns when a program reads it."""
+    """Make the console for tables. When a program reads the output, it is not cut to 80 columns."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
@@ -82,26 +80,25 @@ def table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> T
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> Table:
-    """Make a table of names and what they stand for."""
     made = table("", "", rows=rows)
     made.show_header = False
     return made
 
 
 def safe(text: str) -> str:
-    """Escape what would control the terminal in text that comes from a peer."""
+    """Escape characters that would control the terminal, in text from a peer."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def sentences(error: KvferryError) -> str:
-    """Return an error as text for a terminal, with a line for each reason if two engines do not fit."""
+    """Return an error as text for a terminal, with a line for each mismatch of two engines."""
     if not isinstance(error, Incompatible):
         return safe(error.message)
     return "\n  ".join(["the destination cannot read the source's cache:", *map(safe, error.lines)])
 
 
 def enum_name(message: Message, field: str = "state") -> str:
-    """Return ``ready`` for a field that is ``ENGINE_STATE_READY``; its number, if it is not known here."""
+    """Return ``ready`` for a field with the value ``ENGINE_STATE_READY``; the number of an unknown value."""
     number = getattr(message, field)
     kind: Any = message.DESCRIPTOR.fields_by_name[field].enum_type
     if number not in kind.values_by_number:
@@ -111,8 +108,8 @@ def enum_name(message: Message, field: str = "state") -> str:
 
 
 def read_state(transfer: introspection_pb2.TransferSummary) -> str:
-    """Return the state of a read; with the parts that its reader may have moved, if it waits for more, and with what
-    its ranks say of their failures."""
+    """Return the state of a read, with the number of parts that its reader may have moved if it waits for more, and
+    with the failures that its ranks report."""
     from kvferry._wire.status import failures_of
 
     state = enum_name(transfer.read)
@@ -137,7 +134,6 @@ def duration(seconds: float, none: str = "") -> str:
 
 
 def lasting(value: Duration, none: str = "") -> str:
-    """Return a duration of a response, see `duration`."""
     from kvferry._clock import from_duration
 
     return duration(from_duration(value), none)

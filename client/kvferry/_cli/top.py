@@ -1,4 +1,4 @@
-"""`kvferry top`: what it shows of its looks at node servers (`top_looks`): a screen, lines, or JSON."""
+"""`kvferry top`: shows looks at node servers (`top_looks`) as a screen, as lines, or as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 INTERVAL = 2.0
 LEAST_INTERVAL = 0.5
-"""Seconds between two looks. No less, however impatient the caller: each look makes node servers list their reads."""
+"""Least seconds between two looks, because each look makes node servers list their reads."""
 MOST_INTERVAL = 3600.0
 SERVERS_AT_ONCE = 16
 """How many node servers are asked at once."""
@@ -36,10 +36,10 @@ MOST_LISTED = 100
 """Most reads, and pairs of engines, in JSON and in lines."""
 
 FRAME = 4
-"""Lines of a table that are not rows: its title, its head, the rule and the line that counts what is left out."""
+"""Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows."""
 
 SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
-"""The fields of a `Look` that are in JSON as they are."""
+"""The fields of a `Look` that JSON has unchanged."""
 
 
 @with_connection
@@ -73,7 +73,7 @@ def top(
             names = dict.fromkeys(server or [DEFAULT_SERVER])
             lookers = [Looker(stack.enter_context(connection.node(name))) for name in names]
             threads = ThreadPoolExecutor(min(len(lookers), SERVERS_AT_ONCE), "kvferry-top")
-            # The calls that are under way end with their channels, which are closed after it.
+            # The channels, which are closed after the pool, end calls in progress.
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             drawn = sys.stdout.isatty() and not (once or as_json)
             show = stack.enter_context(_screen(interval)) if drawn else _print_json if as_json else _print_lines
@@ -87,7 +87,7 @@ def top(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        # Who read the lines has what it wanted, as `head` does.
+        # The reader of the pipe has read enough, like `head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
 
@@ -108,7 +108,7 @@ def _print_lines(looks: Sequence[Look]) -> None:
 
 @contextmanager
 def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
-    """Draw on the terminal; it gets its screen back at the end, also by SIGTERM."""
+    """Draw on the terminal, and restore its screen at the end, also after SIGTERM."""
     from rich.live import Live
 
     def end(number: int, _: object) -> None:
@@ -117,7 +117,7 @@ def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
     screen = Screen(interval)
     before = signal.signal(signal.SIGTERM, end)
     try:
-        # Drawn several times a second, so that it follows the terminal's size.
+        # Drawn several times a second, to follow the terminal's size.
         with Live(screen, console=console(), screen=True, refresh_per_second=4):
             yield lambda looks: screen.show(looks, time.strftime("%H:%M:%S"))
     finally:
@@ -125,7 +125,7 @@ def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
 
 
 class Screen:
-    """A picture of the latest looks, which fits the terminal whenever it is drawn."""
+    """The latest looks, drawn to fit the terminal."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
@@ -133,7 +133,6 @@ class Screen:
         self._at = ""
 
     def show(self, looks: Sequence[Look], at: str) -> None:
-        """Show these from now on."""
         self._looks, self._at = looks, at
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -158,7 +157,7 @@ class Screen:
 
 
 def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
-    """Return the looks as lines, each complete in itself."""
+    """Return the looks as lines, each of which can be read alone."""
     for look in looks:
         name = safe(look.server)
         if look.error:
@@ -177,13 +176,13 @@ def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
 
 
 def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
-    """Return all pairs of engines, with their node servers: those that move most first."""
+    """Return all pairs of engines with their node servers; the pairs that move most come first."""
     pairs = [(look.server, peers) for look in looks for peers in look.peers]
     return sorted(pairs, key=lambda pair: (-(pair[1].rate or 0.0), -pair[1].reading, -pair[1].bytes))
 
 
 def newest(looks: Sequence[Look]) -> list[ListedRead]:
-    """Return all reads: those whose leases are alive first, of these the largest, then the newest."""
+    """Return all reads: reads with live leases first, among them the largest first, then the newest."""
     reads = [read for look in looks for read in look.transfers]
     return sorted(reads, key=lambda read: (not read.alive, -read.bytes, -read.publication, -read.lease_number))
 
@@ -227,7 +226,7 @@ def _reads(reads: Sequence[ListedRead], more: int) -> Table:
 
 
 def _one_line_each(made: Table, more: int) -> Table:
-    """Cut cells instead of wrapping them, so that a table has as many lines as was reckoned."""
+    """Cut cells instead of wrapping them, so that the table has the expected number of lines."""
     for column in made.columns:
         column.no_wrap, column.overflow = True, "ellipsis"
     if more > 0:

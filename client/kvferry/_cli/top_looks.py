@@ -1,4 +1,4 @@
-"""What `kvferry top` asks node servers for, and what changed between two looks at one."""
+"""The looks of `kvferry top` at node servers, and the differences between two looks at one node server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 
 PAGES = 4
-"""Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for a node
-server with any number of leases."""
+"""Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for the
+node server, however many leases it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedRead:
-    """A read, as its source's home knows it. Seconds and bytes; `remaining` is 0 once its lease has ended. One with a
-    `router_key` and no publication waits for it, without a lease."""
+    """A read, as the source's home knows it, in seconds and bytes. `remaining` is 0 once the lease has ended. A read
+    with a `router_key` and no publication waits for the publication, without a lease."""
 
     server: str
     source: str
@@ -38,57 +38,45 @@ class ListedRead:
 
     @property
     def waits(self) -> bool:
-        """Whether it has no lease yet."""
         return not self.publication
 
     @property
     def alive(self) -> bool:
-        """Whether it goes on."""
         return self.remaining > 0 or self.waits
 
 
 @dataclass(slots=True)
 class Peers:
-    """All reads of one engine from another, at one node server.
-
-    Attributes:
-        source, reader: the engines.
-        reading: reads whose leases are alive.
-        ended: reads that have ended, and are not forgotten yet.
-        bytes: bytes that their ranks have reported.
-        rate: bytes per second that were reported since the look before; None: there was none.
-    """
+    """All reads of one engine from another, at one node server."""
 
     source: str
     reader: str
     reading: int = 0
+    """Reads with live leases."""
     ended: int = 0
+    """Ended reads that the node server still lists."""
     bytes: int = 0
+    """Reported by the ranks."""
     rate: float | None = None
+    """Reported bytes per second since the previous look; None: this is the first look."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one node server has answered.
-
-    Attributes:
-        server: its address.
-        error: why it did not answer; empty: it did.
-        restarted: it is another start than at the look before.
-        engines, publications, leases: what it has in total.
-        transfers: its reads, or the first of them.
-        whole: the lists were short enough to look at all of them.
-        peers: its reads by their engines.
-    """
+    """The answer of one node server. `engines`, `publications` and `leases` are totals."""
 
     server: str
     error: str = ""
+    """Why the node server did not answer; empty: it did."""
     restarted: bool = False
+    """The node server was restarted since the previous look."""
     engines: int = 0
     publications: int = 0
     leases: int = 0
     transfers: Sequence[ListedRead] = ()
+    """The first reads, or all."""
     whole: bool = True
+    """Whether the lists were short enough to be complete."""
     peers: Sequence[Peers] = ()
 
     @property
@@ -99,7 +87,7 @@ class Look:
 
 
 class Looker:
-    """Looks at one node server again and again; by one thread at a time."""
+    """Looks repeatedly at one node server. One thread at a time."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -108,7 +96,7 @@ class Looker:
         self._at = 0.0
 
     def look(self) -> Look:
-        """Ask it. A node server that does not answer is a `Look` with an error."""
+        """Ask the node server. Without an answer the `Look` has an error."""
         node = self._node
         try:
             listed, read = node.listing("engines", PAGES), node.listing("transfers", PAGES)

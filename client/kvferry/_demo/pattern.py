@@ -1,8 +1,7 @@
 """The bytes that the demonstration moves: a function of (request, layer, component, unit, state, position) and of
 nothing else, so that a byte in the wrong place is found.
 
-Written from the definition of a plane, not from the planner, so that what arrives can be checked against what should be
-there.
+Derived from the definition of a plane, independently of the planner, whose result is checked against it.
 """
 
 from __future__ import annotations
@@ -20,24 +19,19 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 POISON = 0xA5
-"""What destination memory holds before a read, and what it must still hold wherever nothing was to be written."""
+"""Content of destination memory before a read, and afterwards wherever the read must not write."""
 
 
 def blocks_view(memory: Bytes, start: int, plane: Plane) -> Bytes:
-    """Return a plane as ``uint8[num_blocks, pages, page_tokens, units, state_bytes]`` over the rank's memory.
-
-    Args:
-        memory: the rank's memory, ``uint8[n]``.
-        start: address of its first byte.
-        plane: a plane inside it.
-    """
+    """Return a plane as ``uint8[num_blocks, pages, page_tokens, units, state_bytes]`` over the rank's memory, which is
+    ``uint8[n]``; `start` is the address of its first byte."""
     shape = (plane.num_blocks, plane.pages, plane.page_tokens, len(plane.units), plane.state_bytes)
     strides = (plane.block_stride, plane.page_stride, plane.token_stride, plane.unit_stride, 1)
     return np.lib.stride_tricks.as_strided(memory[plane.base - start :], shape, strides)
 
 
 def held_states(plane: Plane, block: int) -> npt.NDArray[np.int64]:
-    """Return the states of the request that its block number `block` holds in this plane, ``int64[block_states]``."""
+    """Return which states of the request its block `block` holds in this plane, ``int64[block_states]``."""
     shard = plane.token_shard
     turn = int(shard.interleave / plane.tokens_per_state) if shard.count > 1 else 1
     index = np.arange(block * plane.block_states, (block + 1) * plane.block_states)
@@ -47,7 +41,7 @@ def held_states(plane: Plane, block: int) -> npt.NDArray[np.int64]:
 
 
 def expected(request: str, plane: Plane, blocks: range) -> Bytes:
-    """Return what the blocks of a request hold, ``uint8[blocks, pages, page_tokens, units, state_bytes]``."""
+    """Return the content of a request's blocks, ``uint8[blocks, pages, page_tokens, units, state_bytes]``."""
     seed = np.uint64(zlib.crc32(f"{request}/{plane.layer}/{plane.component}".encode()))
     states = np.concatenate([held_states(plane, block) for block in blocks]).astype(np.uint64)
     units = np.arange(plane.units.begin, plane.units.end, dtype=np.uint64)
@@ -59,12 +53,10 @@ def expected(request: str, plane: Plane, blocks: range) -> Bytes:
 
 
 def wanted(plane: Plane, group: Group, tokens: int, blocks: range, held: int = 0) -> tuple[Flags, Flags]:
-    """Return which states of the blocks a read of `tokens` tokens must bring, and which it may write.
+    """Return which states of the blocks a read of `tokens` tokens must write, and which it may write. The first `held`
+    tokens are already there, and are not read.
 
-    The first `held` tokens are there already, and are not read.
-
-    Both ``bool[blocks, pages, page_tokens]``; they differ in the granules that `tokens` or a window's start cuts
-    through.
+    Both are ``bool[blocks, pages, page_tokens]``, and differ in granules that `tokens` or a window's start divides.
     """
     shape = (len(blocks), plane.pages, plane.page_tokens)
     if group.kind is GroupKind.STATE:

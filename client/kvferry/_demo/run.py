@@ -1,7 +1,7 @@
 """The course of the demonstration: one engine publishes, the other reads, every byte is checked.
 
-`Engine` is what a scheduler is, and `run_rank` each of its workers: a process with memory of its own, which does what
-its scheduler tells it over a pipe.
+`Engine` plays a scheduler, and `run_rank` each of its workers: a process with its own memory, which gets commands from
+the scheduler over a pipe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DemoFailed(KvferryError):
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What a destination rank read, and how many bytes of its memory are right, wrong, and written unasked."""
+    """The reads of a destination rank, and how many bytes of its memory are right, wrong, and written unasked."""
 
     rank: int
     reads: list[Moved]
@@ -48,40 +48,36 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """What the demonstration did; the fields are those of `kvferry demo --json`.
-
-    Attributes:
-        first_contact_seconds: of one small read before the others: handshakes, agents, connections.
-        seconds: from the first read's start to the last one's end, the slowest rank's.
-        bytes: moved in this time.
-        memcpy_bytes_per_second: of one thread in the same run.
-        released: how many publications were reported to the source as released.
-        released_as: with which outcomes.
-        ranks: by destination rank.
-        failures: what went wrong, a sentence each.
-    """
+    """The result of the demonstration, with the fields of `kvferry demo --json`."""
 
     first_contact_seconds: float
+    """Of one small read before all others, with handshakes, agents and connections."""
     seconds: float
+    """From the start of the first read to the end of the last, on the slowest rank."""
     bytes: int
+    """Moved in `seconds`."""
     memcpy_bytes_per_second: float
+    """Of one thread in the same run."""
     released: int
+    """Publications that were reported to the source as released."""
     released_as: list[str]
+    """Names of their outcomes."""
     ranks: list[RankOutcome]
     failures: list[str]
+    """A sentence for each."""
 
 
 class Engine:
-    """An engine of the demonstration: a session, and a process for each rank. `stack` ends them."""
+    """An engine of the demonstration: a session, and a process for each rank. `stack` ends both."""
 
     def __init__(self, stack: ExitStack, address: str, geometry: EngineGeometry, role: str, ucx_tls: str) -> None:
-        # Both geometry files may give the same engine_id.
+        # Both geometry files may have the same engine_id.
         name = f"{geometry.engine_id}-{role}"
         spec = EngineSpec(name, geometry.groups, len(geometry.ranks), geometry.identity, geometry.partial)
         self.session = stack.enter_context(kvferry.Client(address)).open_engine(spec)
         self._ranks: list[tuple[Any, Any]] = []
         stack.callback(self._end)
-        # Node servers run in this process: it must not fork.
+        # Node servers run in this process, so it must not fork.
         context = multiprocessing.get_context("spawn")
         for rank in geometry.ranks:
             pipe, theirs = context.Pipe()
@@ -107,14 +103,13 @@ class Engine:
         return found
 
     def tell(self, command: str, requests: Sequence[Request]) -> list[Any]:
-        """Have all ranks do something at once, and return their answers."""
         for _, pipe in self._ranks:
             pipe.send((command, requests))
         return self.answers()
 
     def _end(self) -> None:
         for _, pipe in self._ranks:
-            # Upon which the rank ends.
+            # This ends the rank.
             pipe.close()
         for process, _ in self._ranks:
             process.join(10.0)
@@ -132,15 +127,11 @@ def run_demo(
     seed: int,
     phase: Callable[[str], None],
 ) -> DemoOutcome:
-    """Move `requests` requests of about `tokens` tokens each from one engine to the other; `phase` hears of each step.
-
-    Raises:
-        InvalidField: the caches are too small for so many tokens.
-        DemoFailed: a process died.
-    """
+    """Move `requests` requests of about `tokens` tokens each from one engine to the other; `phase` is called with the
+    name of each step. Raises `InvalidField` if the caches are too small, `DemoFailed` if a process died."""
     wanted = _requests(source, destination, requests, tokens, seed)
     phase("starting node servers and ranks")
-    # A demonstration that ends early waits for nothing.
+    # Without a drain: a demonstration that ends early does not wait.
     with kvferry.serve(drain=0.0) as there, kvferry.serve(drain=0.0) as here, ExitStack() as engines:
         prefill = Engine(engines, there.address, source, "source", ucx_tls)
         decode = Engine(engines, here.address, destination, "destination", ucx_tls)
@@ -149,7 +140,7 @@ def run_demo(
         prefill.tell("fill", wanted)
         memcpy_rate = _memcpy_rate()
         phase("first read: making connections")
-        # A router would carry the references.
+        # In production a router carries the references.
         published = [
             replace(request, reference=prefill.session.publish(request.name, request.source).reference)
             for request in wanted
@@ -182,8 +173,8 @@ def run_demo(
 
 
 def _requests(source: EngineGeometry, destination: EngineGeometry, count: int, tokens: int, seed: int) -> list[Request]:
-    """Make a small request for the first contact, and `count` requests of different lengths whose blocks lie scattered
-    in both caches."""
+    """Make a small request for the first contact, and `count` requests of different lengths, with blocks scattered over
+    both caches."""
     random = np.random.default_rng(seed)
     free: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
     for engine, pools in zip((source, destination), free, strict=True):
@@ -204,7 +195,6 @@ def _requests(source: EngineGeometry, destination: EngineGeometry, count: int, t
 
 
 def _blocks(group: Group, free: list[int], tokens: int) -> Blocks:
-    """Take the blocks of a request from those that are free."""
     first, count = 0, 1
     if group.kind is not GroupKind.STATE:
         window = group.window_tokens if group.kind is GroupKind.WINDOW else tokens
@@ -232,8 +222,6 @@ def _memcpy_rate() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its name and length, its blocks in both caches by group, and its reference once it is published."""
-
     name: str
     tokens: int
     source: dict[str, Blocks]
@@ -243,7 +231,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one rank read for one request, and why it could not; see `kvferry.ReadResult`."""
+    """One rank's read of one request, or its error; see `kvferry.ReadResult`."""
 
     request: str
     source_ranks: tuple[int, ...] = ()
@@ -256,9 +244,9 @@ class Moved:
 def run_rank(
     address: str, spec: EngineSpec, planned: RankGeometry, token: str, serve: bool, ucx_tls: str, pipe: Connection
 ) -> None:
-    """Run the process of a rank: it answers each message of its scheduler's pipe with one, and ends when the pipe ends.
-    Its planes are those of the geometry file, moved to where its memory is."""
-    # Ctrl-C reaches the whole foreground group; the scheduler decides what becomes of its ranks.
+    """Run the process of a rank, which answers each command of the scheduler's pipe, and ends when the pipe ends. Its
+    planes are those of the geometry file, moved to the addresses of its memory."""
+    # Ctrl-C reaches the whole foreground group, but the scheduler ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The scheduler may be gone at any moment, as when another rank cannot start.
     with contextlib.suppress(EOFError, ConnectionError):
@@ -271,7 +259,7 @@ def run_rank(
                     geometry.rank,
                     planes=geometry.planes,
                     regions=[memory.region],
-                    # The geometry says for each rank what it holds.
+                    # The geometry has the shard of each rank.
                     replicated=True,
                     keep=memory,
                     labels=geometry.labels,
@@ -288,8 +276,6 @@ def run_rank(
 
 
 class _Rank:
-    """What a rank does; each method is a command of the scheduler."""
-
     def __init__(self, cache: kvferry.Cache, memory: HostMemory, geometry: RankGeometry) -> None:
         self._cache, self._memory = cache, memory.array
         self._groups = {group.name: group for group in cache.spec.groups}
@@ -297,14 +283,13 @@ class _Rank:
         self._memory[:] = POISON
 
     def fill(self, requests: Sequence[Request]) -> None:
-        """Write the requests' blocks, as prefill does."""
         for plane, view in self._planes:
             for request in requests:
                 blocks = request.source[plane.group]
                 view[blocks.ids] = expected(request.name, plane, _numbers(self._groups[plane.group], blocks))
 
     def read(self, requests: Sequence[Request]) -> tuple[float, list[Moved]]:
-        """Read all requests at once; the seconds until the last one's end, and what was read for each."""
+        """Read all requests at once. Returns the seconds until the last one's end, and the result of each."""
         began = time.perf_counter()
         parties = self._cache.spec.num_ranks
         reads = [
@@ -321,8 +306,7 @@ class _Rank:
         return time.perf_counter() - began, moved
 
     def verify(self, requests: Sequence[Request]) -> tuple[int, int, int]:
-        """Check every byte that was read, and that no other byte was written: how many bytes are right, wrong, and
-        written although nobody asked for it."""
+        """Check every byte of the memory. Returns how many are right, wrong, and written unasked."""
         right = wrong = 0
         for plane, view in self._planes:
             group = self._groups[plane.group]
@@ -336,11 +320,11 @@ class _Rank:
                 wrong += int(good.size - np.count_nonzero(good))
                 found[may] = POISON
                 view[blocks.ids] = found
-        # With what was read put back to poison, everything must be poison.
+        # With poison over all that was read, every byte must be poison.
         return right, wrong, int(len(self._memory) - np.count_nonzero(self._memory == POISON))
 
 
 def _numbers(group: Group, blocks: Blocks) -> range:
-    """Return which blocks of the request these are."""
+    """Return the indices of these blocks within the request."""
     first = 0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens
     return range(first, first + len(blocks.ids))

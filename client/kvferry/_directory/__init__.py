@@ -1,2 +1,2 @@
-"""Where engines have their homes: a file, DNS or etcd says it (docs/deployment.md). Discovery only: no read whose
-reference carries an address waits for it, and nothing in a directory is secret or proves anything."""
+"""Directories of engines and their homes, in a file, DNS or etcd (docs/deployment.md). For discovery only: a read whose
+reference carries an address does not wait for a directory, and nothing in a directory is secret or proves anything."""

@@ -1,7 +1,6 @@
-"""The interface of all directories, and the thread that keeps what one of them says.
+"""The interface of all directories, and the thread that follows a directory.
 
-Answers come from memory: one thread follows the directory, so that looking an engine up never waits, and an outage
-leaves the last answers in use.
+Answers come from memory, so that looking an engine up never waits, and the last answers stay in use during an outage.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 FOLLOW_FIRST = 0.1
 FOLLOW_LAST = 5.0
-"""Shortest and longest seconds between attempts to follow a directory that cannot be read. Half of each is random, so
+"""Shortest and longest seconds between attempts to follow an unreadable directory. Half of each pause is random, so
 that a fleet does not come back in one instant."""
 
 ANSWER_TIMEOUT = 5.0
@@ -31,16 +30,16 @@ ANSWER_TIMEOUT = 5.0
 
 
 class Directory(OneProcess, ABC):
-    """Says at which node server an engine has its home, and which homes there are. `open_directory` makes one.
+    """Lists the homes of a fleet, and the home of each engine. `open_directory` makes one.
 
-    A directory is followed by a thread of its own from the first call on. After that, answers come from memory, also
-    while the directory cannot be reached.
+    From the first call on, a thread follows the directory. Answers come from memory, also while the directory cannot be
+    reached.
 
     Threading: every method may be called from any thread.
 
     Attributes:
         name: the directory's URL, for messages.
-        publishes: whether node servers can publish in it. The others are written by people or by Kubernetes.
+        publishes: whether node servers can publish in the directory. Other kinds are written by people or Kubernetes.
     """
 
     publishes: ClassVar[bool] = False
@@ -55,7 +54,7 @@ class Directory(OneProcess, ABC):
         self._pause = FOLLOW_FIRST
         self._watches: dict[object, Callable[[Listed], object]] = {}
         self._notifying = threading.RLock()
-        """Held while watches are called, so that they hear of changes one at a time and in order."""
+        """Held while watches are called, so that they receive changes one at a time and in order."""
 
     # For readers.
 
@@ -80,10 +79,10 @@ class Directory(OneProcess, ABC):
             return self._listed is not None
 
     def listed(self) -> Listed:
-        """Return all that the directory says. Does not wait.
+        """Return the directory's content. Does not wait.
 
         Raises:
-            DirectoryUnavailable: it has not answered yet.
+            DirectoryUnavailable: the directory has not answered yet.
             Closed: the directory is closed.
         """
         self.start()
@@ -94,15 +93,12 @@ class Directory(OneProcess, ABC):
         raise unavailable(self.name, problem)
 
     def resolve(self, engine_id: str, incarnation: bytes = b"") -> Listing:
-        """Return where an engine has its home. Does not wait.
-
-        Args:
-            engine_id: the engine.
-            incarnation: which of several of that name is meant; empty: the one that was listed last.
+        """Return the listing of an engine; of several with its name, prefers the incarnation, then the newest. Does not
+        wait.
 
         Raises:
             EngineNotListed: the directory does not list the engine.
-            DirectoryUnavailable: it has not answered yet.
+            DirectoryUnavailable: the directory has not answered yet.
             Closed: the directory is closed.
         """
         found = self.listed().find(engine_id, incarnation)
@@ -112,13 +108,10 @@ class Directory(OneProcess, ABC):
         return found
 
     def watch(self, changed: Callable[[Listed], object]) -> Callable[[], None]:
-        """Call a function with all that the directory says: as soon as that is known, and after every change.
+        """Call `changed` with the directory's content as soon as that is known, and after every change.
 
-        Args:
-            changed: called on the directory's thread, or at once on the caller's; must not block.
-
-        Returns:
-            A function that ends the watch.
+        `changed` must not block; it is called on the directory's thread, and the first time perhaps on the caller's.
+        Returns a function that ends the watch.
         """
         key = object()
         with self._notifying:
@@ -138,41 +131,36 @@ class Directory(OneProcess, ABC):
     # For node servers.
 
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
-        """List a home and its engines, and nothing else of this publisher, for `ttl` seconds. Waits.
+        """List a home, as ``host:port``, and its engines. Withdraws other earlier listings of this publisher. Waits.
 
-        What was published before and is not named again is withdrawn.
-
-        Args:
-            home: ``host:port`` of the home.
-            engines: its engines.
-            ttl: seconds from now, or from the last `renew`, after which the directory forgets them by itself.
+        The directory forgets the listings `ttl` seconds after `publish` or the last `renew`.
 
         Raises:
-            DirectoryUnavailable: it could not be written; call it again.
-            WrongState: this kind of directory is written by others.
+            DirectoryUnavailable: the directory could not be written; call `publish` again.
+            WrongState: node servers do not publish in this kind of directory.
         """
         raise self._written_by_others()
 
     def renew(self) -> None:
-        """List what is published for another ttl. Waits. If the directory has forgotten it, publish it again.
+        """List everything published for another ttl; publish it again if the directory has forgotten it. Waits.
 
         Raises:
-            DirectoryUnavailable: it could not be written; call it again.
-            WrongState: this kind of directory is written by others.
+            DirectoryUnavailable: the directory could not be written; call `renew` again.
+            WrongState: node servers do not publish in this kind of directory.
         """
         raise self._written_by_others()
 
     def withdraw(self) -> None:
-        """Take back all that is published. Waits, at most for one call.
+        """Withdraw everything published. Waits, at most for one call.
 
         Raises:
-            DirectoryUnavailable: it could not be written; the listings end with their ttl.
-            WrongState: this kind of directory is written by others.
+            DirectoryUnavailable: the directory could not be written; the listings end with their ttl.
+            WrongState: node servers do not publish in this kind of directory.
         """
         raise self._written_by_others()
 
     def close(self) -> None:
-        """End the thread and the connections. What is published stays until its ttl ends. Idempotent."""
+        """End the thread and the connections. Published listings stay until their ttl ends. Idempotent."""
         self._stop.set()
         self._interrupt()
         with self._answered:
@@ -191,13 +179,12 @@ class Directory(OneProcess, ABC):
 
     @abstractmethod
     def _follow(self) -> None:
-        """Call `_learn` with all that the directory says, and after every change, until `_stop` is set; or raise."""
+        """Call `_learn` with the content, and again after every change, until `_stop` is set; or raise."""
 
     def _interrupt(self) -> None:
-        """Interrupt `_follow`, which `_stop` alone would not end soon."""
+        """Interrupt `_follow`, if `_stop` alone would not end it soon."""
 
     def _learn(self, listed: Listed) -> None:
-        """Take what the directory says now, and call the watches if it is new."""
         with self._notifying:
             with self._answered:
                 changed = listed != self._listed
@@ -231,10 +218,10 @@ class Directory(OneProcess, ABC):
             first, self._problem = not self._problem, problem
             known = self._listed is not None
         if first:
-            # Once per outage: nothing but discovery depends on it. Before the first answer callers get an error, and
-            # need no second message.
+            # Once per outage: only discovery depends on the directory. Before the first answer callers get an error,
+            # and need no warning in the log.
             level = logging.WARNING if known else logging.INFO
-            so_far = "what it said before stays in use" if known else "it has said nothing yet"
+            so_far = "its last answer stays in use" if known else "it has not answered yet"
             logger.log(level, "the directory %s cannot be read: %s; %s", self.name, problem, so_far)
 
     def _written_by_others(self) -> WrongState:
@@ -242,5 +229,4 @@ class Directory(OneProcess, ABC):
 
 
 def unavailable(name: str, problem: str) -> DirectoryUnavailable:
-    """Make the error for a directory that cannot be read or written."""
     return DirectoryUnavailable(f"the directory {name} is not available: {problem}", directory=name, problem=problem)

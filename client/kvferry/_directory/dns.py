@@ -1,6 +1,6 @@
 """A directory in DNS: the headless service of the node servers, whose records Kubernetes makes from its EndpointSlices.
 
-SRV records of ``_kvferry._tcp.NAME`` say host and port of each home, and the first label of a host is also taken as an
+SRV records of ``_kvferry._tcp.NAME`` have host and port of each home. The first label of a host is also taken as an
 engine_id: in a StatefulSet that is the pod's name. Without SRV records, the A and AAAA records of NAME are the homes,
 at one port, and no engine is listed.
 """
@@ -17,7 +17,7 @@ from kvferry._directory.listing import Listed, Listing
 from kvferry._wire.channel import Address
 
 SERVICE = "_kvferry._tcp"
-"""The service and protocol of the SRV records: the name of the port in a Kubernetes Service is ``kvferry``."""
+"""Service and protocol of the SRV records: the port in a Kubernetes Service is named ``kvferry``."""
 
 ASK_AT_LEAST = 1.0
 ASK_AT_MOST = 30.0
@@ -28,14 +28,8 @@ QUESTION_TIMEOUT = 5.0
 
 
 class DnsDirectory(Directory):
-    """A name in DNS, asked again when its records' TTL has passed.
-
-    Args:
-        name: the directory's URL.
-        domain: the name.
-        port: port of homes that have no SRV record.
-        server: IP address and port of the name server; None: those of ``/etc/resolv.conf``.
-    """
+    """A name in DNS, `domain`, asked again when its records' TTL has passed. `port` is for homes without an SRV record.
+    `server` is the IP address and port of the name server; None: those of ``/etc/resolv.conf``."""
 
     def __init__(self, name: str, domain: str, port: int, server: tuple[str, int] | None) -> None:
         super().__init__(name)
@@ -51,7 +45,7 @@ class DnsDirectory(Directory):
         if self._server is not None:
             resolver.nameservers, resolver.port = [self._server[0]], self._server[1]
         resolver.lifetime = QUESTION_TIMEOUT
-        # Neither names of the pod's search path nor old answers.
+        # Without the pod's search path, and without cached answers.
         resolver.search, resolver.cache = [], None
         while not self._stop.is_set():
             try:
@@ -62,12 +56,12 @@ class DnsDirectory(Directory):
             self._stop.wait(min(max(ttl, ASK_AT_LEAST), ASK_AT_MOST))
 
     def _ask(self, resolver: dns.resolver.Resolver) -> tuple[Listed, float]:
-        """Return what DNS lists now, and for how many seconds that holds."""
+        """Return what DNS lists now, and for how many seconds that is valid."""
         services, ttl = _records(resolver, f"{SERVICE}.{self._domain}", "SRV")
         if not services:
             addresses, ttl = _records(resolver, self._domain, "A", "AAAA")
             if not addresses:
-                # Kubernetes says the same of a name that is misspelt and of a service without pods.
+                # Kubernetes answers the same for a misspelt name and for a service without pods.
                 raise unavailable(self.name, "no SRV, A or AAAA record")
             return Listed(frozenset(str(Address(host=str(address), port=self._port)) for address in addresses)), ttl
         homes: dict[str, Listing] = {}
@@ -76,7 +70,7 @@ class DnsDirectory(Directory):
             host = record.target.to_text(omit_final_dot=True)
             home = str(Address(host=host, port=record.port))
             homes[home] = Listing(host.partition(".")[0], home)
-            # References say what --advertise says, which may be the address that the name stands for.
+            # References have the value of --advertise, which may be the address instead of the name.
             addresses, lasts = _records(resolver, host, "A", "AAAA")
             aliases.update(str(Address(host=str(address), port=record.port)) for address in addresses)
             ttl = min(ttl, lasts)
@@ -84,7 +78,7 @@ class DnsDirectory(Directory):
 
 
 def _records(resolver: dns.resolver.Resolver, name: str, *kinds: str) -> tuple[list[Any], float]:
-    """Return the records of a name that have one of these kinds, and for how many seconds all of them hold."""
+    """Return the records of these kinds of a name, and for how many seconds all are valid."""
     found: list[Any] = []
     ttls: list[float] = []
     for kind in kinds:

@@ -3,8 +3,8 @@
     PREFIX/homes/HOME                a node server
     PREFIX/engines/ENGINE_ID/HOME    an engine, and where it has its home; the value is a `Listing`
 
-Names in keys are quoted as in URLs. All keys of a node server hang on one lease of etcd, so that they end together. A
-reader keeps listings that were parsed when they came (`Entries`), and nothing of what is none.
+Names in keys are quoted as in URLs. All keys of a node server have one lease of etcd, so that they end together. A
+reader parses listings on arrival (`Entries`), and keeps nothing of other keys.
 """
 
 from __future__ import annotations
@@ -24,32 +24,27 @@ from kvferry.errors import DirectoryUnavailable, InvalidField, MessageTooLarge
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
-"""Most keys that are asked for at once. Of large ones fewer are: an answer of etcd has to fit a message."""
+"""Most keys in one request; fewer if values are large, because an answer of etcd has to fit a message."""
 
 WITHDRAW_TIMEOUT = 2.0
-"""Seconds for taking everything back: a node server that stops does not wait longer for etcd."""
+"""Seconds that a stopping node server waits for etcd to withdraw its listings."""
 
 MAX_KEYS = 200_000
 MAX_BYTES = 64 << 20
-"""Most listings, and most bytes of their keys and values, that a client takes from a directory, so that a peer that can
-write there cannot fill its memory."""
+"""Most listings, and most bytes of keys and values, that a client takes from a directory, so that a peer that can write
+there cannot fill the client's memory."""
 
 MAX_NAMED = 100
-"""Most keys without a listing that are named in the log, and how many bytes of each."""
+"""Most keys without a listing that the log names, and most bytes of each."""
 
 MAX_PROBLEM = 500
-"""Most characters of what is wrong with a key."""
+"""Most characters of a log line's reason why a key is no listing."""
 
 
 class EtcdDirectory(Directory):
-    """A prefix in etcd.
+    """A prefix of etcd's keys, without a slash at its end.
 
-    Threading: as `Directory`; `publish`, `renew` and `withdraw` are called by one thread.
-
-    Args:
-        name: the directory's URL.
-        access: how etcd is reached.
-        prefix: what all keys begin with, without a slash at its end.
+    Threading: as `Directory`; one thread calls `publish`, `renew` and `withdraw`.
     """
 
     publishes = True
@@ -57,7 +52,7 @@ class EtcdDirectory(Directory):
     def __init__(self, name: str, access: EtcdAccess, prefix: str) -> None:
         super().__init__(name)
         self._prefix = prefix
-        # The first key that may be there, and the first after all of them: "0" is the character after the slash.
+        # The first possible key, and the first key after all possible ones: "0" is the character after the slash.
         self._begin, self._end = f"{prefix}/".encode(), f"{prefix}0".encode()
         self._entries = Entries(name, prefix)
         self._reading = EtcdCalls(name, access)
@@ -81,7 +76,7 @@ class EtcdDirectory(Directory):
             request = etcd.LeaseKeepAliveRequest(ID=self._lease)
             answer = self._writing.call("Lease/LeaseKeepAlive", request, etcd.LeaseKeepAliveResponse)
             if answer.TTL <= 0:
-                # The lease has ended, with all its keys: etcd was out of reach for too long.
+                # The lease has ended with all its keys: etcd was unreachable for too long.
                 self._lease = 0
         self._write()
 
@@ -108,8 +103,8 @@ class EtcdDirectory(Directory):
                 self._writing.call("KV/DeleteRange", etcd.DeleteRangeRequest(key=key), etcd.Done)
                 del self._written[key]
         except DirectoryUnavailable:
-            # Perhaps because the lease has ended. The next attempt writes everything under another one; this one, if it
-            # is still there, ends by itself and takes nothing along that has been written again.
+            # Perhaps the lease has ended. The next attempt writes all keys under a new lease. If the old lease still
+            # exists, its end deletes no key that has been written again.
             self._lease = 0
             raise
 
@@ -126,7 +121,7 @@ class EtcdDirectory(Directory):
         self._writing.interrupt()
 
     def _read_all(self) -> int:
-        """Read all listings; returns the revision at which they were so."""
+        """Read all listings; returns etcd's revision of this state."""
         self._entries.clear()
         request = etcd.RangeRequest(key=self._begin, range_end=self._end, limit=PAGE)
         while True:
@@ -135,7 +130,7 @@ class EtcdDirectory(Directory):
             except MessageTooLarge as error:
                 if request.keys_only:
                     raise unavailable(self.name, f"it has a key that is itself too large: {error.message}") from None
-                # One value that is too large by itself is passed over, by the name that its key has.
+                # A single value that is too large is skipped: ask for its key only.
                 request.keys_only = request.limit == 1
                 request.limit = max(1, request.limit // 2)
                 continue
@@ -145,7 +140,7 @@ class EtcdDirectory(Directory):
                 else:
                     self._entries.put(entry)
             if not request.revision:
-                # The further pages are asked for as they were at this revision.
+                # Further pages are read at the same revision.
                 request.revision = answer.header.revision
             if not answer.more or not answer.kvs:
                 return request.revision
@@ -153,8 +148,8 @@ class EtcdDirectory(Directory):
             request.keys_only, request.limit = False, min(PAGE, 2 * request.limit)
 
     def _watch(self, revision: int) -> None:
-        """Follow all changes after this revision. Returns when etcd has forgotten them, and must be asked for all."""
-        # In fragments: a transaction of many changes would not fit an answer otherwise.
+        """Follow all changes after this revision. Returns if etcd no longer has them, so that all keys must be read."""
+        # In fragments, because a transaction of many changes may not fit one answer.
         asked = etcd.WatchCreateRequest(
             key=self._begin, range_end=self._end, start_revision=revision + 1, fragment=True
         )
@@ -179,14 +174,10 @@ def _key(prefix: str, kind: str, *names: str) -> bytes:
 
 
 class Entries:
-    """The listings below a prefix. Belongs to the thread that follows the directory.
+    """The listings below a prefix. Belongs to the thread that follows the directory; `name` is the directory's URL.
 
-    A key that is not ours, such as one of a directory whose prefix is below this one, is passed over. A key of ours
-    without a listing, or with that of another key, is named in the log once.
-
-    Args:
-        name: the directory's URL, for errors and the log.
-        prefix: what its keys begin with.
+    Foreign keys, such as those of a directory with a prefix below this one, are ignored. The log names a key of this
+    directory once if its value is no listing, or the listing of another key.
     """
 
     def __init__(self, name: str, prefix: str) -> None:
@@ -198,15 +189,11 @@ class Entries:
         self._named: set[bytes] = set()
 
     def clear(self) -> None:
-        """Forget all listings."""
         self._found, self._bytes = {}, 0
 
     def put(self, entry: etcd.KeyValue) -> None:
-        """Take a key and its value.
-
-        Raises:
-            DirectoryUnavailable: there are more listings, or larger ones, than a client takes.
-        """
+        """Add or replace a key and its value. Raises `DirectoryUnavailable` if the listings exceed a client's
+        limits."""
         self.drop(entry.key)
         kind, *names = entry.key[len(self._prefix.encode()) + 1 :].split(b"/")
         if (kind, len(names)) not in ((b"homes", 1), (b"engines", 2)):
@@ -214,7 +201,7 @@ class Entries:
         try:
             found = self._parsed(entry, names[0] if kind == b"homes" else None)
         except (InvalidField, UnicodeDecodeError) as error:
-            # A peer that may write there may write anything; the other entries are good all the same.
+            # A peer that may write there may write anything, but that does not make other entries wrong.
             self.skip(entry.key, str(error))
             return
         size = len(entry.key) + len(entry.value)
@@ -226,12 +213,10 @@ class Entries:
             raise unavailable(self._name, f"its listings have more than {MAX_BYTES} bytes")
 
     def drop(self, key: bytes) -> None:
-        """Forget a key."""
         size, *_ = self._found.pop(key, (0,))
         self._bytes -= size
 
     def skip(self, key: bytes, problem: str) -> None:
-        """Say once that a key has no listing."""
         # A peer that can write there can make keys of a megabyte.
         shown = key[:MAX_NAMED]
         if shown not in self._named and len(self._named) < MAX_NAMED:
@@ -240,15 +225,14 @@ class Entries:
             logger.warning("the key %s in %s is not a listing and is left out: %s", name, self._name, problem)
 
     def listed(self) -> Listed:
-        """All that the directory says."""
         homes = frozenset(found if isinstance(found, str) else found.home for *_, found in self._found.values())
         engines = [(revision, found) for _, revision, found in self._found.values() if isinstance(found, Listing)]
-        # The newest last; the names order those of one revision.
+        # The newest last; within a revision by name.
         engines.sort(key=lambda each: (each[0], each[1].engine_id, each[1].home))
         return Listed(homes, tuple(listing for _, listing in engines))
 
     def _parsed(self, entry: etcd.KeyValue, home_in_key: bytes | None) -> str | Listing:
-        """Return the home or the engine that an entry lists; raises `InvalidField` if it stands under another key."""
+        """Return the home or the engine that an entry lists; raises `InvalidField` if the entry has a wrong key."""
         found: str | Listing
         if home_in_key is not None:
             found = checked_home(unquote(home_in_key.decode(), errors="strict"))

@@ -1,4 +1,4 @@
-"""Calls to etcd: one of several endpoints at a time, with its user's token. The only file that speaks gRPC to etcd."""
+"""Calls to etcd: to one of several endpoints at a time, with a user's token. Only this file speaks gRPC to etcd."""
 
 from __future__ import annotations
 
@@ -23,41 +23,29 @@ CALL_TIMEOUT = 5.0
 Answer = TypeVar("Answer", bound=Message)
 
 PACKAGE = "/etcdserverpb."
-"""What etcd's methods begin with; the messages' package has another name here (third_party/etcd)."""
+"""Prefix of etcd's methods; the package of the messages has another name here (third_party/etcd)."""
 
 WITH_LEADER = ("hasleader", "true")
-"""Has etcd end a watch on a member that a partition has cut off from the others."""
+"""Makes etcd end a watch on a member that a partition has cut off from the other members."""
 
 TOKEN_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
-"""How etcd answers a token that it does not know any more, and one from before a change of its users."""
+"""etcd's answers to a token that it no longer knows, and to a token from before a change of users."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """How etcd is reached.
-
-    Attributes:
-        endpoints: ``host:port`` of its members.
-        tls: credentials; None: no TLS.
-        user: name of the user; empty: no authentication.
-        password_file: file with the user's password. It is read for each authentication, so that it can be changed.
-    """
-
     endpoints: tuple[str, ...]
+    """``host:port`` of each member."""
     tls: TlsConfig | None = None
     user: str = ""
+    """Empty: no authentication."""
     password_file: Path | None = None
+    """Read for each authentication, so that the password can be changed."""
 
 
 class EtcdCalls:
-    """Calls of one thread to etcd. After a failure the next call goes to the next endpoint.
-
-    Threading: for one thread, except `interrupt`.
-
-    Args:
-        name: the directory's URL, for errors.
-        access: how etcd is reached.
-    """
+    """Calls of one thread to etcd. After a failure the next call goes to the next endpoint. `name` is the directory's
+    URL, for errors. Only `interrupt` may be called from other threads."""
 
     def __init__(self, name: str, access: EtcdAccess) -> None:
         self._name = name
@@ -69,15 +57,8 @@ class EtcdCalls:
         self._closed = False
 
     def call(self, method: str, request: Message, answer: type[Answer], timeout: float | None = None) -> Answer:
-        """Call a method that has one answer, such as ``KV/Put``.
-
-        Methods that are streams will do, too: gRPC sends the same for one request and one answer.
-
-        Args:
-            method: service and method.
-            request: the request.
-            answer: class of the answer.
-            timeout: seconds; None: `CALL_TIMEOUT`.
+        """Call a method with one answer, such as ``KV/Put``; also a streaming method, since gRPC sends the same bytes
+        for one request and one answer. `timeout` is in seconds; None: `CALL_TIMEOUT`.
 
         Raises:
             DirectoryUnavailable: there is no answer, or etcd refused.
@@ -91,7 +72,7 @@ class EtcdCalls:
             if not had_token or cast("grpc.Call", error).code() not in TOKEN_REFUSED:
                 raise self._failed(error) from None
         except ValueError:
-            # What gRPC raises for a channel that `interrupt` has closed.
+            # gRPC raises it for a channel that `interrupt` has closed.
             raise self._is_closed() from None
         self._token = ""
         return self.call(method, request, answer, timeout)
@@ -101,7 +82,7 @@ class EtcdCalls:
         over = threading.Event()
 
         def requests() -> Iterator[etcd.WatchRequest]:
-            # A watch lasts until its requests end. gRPC takes them on a thread of its own.
+            # A watch lasts until its requests end. gRPC runs this generator on a thread of gRPC.
             yield request
             over.wait()
 
@@ -114,7 +95,7 @@ class EtcdCalls:
             over.set()
 
     def interrupt(self) -> None:
-        """End the call in progress, and all later ones. May be called on any thread."""
+        """End the call in progress and all later calls. Any thread may call this."""
         self._closed = True
         self._hang_up()
 
@@ -150,7 +131,7 @@ class EtcdCalls:
         return (WITH_LEADER, ("token", self._token)) if self._token else (WITH_LEADER,)
 
     def _failed(self, error: grpc.RpcError) -> Exception:
-        """Go on with the next endpoint, unless it would answer the same; returns the error to raise."""
+        """Return the error to raise, and go on with the next endpoint, unless that would answer the same."""
         endpoint = self._endpoint
         call = cast("grpc.Call", error)
         if is_too_large(call.code().name, call.details() or ""):

@@ -1,4 +1,4 @@
-"""A directory in a file, which people or a configuration system write.
+"""A directory in a file, written by people or by a configuration system.
 
     homes = ["10.0.0.7:7423", "10.0.0.8:7423"]
 
@@ -28,12 +28,8 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 class FileDirectory(Directory):
-    """A file, read again when it changes. A file that cannot be read or is wrong leaves the last good content in use.
-
-    Args:
-        name: the directory's URL.
-        path: the file; ``.toml``, otherwise JSON.
-    """
+    """A file, ``.toml`` or else JSON, read again when it changes. While the file cannot be read or is wrong, its last
+    good content stays in use."""
 
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name)
@@ -47,7 +43,7 @@ class FileDirectory(Directory):
                 seen = (found.st_mtime_ns, found.st_size, found.st_ino)
                 if seen != self._seen:
                     self._learn(listed_in(self._path))
-                    # Only now: a file that was wrong is looked at again even if it does not change.
+                    # Only now: a wrong file is read again even if it does not change.
                     self._seen = seen
             except (OSError, InvalidField) as error:
                 self._seen = None
@@ -57,12 +53,7 @@ class FileDirectory(Directory):
 
 
 def listed_in(path: Path) -> Listed:
-    """Read a file.
-
-    Raises:
-        InvalidField: it is not TOML or JSON, or a field in it is wrong.
-        OSError: it cannot be read.
-    """
+    """Read a file. Raises `InvalidField` if it is not TOML or JSON or has a wrong field, or `OSError`."""
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:

@@ -1,4 +1,4 @@
-"""What a directory says: values, their form as JSON, and which of several answers is meant. Pure."""
+"""The entries of a directory, their form as JSON, and the choice between several entries of an engine. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvferry._wire.channel import parse_address
 from kvferry.errors import InvalidField
 
 MAX_NAME_BYTES = 256
-"""Most bytes of an engine_id, a home, and of the name and the value of a label."""
+"""Most bytes of an engine_id, of a home, and of the name and the value of a label."""
 MAX_LABELS = 16
 MAX_ENTRY_BYTES = 16 * 1024
-"""Most bytes of one entry that is read from a directory: more than any valid one has."""
+"""Most bytes of an entry that is read from a directory: more than any valid entry has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Says where one engine has its home. Everything in it is public.
+    """The home of one engine. All fields are public.
 
     Attributes:
-        engine_id: name of the engine.
-        home: ``host:port`` of its home, as others reach it.
-        incarnation: the engine's incarnation, which tells apart two engines of one name; empty: not known.
+        engine_id: the engine.
+        home: ``host:port`` at which other hosts reach the engine's home.
+        incarnation: tells apart two engines of one name; empty: not known.
         labels: for people and routers, such as ``{"role": "prefill", "model": "llama3-70b"}``.
 
     Raises:
@@ -46,7 +46,7 @@ class Listing:
         object.__setattr__(self, "labels", checked_labels(self.labels))
 
     def to_json(self) -> bytes:
-        """Encode it as a directory keeps it."""
+        """Encode the listing as directories keep it."""
         said = {"engine_id": self.engine_id, "home": self.home, "labels": dict(self.labels)}
         if self.incarnation:
             said["incarnation"] = self.incarnation.hex()
@@ -54,11 +54,7 @@ class Listing:
 
     @classmethod
     def from_json(cls, encoded: bytes) -> Listing:
-        """Decode it. Fields that a later version has added are ignored.
-
-        Raises:
-            InvalidField: it is not a listing.
-        """
+        """Decode a listing, and ignore fields that a later version has added. Raises `InvalidField`."""
         if len(encoded) > MAX_ENTRY_BYTES:
             raise InvalidField("listing", f"{len(encoded)} bytes", f"at most {MAX_ENTRY_BYTES}")
         try:
@@ -74,12 +70,12 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All that a directory says at one time.
+    """The content of a directory at one time.
 
     Attributes:
         homes: ``host:port`` of every node server, with and without engines.
-        engines: the engines, those that were listed last at the end. One engine may be listed twice, e.g. while its old
-            home has not noticed yet that it moved.
+        engines: the engines, the last listed at the end. An engine may be listed twice, e.g. while its old home has not
+            noticed yet that the engine moved.
         aliases: further addresses of the same homes, which references may contain.
     """
 
@@ -88,9 +84,9 @@ class Listed:
     aliases: frozenset[str] = frozenset()
 
     def find(self, engine_id: str, incarnation: bytes = b"") -> Listing | None:
-        """Return the listing of an engine: of this incarnation, if one says so, otherwise the newest. None: no listing.
+        """Return the listing of this incarnation of an engine, else the engine's newest listing, else None.
 
-        Another incarnation's home is an answer too: it says, with a typed error, that the engine has restarted.
+        Another incarnation's home helps, too: it answers with a typed error that the engine has restarted.
         """
         found = [listing for listing in self.engines if listing.engine_id == engine_id]
         same = [listing for listing in found if incarnation and listing.incarnation == incarnation]
@@ -98,12 +94,12 @@ class Listed:
         return chosen[-1] if chosen else None
 
     def covers(self, home: str) -> bool:
-        """Whether an address is that of a listed home."""
+        """Whether a listed home has this address."""
         return home in self.homes or home in self.aliases or any(listing.home == home for listing in self.engines)
 
 
 def checked_home(home: str) -> str:
-    """Return the address of a home if others can dial it; raises `InvalidField`."""
+    """Return the address of a home if other hosts can connect to it; else raises `InvalidField`."""
     address = parse_address(text("home", home), "home")
     if address.is_unix or not address.port or len(home.encode()) > MAX_NAME_BYTES or not home.isprintable():
         raise InvalidField("home", home, f"host:port, as other hosts reach it, in at most {MAX_NAME_BYTES} bytes")
@@ -111,7 +107,7 @@ def checked_home(home: str) -> str:
 
 
 def checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return labels if they are few, short and printable; raises `InvalidField`."""
+    """Return labels if they are few, short and printable; else raises `InvalidField`."""
     checked = dict(string_map("labels", labels))
     if len(checked) > MAX_LABELS:
         raise InvalidField("labels", f"{len(checked)} labels", f"at most {MAX_LABELS}")

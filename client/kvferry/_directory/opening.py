@@ -24,7 +24,7 @@ DEFAULT_PORT = 7423
 """The port of node servers, where a name in DNS has no SRV record and the URL no port."""
 
 DEFAULT_PREFIX = "/kvferry"
-"""What keys in etcd begin with if the URL says nothing."""
+"""Prefix of keys in etcd if the URL has none."""
 
 MAX_ENDPOINTS = 16
 FORMS = "file:/PATH, dns:///NAME[:PORT], or etcd://HOST:PORT[,HOST:PORT]/PREFIX (etcds:// for TLS)"
@@ -32,14 +32,14 @@ OF_ETCD = ("user", "password_file", "ca", "cert", "key")
 
 
 def open_directory(url: str) -> Directory:
-    """Open the directory that a URL names. It is read in the background, from its first use on.
+    """Open the directory at a URL. From its first use on it is read in the background.
 
     Args:
         url: ``file:/etc/kvferry/directory.toml``, ``dns:///name:port`` or ``etcd://host:port,host:port/prefix``; see
-            docs/deployment.md. No URL contains a password: etcd's is read from the file in ``password_file``.
+            docs/deployment.md. URLs contain no password: etcd's is read from the file in ``password_file``.
 
     Raises:
-        InvalidField: the URL has another form, or names a file or package that is needed and missing.
+        InvalidField: the URL has another form, or needs a file or package that is missing.
     """
     given = text("directory", url)
     if not given.isprintable():
@@ -120,5 +120,5 @@ def _address(address: str, url: str, expected: str) -> Address:
 
 
 def _shown(url: str) -> str:
-    """A URL as an error may show it: without its query, where somebody may have put a password."""
+    """Remove the query, in which somebody may have put a password, for an error."""
     return url.partition("?")[0]

@@ -1,4 +1,4 @@
-"""The table of checks, in the order in which they are shown, and how each is run."""
+"""The table of checks, in the order of the output, and how each is run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvferry._doctor.host import Host
 
 
 class Check(NamedTuple):
-    """A check, by its name in docs/doctor.md: the function `look` returns at least one finding. It may run for `alone`
-    seconds in a process of its own, beside the waits for a peer; 0: it runs in this one."""
+    """A check, by its name in docs/doctor.md; `look` returns at least one finding. It may run in a separate process for
+    `alone` seconds, not counting waits for a peer; 0: it runs in this process."""
 
     name: str
     look: Callable[[Host], list[Finding]]
     alone: float = 0.0
 
     def run(self, host: Host) -> list[Finding]:
-        """Look, in a process of its own if it needs one. A check that raises is a finding too."""
+        """Run the check. An exception becomes a finding."""
         try:
-            # A peer is waited for several times: its name, its port, its answers.
+            # The check of a peer waits several times: for the name, the port, and answers.
             return isolation.run(self.name, host, self.alone + 4 * host.timeout) if self.alone else self.look(host)
         except Exception as error:
             return [finding("check-died", f"the check `{self.name}` raised {type(error).__name__}: {error}")]
@@ -47,21 +47,21 @@ CHECKS = (
     Check("network", system.network),
     Check("peer", peer.check, 60.0),
 )
-"""`peer` runs only if a peer is named."""
+"""`peer` runs only if the command names a peer."""
 
 
 def examine(host: Host) -> Iterator[tuple[str, list[Finding]]]:
-    """Run all checks, one after another; the name and the result of each when it is there."""
+    """Run all checks, one after another, and yield the name and the findings of each."""
     for check in CHECKS:
         if check.name != "peer" or host.peer:
             yield check.name, check.run(host)
 
 
 def main() -> None:
-    """Be the process of one check, as `isolation.run` starts it."""
+    """Run the process of one check, which `isolation.run` starts."""
     name, host, parent, answer = pickle.load(sys.stdin.buffer)
     isolation.end_with(parent)
     check = next(check for check in CHECKS if check.name == name)
     Path(answer).write_bytes(pickle.dumps(check.look(host)))
-    # Without the ends of libraries, whose faults are not those of the check.
+    # Without the exit handlers of libraries, whose faults are not those of the check.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What the checks look at: this host's files and environment, and what the caller asked about."""
+"""The input of the checks: this host's files and environment, and the options of the command."""
 
 from __future__ import annotations
 
@@ -10,51 +10,45 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Host:
-    """The files of the system, the environment, and what is asked.
-
-    Attributes:
-        root: the folder in which ``proc``, ``sys`` and ``dev`` are; another one in tests, for hardware that is not
-            there.
-        environ: the environment variables.
-        pid: a process of this host to look at, such as an engine; None: none.
-        peer: address of a node server to look at; empty: none.
-        tls: the PEM files to reach it with, by field of `TlsConfig`.
-        timeout: seconds to wait for an answer of the peer.
-    """
+    """The files of the system, the environment, and the options of the command."""
 
     root: Path = Path("/")
+    """The folder with ``proc``, ``sys`` and ``dev``; another one in tests, for hardware that is not there."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     pid: int | None = None
+    """A process of this host to check, such as an engine."""
     peer: str = ""
+    """Address of a node server to check; empty: none."""
     tls: Mapping[str, str] = field(default_factory=dict)
+    """The PEM files for the peer, by field of `TlsConfig`."""
     timeout: float = 5.0
+    """Seconds to wait for an answer of the peer."""
 
     def path(self, path: str) -> Path:
-        """Return where an absolute path of the system is."""
+        """Return the place of an absolute path of the system."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str:
-        """Return what is in a file, without the last line's end; empty if it cannot be read, as files of sysfs may
-        refuse to be."""
+        """Return the stripped text of a file; empty if it cannot be read, as is the case with some files of sysfs."""
         try:
             return self.path(path).read_text(errors="replace").strip()
         except OSError:
             return ""
 
     def names(self, path: str) -> list[str]:
-        """Return the sorted names in a folder; none if it cannot be read."""
+        """Return the sorted names in a folder; empty if it cannot be read."""
         try:
             return sorted(entry.name for entry in self.path(path).iterdir())
         except OSError:
             return []
 
     def status(self, pid: int | str = "self") -> dict[str, str]:
-        """Return the fields of /proc/PID/status; none if there is no such process."""
+        """Return the fields of /proc/PID/status; empty if there is no such process."""
         lines = (line.partition(":") for line in self.text(f"/proc/{pid}/status").splitlines())
         return {name: value.strip() for name, _, value in lines}
 
     def capable(self, capability: int) -> bool:
-        """Say whether this process has a capability, by its number in linux/capability.h."""
+        """Whether this process has a capability, by its number in linux/capability.h."""
         return bool(int(self.status().get("CapEff", "0"), 16) >> capability & 1)
 
     def rdma_devices(self) -> list[str]:
@@ -66,7 +60,7 @@ class Host:
         return [name for name in self.names("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
 
     def gpus(self) -> list[str]:
-        """Return the GPUs that the system knows: NVIDIA's by model, and whether there are AMD's."""
+        """Return the GPUs that the system knows: NVIDIA's by model, and whether there is an AMD GPU."""
         found = []
         for name in self.names("/proc/driver/nvidia/gpus"):
             lines = self.text(f"/proc/driver/nvidia/gpus/{name}/information").splitlines()

@@ -1,7 +1,7 @@
-"""Runs a check in a process of its own, because NIXL can end its process, and names or locks can hang.
+"""Runs a check in a separate process, because NIXL can crash its process, and look-ups of names or locks can hang.
 
-`kvferry._doctor.catalogue.main` is that process: it takes the host, pickled, from its input, and writes its findings,
-pickled, to the file that is named there.
+`kvferry._doctor.catalogue.main` runs in that process: it unpickles the host and the name of a file from its input, and
+pickles its findings to the file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Return the command that runs lines of Python, and finds no modules in the folder that it is called in: the doctor
-    is also run by root, and anybody may put a json.py into /tmp."""
+    """Return the command that runs lines of Python without modules from the current folder: root runs the doctor, too,
+    and any user may put a json.py into /tmp."""
     return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
 
 
 def run(check: str, host: Host, seconds: float) -> list[Finding]:
-    """Run a check of `kvferry._doctor.catalogue`, by its name, in a new process. After `seconds` the process is killed
-    with all that it started."""
+    """Run a check of `kvferry._doctor.catalogue`, by name, in a new process, which is killed with its children after
+    `seconds`."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         answer = Path(folder) / "findings"
         with (Path(folder) / "stderr").open("w+b") as written:
@@ -41,10 +41,10 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
                 stdin=subprocess.PIPE,
                 stdout=written,
                 stderr=written,
-                # Its temporary files end with the folder, also if it is killed.
+                # The process's temporary files end with the folder, also if the process is killed.
                 env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": folder},
-                # So that what it starts can be ended with it. No `preexec_fn`, with which Python forks: what gRPC does
-                # in the child of a fork can end the child.
+                # So that its children can be ended with it. No `preexec_fn`, with which Python forks: gRPC's code in
+                # the child of a fork can end the child.
                 start_new_session=True,
             )
             hung = False
@@ -53,7 +53,7 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
             except subprocess.TimeoutExpired:
                 hung = True
             finally:
-                # Also after an orderly end: nothing that it started may stay.
+                # Also after an orderly end: none of its children may stay.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -69,7 +69,7 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent: a command that is killed cannot end what hangs. If the parent
+    """Have the kernel end this process with its parent: a killed command cannot end a check that hangs. If the parent
     is gone already, this process ends here."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
@@ -80,5 +80,5 @@ def end_with(parent: int) -> None:
 
 
 def ended(code: int) -> str:
-    """Say how a process ended, by the code that `subprocess` returns: negative for a signal."""
+    """Describe how a process ended, given the return code of `subprocess`: negative for a signal."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

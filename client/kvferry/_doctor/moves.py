@@ -1,7 +1,7 @@
-"""Moves some memory between two processes of this host over NIXL, and says by which way and how fast.
+"""Moves memory between two processes of this host over NIXL, and finds transport and speed.
 
-Both processes are made as engines make theirs, with a serving and a reading agent. UCX's own log says which transport
-it took. Time is compared with a copy of as many bytes within one process.
+The two processes have a serving and a reading agent, as engines have. UCX's log names the transport. The speed is
+compared with a copy of as many bytes within one process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 SIZE = 64 << 20
 ROUNDS = 3
 SHARE = 0.2
-"""Of a copy's speed, below which a read by CMA is slow: it reached 0.41 to 1.13 (docs/nixl.md)."""
+"""Fraction of a copy's speed below which a read by CMA is slow; measured were 0.41 to 1.13 (docs/nixl.md)."""
 _WAIT = 20.0
 
 
 def check(host: Host) -> list[Finding]:
-    """Read `SIZE` bytes of another process `ROUNDS` times, and look at how that process ends."""
+    """Read `SIZE` bytes of another process `ROUNDS` times, and check how that process ends."""
     from kvferry.errors import KvferryError, NixlMissing
 
     with ucx_log(UCX_LOG_LEVEL="info", UCX_PROTO_INFO="y") as written:
@@ -62,8 +62,8 @@ def check(host: Host) -> list[Finding]:
 
 @contextmanager
 def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
-    """Have UCX, which must not be loaded yet, write its log to a file instead of showing it. Yields a function that
-    returns the log until now; UCX does not flush it itself."""
+    """Have UCX, which must not be loaded yet, write its log to a file. Yields a function that flushes the log, which
+    UCX does not do, and returns it."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         os.environ |= {"UCX_LOG_FILE": str(Path(folder) / "ucx.%p"), **settings}
         log = Path(folder) / f"ucx.{os.getpid()}"
@@ -76,21 +76,20 @@ def ucx_log(**settings: str) -> Iterator[Callable[[], str]]:
 
 
 def complaints(text: str) -> str:
-    """Return what UCX's log says of errors."""
     lines = [line.partition("UCX  ERROR")[2].strip() for line in text.splitlines() if "UCX  ERROR" in line]
     return f". UCX: {'; '.join(lines[:3])}" if lines else ""
 
 
 def _way(text: str) -> str:
-    """Return the transport of large reads from UCX's log (UCX_PROTO_INFO), as ``cma/memory``; empty if unknown."""
+    """Find the transport of large reads in UCX's log (UCX_PROTO_INFO), such as ``cma/memory``; empty if unknown."""
     last = text.rpartition("remote memory read by ucp_get")[2].splitlines()[1:9] if "by ucp_get" in text else []
     rows = [row.split("|")[1:4] for row in last if row.count("|") == 4]
     return next((config.strip() for limits, _, config in rows if "inf" in limits), "")
 
 
 def _measure() -> tuple[float, float, int]:
-    """Return the bytes per second of the fastest read, and of the fastest copy in this process; and how the process
-    that was read from ended, as `subprocess` tells it."""
+    """Return bytes per second of the fastest read and of the fastest copy in this process, and the return code of the
+    source process."""
     import numpy as np
 
     from kvferry._transport.nixl_agent import NixlOptions, ReadingAgent
@@ -127,7 +126,7 @@ def _measure() -> tuple[float, float, int]:
 
 
 def _seconds(handle: ReadHandle) -> float:
-    """Post a read and wait for its end; the seconds that it took."""
+    """Post a read, and return the seconds until its end."""
     from kvferry._transport.nixl_agent import HandleState
 
     started = time.monotonic()
@@ -143,7 +142,7 @@ def _seconds(handle: ReadHandle) -> float:
 
 
 def serve() -> None:
-    """Be the process that is read from, until the input ends."""
+    """Run the source process, until its input ends."""
     from kvferry._transport.nixl_agent import ServingAgent
     from kvferry.host_memory import HostMemory
 

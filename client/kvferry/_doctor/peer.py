@@ -1,6 +1,6 @@
-"""A node server, as it is seen from here: its name, its port, TLS, health, version, and the time of a call.
+"""A node server as seen from this host: name, port, TLS, health, version, and the time of a call.
 
-Its clock is not compared with this host's: nothing in kvferry does that.
+Its clock is not compared with this host's: kvferry never compares clocks of two hosts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 ECHOES = 21
 _SAID = 300
-"""Most characters of what a peer says of itself: it may be anything."""
+"""Most characters of a text from a peer, which may send anything."""
 _HEALTH = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
-"""HealthCheckResponse with status SERVING. By hand, because its module comes with kvferryd's packages only."""
+"""HealthCheckResponse with status SERVING. Encoded by hand, because only kvferryd's packages have its module."""
 _STATUSES = {b"": "UNKNOWN", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN"}
 
 
 def check(host: Host) -> list[Finding]:
-    """Try to reach a node server step by step; the first step that fails is the finding."""
+    """Reach a node server step by step; the first step that fails is the last finding."""
     from pathlib import Path
 
     import grpc
@@ -46,7 +46,7 @@ def check(host: Host) -> list[Finding]:
             return [unreachable]
         findings: list[Finding] = []
         try:
-            # The second step keeps what the first has found.
+            # If the second step raises, the finding of the first is kept.
             for step in (_echo, _version):
                 findings.append(step(channel, host))
                 if findings[-1].level != "ok":
@@ -61,7 +61,7 @@ def check(host: Host) -> list[Finding]:
 
 
 def _unreachable(address: Address, timeout: float) -> Finding | None:
-    """Resolve the name and connect to each of its addresses; None if one accepts."""
+    """Resolve the name and connect to each of its addresses. None: an address accepts."""
     targets: list[tuple[Any, Any]] = [(socket.AF_UNIX, address.path)]
     if not address.path:
         try:
@@ -87,9 +87,9 @@ def _unreachable(address: Address, timeout: float) -> Finding | None:
 
 
 def _echo(channel: Any, host: Host) -> Finding:
-    """Ask for its health again and again. Raises `grpc.RpcError`."""
+    """Ask repeatedly for the peer's health. Raises `grpc.RpcError`."""
     health = channel.unary_unary(_HEALTH)
-    # The first call has the connection to make. Of a slow peer fewer are enough.
+    # The first call also makes the connection. A slow peer gets fewer calls.
     answer: bytes = health(b"", timeout=host.timeout)
     times: list[float] = []
     while answer == _SERVING and len(times) < ECHOES and sum(times) <= host.timeout:
@@ -106,7 +106,7 @@ def _echo(channel: Any, host: Host) -> Finding:
 
 
 def _version(channel: Any, host: Host) -> Finding:
-    """Ask for its version. Raises `grpc.RpcError`."""
+    """Ask for the peer's version. Raises `grpc.RpcError`."""
     import grpc
 
     from kvferry._wire.version import OURS, Version, check_together

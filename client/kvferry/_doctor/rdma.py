@@ -1,4 +1,4 @@
-"""RDMA cards: whether NIXL's UCX can use each, and if not, why. UCX itself is asked, with one card at a time."""
+"""Whether NIXL's UCX can use each RDMA card, and if not, why. UCX tries one card at a time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from kvferry._doctor.host import Host
 from kvferry._doctor.moves import complaints, ucx_log
 
 SIZE = 64 << 20
-"""Bytes that are registered: more than what distributions let a process lock by default (8 MiB)."""
+"""Bytes to register: more than distributions let a process lock by default (8 MiB)."""
 
 
 def check(host: Host) -> list[Finding]:
-    """Look at each port of each card, and have UCX try those that should work."""
     findings, tried = [], {}
     for device in host.rdma_devices():
         for number in host.names(f"/sys/class/infiniband/{device}/ports"):
@@ -22,7 +21,7 @@ def check(host: Host) -> list[Finding]:
                 host.text(f"/sys/class/infiniband/{device}/ports/{number}/{name}")
                 for name in ("state", "rate", "link_layer")
             )
-            # As UCX names it.
+            # The name in UCX.
             port = f"{device}:{number}"
             said = f"{port} {state.partition(': ')[2] or state}, {rate}, {link}"
             if "ACTIVE" not in state:
@@ -37,7 +36,7 @@ def check(host: Host) -> list[Finding]:
 
 
 def _unopened(host: Host, device: str) -> str:
-    """Say why the device file of a card cannot be opened; empty if it can."""
+    """Return why the device file of a card cannot be opened; empty if it can."""
     verbs = "/sys/class/infiniband_verbs"
     names = [name for name in host.names(verbs) if host.text(f"{verbs}/{name}/ibdev") == device]
     if not names:
@@ -51,7 +50,6 @@ def _unopened(host: Host, device: str) -> str:
 
 
 def _try_out(tried: dict[str, str]) -> list[Finding]:
-    """Make an agent with each of these ports alone, and register memory with it."""
     from kvferry._transport import nixl_binding
     from kvferry.errors import NixlMissing
 
@@ -69,7 +67,7 @@ def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) ->
     from kvferry.errors import NixlError
     from kvferry.host_memory import HostMemory
 
-    # UCX reads them whenever an agent is made. Without TCP, so that it cannot take that instead.
+    # UCX reads the variables whenever an agent is made. Without TCP, so that UCX cannot fall back to it.
     os.environ |= {"UCX_NET_DEVICES": port, "UCX_TLS": "ib"}
     known = len(written())
     try:
@@ -90,10 +88,11 @@ def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) ->
 
 
 def _link() -> str:
-    """Say the command that has UCX use the distribution's libibverbs; empty if it does so already, or there is none."""
+    """Return the command that makes UCX use the distribution's libibverbs; empty if UCX uses it already, or there is
+    none."""
     from kvferry._transport.rdma_cards import mapped
 
-    # kvferry loads the distribution's; UCX's modules lie in a folder of that of the wheel's libraries.
+    # kvferry loads the distribution's library. The wheel's libraries are in the parent of the folder of UCX's modules.
     theirs = next((path.with_name("libibverbs.so.1") for path in mapped("/libibverbs.so.1")), None)
     wheel = next((path.parents[1] for path in mapped("/libuct_ib.so")), None)
     own = next(iter(wheel.glob("libibverbs-*.so*")), None) if wheel else None

@@ -1,7 +1,7 @@
 """Whether one process may read another's memory (CMA, process_vm_readv), as UCX does between processes of a host.
 
-Where it may not, UCX takes TCP without a word. The two processes that try it are siblings, as two engines are: Yama
-lets a process read its own children, which would prove nothing.
+Where that is forbidden, UCX silently takes TCP. The check uses two sibling processes, as two engines are: Yama lets a
+process read its own children, which would prove nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ got = read(pid, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0)
 print(0 if got == 16 else ctypes.get_errno() or -1)
 """
 _ALONE = ("-I", "-S", "-c")
-"""Options of a Python that imports nothing but what its lines name."""
+"""Options of a Python that imports nothing but the modules that its lines name."""
 _CAP_SYS_PTRACE = 19
 
 
 def check(host: Host) -> list[Finding]:
-    """Try it between two processes of this user, and with the process that was named."""
     return [_two_of_ours(host), *(() if host.pid is None else (_named(host, host.pid),))]
 
 
@@ -63,8 +62,8 @@ def _two_of_ours(host: Host) -> Finding:
 
 
 def _read(pid: int, address: int) -> int:
-    """Have a process read another's memory; the number of the error, 0 if there is none. The time is that of the whole
-    check, which is ended with all that it started."""
+    """Have a process read another's memory. Returns errno, or 0. Without a timeout: the whole check has one, and is
+    ended with its children."""
     command = [sys.executable, *_ALONE, _READER, str(pid), str(address)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -79,7 +78,7 @@ def _named(host: Host, pid: int) -> Finding:
     other = host.status(pid)
     user = other.get("Uid", "?").split()[0]
     who = f"process {pid} ({other.get('Name', '?')}, user {user})"
-    # A process of a namespace further down has a number in each.
+    # A process of an inner namespace has a number in each namespace.
     theirs, ours = _namespace(host, pid), _namespace(host, "self")
     deeper = len(other.get("NSpid", "").split()) > len(host.status().get("NSpid", "").split())
     if deeper or (theirs and theirs != ours):
@@ -105,14 +104,13 @@ def _namespace(host: Host, pid: int | str) -> str:
 
 
 def _yama(host: Host) -> str:
-    """Return the setting by which Yama keeps processes from each other that are not parent and child; empty: it does
-    not."""
+    """Return Yama's setting if it keeps a process from reading others than its children, else an empty string."""
     scope = host.text("/proc/sys/kernel/yama/ptrace_scope")
     return "" if scope == "0" else scope
 
 
 def _obstacles(host: Host, problem: int, user: str = "") -> tuple[str, str]:
-    """Say what the error is and what forbids reading, as far as the system tells; and what to do."""
+    """Return what the error is and what forbids reading, as far as the system tells, and the remedy."""
     reasons, steps, scope = [], [], _yama(host)
     if problem == errno.ENOSYS:
         reasons.append("this kernel, or a filter of system calls, has no process_vm_readv")

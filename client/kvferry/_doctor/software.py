@@ -1,4 +1,4 @@
-"""Which versions of packages, and which environment variables, make kvferry slow or keep it from working."""
+"""Checks for versions of packages, and environment variables, that make kvferry slow or keep it from working."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RANGES: dict[str, tuple[str, str]] = {
     "numpy": ("1.26", ""),
     "nixl": ("1.5.1", "2"),
 }
-"""The first version that kvferry accepts, and the first that it does not, as pyproject.toml declares them."""
+"""The first version that kvferry accepts, and the first too new one, as in pyproject.toml."""
 
 ONE_QUEUE_UNTIL = "1.84"
-"""Before it, grpcio handles the calls of all methods one after another (docs/grpc.md)."""
+"""Before this version, grpcio handles the calls of all methods one after another (docs/grpc.md)."""
 
 SERVER = ("uvloop", "grpcio-health-checking", "grpcio-reflection", "pydantic-settings")
 
@@ -29,7 +29,7 @@ _UCX_VERBOSE = {"debug", "trace", "trace_req", "trace_data", "trace_async", "tra
 
 
 def version_of(package: str) -> str:
-    """Return the installed version of a package; empty if there is none."""
+    """Return the installed version of a package; empty: not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -37,13 +37,12 @@ def version_of(package: str) -> str:
 
 
 def _parts(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with, for comparisons: ``1.85.1`` as (1, 85, 1)."""
+    """Return the leading numbers of a version, for comparisons: ``1.85.1`` as (1, 85, 1)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def packages(host: Host) -> list[Finding]:
-    """Compare the installed versions with those that kvferry accepts."""
     found = {package: version_of(package) for package in (*RANGES, "torch")}
     findings = []
     for package, (first, beyond) in RANGES.items():
@@ -68,7 +67,7 @@ def packages(host: Host) -> list[Finding]:
 
 
 def _small(value: str) -> bool:
-    """Say whether a size such as ``8k`` is smaller than the segments that kvferry sets."""
+    """Whether a size such as ``8k`` is smaller than the segments that kvferry sets."""
     found = re.fullmatch(r"(\d+)([kmg]?)b?", value)
     return found is not None and int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2]] < 256 << 10
 
@@ -85,11 +84,10 @@ _VARIABLES: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
     ("PYTORCH_CUDA_ALLOC_CONF", "torch-expandable-segments", lambda value: "expandable_segments:true" in value),
     ("PYTORCH_ALLOC_CONF", "torch-expandable-segments", lambda value: "expandable_segments:true" in value),
 )
-"""Variables whose value, in small letters and without spaces, tells by itself."""
+"""Variables of which the value, in small letters and without spaces, decides alone."""
 
 
 def environment(host: Host) -> list[Finding]:
-    """Look at the variables of UCX, NIXL, gRPC and torch's allocator."""
     findings = [*_transports(host), *_places(host)]
     for name, kind, bad in _VARIABLES:
         value = host.environ.get(name, "").lower().replace(" ", "")
@@ -104,7 +102,7 @@ def environment(host: Host) -> list[Finding]:
 
 
 def _allowed(value: str, names: set[str]) -> bool:
-    """Say whether UCX_TLS lets UCX use one of these transports; ``^a,b`` is all but those."""
+    """Whether UCX_TLS lets UCX use one of these transports; ``^a,b`` means all but a and b."""
     listed = {name.strip().lstrip("\\").partition(":")[0] for name in value.lower().lstrip("^").split(",")}
     if value.startswith("^"):
         return not names & listed
@@ -130,12 +128,11 @@ def _transports(host: Host) -> list[Finding]:
 
 
 def _places(host: Host) -> list[Finding]:
-    """Look at variables that name devices, files and folders: whether they are there."""
     said = {}
     devices = host.environ.get("UCX_NET_DEVICES", "")
     there = [*host.names("/sys/class/net"), *host.rdma_devices()]
     named = [] if devices.startswith("^") else [name.strip().partition(":")[0] for name in devices.split(",")]
-    # UCX takes patterns too; those are left to it.
+    # UCX also takes patterns, which are not checked here.
     missing = [name for name in named if name not in (*there, "", "all") and not set(name) & set("*?[")]
     if missing:
         found = f"not there: {', '.join(missing)}; there: {', '.join(there)}"

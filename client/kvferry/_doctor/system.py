@@ -1,4 +1,4 @@
-"""What the system gives this process: memory, files, cores, a clock, GPUs and network cards."""
+"""Checks of the system: memory, files, cores, the clock, GPUs and network cards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _CAP_IPC_LOCK = 14
 
 
 def huge_pages(host: Host) -> list[Finding]:
-    """Read the kernel's mode, a word in brackets, and try to get huge pages: reads from a source in pages of 2 MiB are
-    up to twice as fast as from pages of 4 KiB (docs/nixl.md)."""
+    """Read the kernel's mode, the word in brackets, and try to get huge pages: reads from a source in pages of 2 MiB
+    are up to twice as fast as from pages of 4 KiB (docs/nixl.md)."""
     mode = host.text("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0]
     if mode in ("", "never"):
         return [finding("huge-pages-off", "transparent huge pages: never" if mode else "the kernel has none")]
@@ -38,7 +38,7 @@ def huge_pages(host: Host) -> list[Finding]:
 
 
 def _given() -> int:
-    """Allocate memory as engines may; the bytes of it in huge pages."""
+    """Allocate memory as engines may, and return how many bytes are in huge pages."""
     from kvferry.host_memory import HostMemory
 
     memory = HostMemory(_TRIED)
@@ -52,7 +52,6 @@ def _given() -> int:
 
 
 def locked_memory(host: Host) -> list[Finding]:
-    """Compare RLIMIT_MEMLOCK with what RDMA needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     said = f"RLIMIT_MEMLOCK: {_size(soft)}, and at most {_size(hard)}"
     if soft == resource.RLIM_INFINITY:
@@ -67,14 +66,12 @@ def locked_memory(host: Host) -> list[Finding]:
 
 
 def open_files(host: Host) -> list[Finding]:
-    """Compare RLIMIT_NOFILE with what agents and connections take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"RLIMIT_NOFILE: {soft:,}, and at most {hard:,}"
     return [finding("open-files-enough" if soft >= ENOUGH_FILES else "open-files-few", said)]
 
 
 def cpus(host: Host) -> list[Finding]:
-    """Count the cores that this process may use, and how often its container was stopped."""
     allowed, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota, times, stopped = _quota(host)
     said = f"may run on {allowed} of {all_cores} cores"
@@ -88,7 +85,7 @@ def cpus(host: Host) -> list[Finding]:
 
 
 def _quota(host: Host) -> tuple[float, int, int]:
-    """Return the cores' time that the cgroup allows (0: all), its periods, and those in which it was stopped."""
+    """Return the cores' time that the cgroup allows (0: all), its periods, and the periods in which it was stopped."""
     for unified, folder in _cgroups(host):
         if unified:
             limit, _, period = host.text(f"{folder}/cpu.max").partition(" ")
@@ -101,8 +98,8 @@ def _quota(host: Host) -> tuple[float, int, int]:
 
 
 def _cgroups(host: Host) -> list[tuple[bool, str]]:
-    """Return the folders of this process's cgroup and of those above it, the nearest first; whether each is of version
-    2."""
+    """Return the folders of this process's cgroup and of its parents, the nearest first, each with whether it is of
+    version 2."""
     folders = []
     for line in host.text("/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -116,7 +113,6 @@ def _cgroups(host: Host) -> list[tuple[bool, str]]:
 
 
 def shared_memory(host: Host) -> list[Finding]:
-    """Measure /dev/shm."""
     try:
         found = os.statvfs(host.path("/dev/shm"))
     except OSError:
@@ -136,8 +132,8 @@ def _size(count: int) -> str:
 
 
 def clock(host: Host) -> list[Finding]:
-    """Look at the source of the clock that leases end by, and at how long this host was suspended. Clocks of two
-    hosts are never compared (PROTOCOL)."""
+    """Check the source of the leases' clock, and how long this host was suspended. Clocks of two hosts are never
+    compared (PROTOCOL)."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)
     if boottime is None:
         return [finding("clock-without-suspends", "no CLOCK_BOOTTIME")]
@@ -154,7 +150,6 @@ def clock(host: Host) -> list[Finding]:
 
 
 def gpu(host: Host) -> list[Finding]:
-    """Look for GPUs, and for what they need to be read by other processes and cards."""
     found = host.gpus()
     if not found:
         return [finding("gpu-none", "no GPU: KV caches here are in host memory")]
@@ -174,7 +169,6 @@ def gpu(host: Host) -> list[Finding]:
 
 
 def network(host: Host) -> list[Finding]:
-    """Look at the network cards of this network namespace."""
     cards: dict[str, int] = {}
     for name in host.names("/sys/class/net"):
         folder = f"/sys/class/net/{name}"

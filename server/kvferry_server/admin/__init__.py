@@ -1,2 +1,2 @@
-"""What a person or a monitoring system sees of a node server, over HTTP: metrics, health, state and a page. Reads the
-home and changes nothing."""
+"""A node server for people and monitoring systems, over HTTP: metrics, health, state and a page. Reads the home and
+changes nothing."""

@@ -1,6 +1,6 @@
-"""What is counted of the gRPC calls of a node server: rate, errors by reason and duration, by method.
+"""Counts of a node server's gRPC calls: rate, errors by reason and duration, by method.
 
-Methods come from the contract and reasons from `ErrorReason`, so there is a bounded number of both.
+Methods come from the contract and reasons from `ErrorReason`, so the number of both is bounded.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ABORTED = "ABORTED"
 
 
 _refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
-"""The result of the current call, if it has no answer."""
+"""The result of the current call if it gets no answer."""
 
 
 @dataclass(slots=True, eq=False)
 class CallCounts:
-    """Counts of calls; refusals are written to `events`. Belongs to the event loop that serves the calls."""
+    """Counts calls, and writes refusals to `events`. Belongs to the event loop that serves the calls."""
 
     events: EventLog | None = None
     results: Counter[tuple[str, str]] = counter(
@@ -53,10 +53,10 @@ class CallCounts:
     def counted(
         self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
     ) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Return the handler of a method, given its path or how messages name unknown ones, with its calls counted;
-        `timed`: they do not wait for news, so that their duration says something."""
+        """Wrap a handler so that its calls are counted. `method` is a path, or the name of unknown methods in messages.
+        `timed`: the calls do not wait for news, so that their duration says something."""
         name = method.removeprefix("/") if method.startswith("/") else "unknown"
-        # From the start, because a rate needs a value to begin with.
+        # Both from the start, because a rate needs a first value.
         self.results[name, OK] += 0
         self.results[name, INTERNAL] += 0
         distribution = self.taken.setdefault(name, Distribution(TAKING)) if timed else None
@@ -68,7 +68,7 @@ class CallCounts:
                 result = OK
                 return answer
             finally:
-                # Each call has a task of its own, so this is not seen by any other.
+                # Each call has its own task, so no other call sees this variable.
                 self.results[name, result or _refused.get()] += 1
                 if distribution is not None:
                     distribution.add(perf_counter() - began)
@@ -76,7 +76,7 @@ class CallCounts:
         return call
 
     def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
-        """Note that the current call ends with an error; `reason` is empty if it has none."""
+        """Record that the current call ends with an error; `reason` may be empty."""
         _refused.set(reason or ABORTED)
         if self.events is not None and reason:
             name = method.rpartition("/")[2]

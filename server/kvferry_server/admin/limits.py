@@ -1,9 +1,9 @@
-"""The limits of the admin listener: what its clients can make the node server do."""
+"""The limits of what clients of the admin listener can make the node server do."""
 
 from __future__ import annotations
 
 MAX_CONNECTIONS = 64
-"""Connections at once. One more ends the oldest, so that clients which say nothing keep nobody out."""
+"""Connections at once. A further one ends the oldest, so that silent clients keep no others out."""
 
 CONNECTION_SECONDS = 10.0
 """How long a connection may last, from its start until its answer is taken. Each has one request."""
@@ -15,12 +15,12 @@ MAX_HEADERS = 64
 """Headers of a request."""
 
 METRICS_KEPT = 0.5
-"""Seconds for which metrics are answered again as they are: a client that scrapes without pause costs as much as one
+"""Seconds for which the same metrics are answered again: a client that scrapes without pause costs as much as a client
 that scrapes twice a second."""
 
 PAGE_SHARE = 0.1
-"""Of the event loop's time that pages and lists may take, however many are asked for: each is followed by a pause, in
-which others wait."""
+"""Fraction of the event loop's time that pages and lists may take, however many are requested: after each comes a
+pause, in which the next ones wait."""
 
 PAGE_SIZE = 50
 """Entries of a listing on one page."""
@@ -29,7 +29,7 @@ MAX_PICTURE_CELLS = 256
 """Source ranks times destination ranks in a picture of a plan. `kvferry plan` draws larger ones."""
 
 PICTURE_SECONDS = 3.0
-"""How long the plans of one picture may take to make."""
+"""How long the plans of one picture may take."""
 
 LAG_POLL = 0.5
 """Seconds between two measurements of how late the event loop runs its timers."""

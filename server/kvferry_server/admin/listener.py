@@ -1,7 +1,7 @@
-"""The admin listener: HTTP for operators, on the node server's event loop, with little for a client to hold on to.
+"""The admin listener: HTTP for operators, on the node server's event loop.
 
-A connection has one request, and ends after `CONNECTION_SECONDS` whatever it does; if there are too many, the oldest
-ends. So clients that are slow, say nothing or take nothing cost a bounded number of descriptors for a bounded time.
+A connection has one request, and ends after `CONNECTION_SECONDS` in any case; if there are too many connections, the
+oldest ends. So slow or silent clients cost a bounded number of descriptors for a bounded time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,9 @@ _silent.propagate = False
 
 
 class AdminListener(web.Server):
-    """Serves HTTP on one address until `close`: aiohttp's server of connections, with limits on how many there are and
-    how long each lasts. Belongs to the event loop that makes it.
-
-    Args:
-        address: where to listen; port 0: a free one.
-        answer: answers a request.
-
-    Attributes:
-        address: with its real port once `start` has returned.
-    """
+    """Serves HTTP on one address until `close`: aiohttp's server of connections, with limits on their number and
+    duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop that
+    makes it."""
 
     def __init__(self, address: Address, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         super().__init__(
@@ -47,24 +40,23 @@ class AdminListener(web.Server):
         )
         self.address = address
         self._listening: asyncio.Server | None = None
-        # The oldest first.
+        # The oldest connection first.
         self._open: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
 
     async def start(self) -> None:
-        """Listen; raises `OSError` if the address cannot be had."""
+        """Listen; raises `OSError` if the address cannot be used."""
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(self, self.address.host, self.address.port)
         port: int = self._listening.sockets[0].getsockname()[1]
         self.address = Address(host=self.address.host, port=port)
 
     async def close(self) -> None:
-        """End all connections and give the address up. Idempotent."""
+        """End all connections and release the address. Idempotent."""
         if self._listening is not None:
             self._listening.close()
         await self.shutdown(0)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Count a connection, and start its time."""
         super().connection_made(handler, transport)
         timer = asyncio.get_running_loop().call_later(CONNECTION_SECONDS, transport.abort)
         self._open[handler] = transport, timer
@@ -72,7 +64,6 @@ class AdminListener(web.Server):
             next(iter(self._open.values()))[0].abort()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget a connection."""
         super().connection_lost(handler, exc)
         found = self._open.pop(handler, None)
         if found is not None:

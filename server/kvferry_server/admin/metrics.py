@@ -1,11 +1,10 @@
 """The metrics of a node server.
 
-What is counted as it happens is a field of the home's `Journal`, of `CallCounts` or of `LoopLag`. What is computed when
-Prometheus asks is a row here, with its function. `METRICS` has all of them: the exposition and docs/monitoring.md are
-made from it.
+Counts of events are fields of the home's `Journal`, of `CallCounts` or of `LoopLag`. Values that are computed at a
+scrape are rows here, with their functions. `METRICS` has all: the exposition and docs/monitoring.md are made from it.
 
 Labels are states, reasons, methods and the like, which this code fixes: no label has an engine, a request or a host, so
-the number of series does not grow with the fleet. What each engine does is on the page, and in `kvferry engines`.
+the number of series does not grow with the fleet. The page and `kvferry engines` show each engine.
 """
 
 from __future__ import annotations
@@ -48,20 +47,18 @@ class Scrape(NamedTuple):
 
     @property
     def engines(self) -> Collection[Engine]:
-        """The engines of its home."""
         return self.node.home.engines.all_engines()
 
     @property
     def alive(self) -> Collection[Engine]:
-        """Those that are not dead."""
         return [engine for engine in self.engines if not engine.dead]
 
 
 Value: TypeAlias = Callable[[Scrape], Any]
-"""Computes the value of a metric: a number, or numbers by the values of its labels. None: there is no such metric."""
+"""Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
 
 Bounded: TypeAlias = Callable[[Scrape], Mapping[Any, tuple[int, int]]]
-"""Computes what is used and how much may be used, by the values of labels."""
+"""Computes use and limit, by the values of the labels."""
 
 Row: TypeAlias = tuple[Metric, Value]
 
@@ -71,7 +68,7 @@ def _gauge(name: str, documentation: str, value: Value, **labels: Sequence[str])
 
 
 def _bounded(used: str, limit: str, documentation: str, value: Bounded, **labels: Sequence[str]) -> tuple[Row, Row]:
-    """Return the row of what is used of something, and that of its limit."""
+    """Return the row of a use and the row of its limit."""
     most = f"The limit of kvferry_{used}."
     return (
         _gauge(used, documentation, lambda at: {key: pair[0] for key, pair in value(at).items()}, **labels),
@@ -80,7 +77,6 @@ def _bounded(used: str, limit: str, documentation: str, value: Bounded, **labels
 
 
 def _counted(kind: type, of: Callable[[NodeState], object]) -> Iterator[Row]:
-    """Yield the rows of a class that counts things as they happen."""
     for name, metric in metrics_of(kind).items():
         yield metric, lambda at, name=name: getattr(of(at.node), name)  # type: ignore[misc]
 
@@ -147,13 +143,13 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "process_memory_limit_bytes",
-        "Memory that the process may have: the least of what its cgroups and its host allow. "
-        "process_resident_memory_bytes is what it has.",
+        "Memory that the process may have: the least that its cgroups and its host allow. "
+        "process_resident_memory_bytes is the memory in use.",
         lambda at: at.node.memory_limit,
     ),
     _gauge("start_time_seconds", "When the node server started.", lambda at: at.node.started_at),
-    _gauge("ready", "1 if it takes new work.", lambda at: not at.node.why_not_ready()),
-    _gauge("draining", "1 if it drains.", lambda at: at.node.home.draining),
+    _gauge("ready", "1 if the node server takes new work.", lambda at: not at.node.why_not_ready()),
+    _gauge("draining", "1 if the node server drains.", lambda at: at.node.home.draining),
     _gauge("engines", "Engines.", lambda at: Counter(map(engine_state, at.engines)), state=ENGINE_STATES),
     _gauge("ranks", "Ranks of engines that are not dead.", _ranks, state=("registered", "missing")),
     _gauge(
@@ -177,14 +173,14 @@ METRICS: tuple[Row, ...] = (
     ),
     *_bounded(
         *("budget_used", "budget_limit"),
-        "What is used of a budget of the home; of answers and requests, the bytes that the process works on.",
+        "Use of a budget of the home; for answers and requests, the bytes that the process works on.",
         _budgets,
         budget=("memory", "leases", "engines", "answers", "requests"),
     ),
     *_bounded(
         *("engine_budget_used", "engine_budget_limit"),
-        "What the engine that uses most of a budget of its own uses of it. Each engine's publications and leases are "
-        "on the page and in `kvferry engines`.",
+        "Use of a budget that each engine has, by the engine that uses most of it. The page and `kvferry engines` show "
+        "the publications and leases of each engine.",
         _engine_budgets,
         budget=("waiting_reads", "waiting_declines", "publications", "checksum_bytes"),
     ),
@@ -203,7 +199,7 @@ METRICS: tuple[Row, ...] = (
         listener=(),
     ),
     *_counted(LoopLag, lambda node: node.lag),
-    _gauge("relayed_homes", "Homes that it relays ranks to.", lambda at: at.node.relays.num_homes),
+    _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda at: at.node.relays.num_homes),
     (
         Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
         _of_certificates("handshakes"),
@@ -212,8 +208,8 @@ METRICS: tuple[Row, ...] = (
         Metric(
             "counter",
             "kvferry_tls_handshakes_failed",
-            "TLS handshakes that failed, of connections to it and of its own to other homes. Only kvferryd with TLS "
-            "has it: gRPC tells nobody but its own log, which an embedded server leaves to its process. A peer that "
+            "TLS handshakes that failed, of incoming connections and of connections to other homes. Only from kvferryd "
+            "with TLS: gRPC reports them only in its log, which an embedded server leaves to its process. A peer that "
             "closes the connection in the middle is not counted.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
@@ -221,12 +217,12 @@ METRICS: tuple[Row, ...] = (
     ),
     _gauge(
         "certificate_expiry_timestamp_seconds",
-        "When its certificate ends. Only with TLS.",
+        "When the node server's certificate ends. Only with TLS.",
         _of_certificates("expiry"),
     ),
     _gauge(
         "authority_expiry_timestamp_seconds",
-        "When the first of the authorities ends that clients are checked against. Only with `--tls-ca`.",
+        "When the first authority of client certificates ends. Only with `--tls-ca`.",
         _of_certificates("authorities_expiry"),
     ),
 )
@@ -243,17 +239,17 @@ class NodeCollector(Collector):
         ProcessCollector(registry=self._registry)
 
     def text(self, connections: Mapping[str, int]) -> bytes:
-        """Return all metrics in Prometheus' text format, given how many connections each listener has, by its name."""
+        """Return all metrics in Prometheus' text format; `connections` are counts by the listener's name."""
         self._scrape = self._scrape._replace(connections=connections)
         with self._scrape.node.home.turn():
             return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Family]:
-        """Return nothing: otherwise registering would collect, before the node server has started."""
+        """Return nothing: otherwise the registration would collect, before the node server has started."""
         return iter(())
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics as of now, within a turn of the home."""
+        """Yield the current metrics, within a turn of the home."""
         for metric, value in METRICS:
             found = value(self._scrape)
             if found is not None:

@@ -1,4 +1,4 @@
-"""What the admin listener shows of its node server."""
+"""The state of a node server that the admin listener shows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ LATE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 @dataclass(slots=True, eq=False)
 class LoopLag:
-    """Measures how late the running event loop runs its timers: what every call waits at least."""
+    """Measures how late the running event loop runs its timers: every call waits at least as long."""
 
     seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=LATE)
 
     async def run(self) -> None:
-        """Measure until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_POLL
@@ -37,68 +36,49 @@ class LoopLag:
 
 
 class ShownCertificates(Protocol):
-    """The TLS files of a node server. Times are seconds since 1970.
-
-    Attributes:
-        handshakes: how many TLS handshakes have begun.
-    """
+    """The TLS files of a node server. Times are seconds since 1970."""
 
     handshakes: int
+    """TLS handshakes that have begun."""
 
     @property
     def expiry(self) -> float:
-        """When its certificate ends."""
+        """When the server's certificate ends."""
 
     @property
     def authorities_expiry(self) -> float | None:
-        """When the first of the authorities ends that clients are checked against; None: there are none."""
+        """When the first authority of client certificates ends; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownListener:
-    """A gRPC listener of a node server.
-
-    Attributes:
-        address: where it listens.
-        is_serving: whether a gRPC server is there; not while one replaces another.
-        calls, streams: the budgets of those in progress.
-        answers: the budget of answers that wait to be taken.
-        requests: the budget of requests that are worked on.
-        connections: counts open connections. Takes a while if there are many; any thread may call it.
-        max_connections: how many there may be.
-    """
+    """A gRPC listener of a node server."""
 
     address: Address
     is_serving: Callable[[], bool]
+    """False while a new gRPC server replaces another."""
     calls: Budget
     streams: Budget
     answers: Budget
+    """Bytes of answers that clients have not taken yet."""
     requests: Budget
+    """Bytes of requests in work."""
     connections: Callable[[], int]
+    """Counts open connections, which takes a while if there are many. Any thread may call it."""
     max_connections: int
 
     @property
     def name(self) -> str:
-        """``unix`` or ``tcp``."""
         return "unix" if self.address.is_unix else "tcp"
 
 
 @dataclass(slots=True, eq=False)
 class NodeState:
-    """A node server, for the admin listener. Belongs to its event loop.
+    """A node server, for the admin listener. Belongs to the server's event loop.
 
-    Attributes:
-        home, worker, relays: its parts.
-        home_runs: whether the home's timers run.
-        certificates: its TLS files; None: it has none.
-        failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
-        settings: its settings that may be shown: durations, in seconds, and limits.
-        addresses: what it listens on.
-        memory_limit: bytes of memory that the process may have.
-        calls: what is counted of its calls.
-        lag: how late its event loop is.
-        listeners: its gRPC listeners, as they come.
-        started_at: when it started, in seconds since 1970.
+    `home_runs` says whether the home's timers run. Without TLS files `certificates` is None. `failed_handshakes` is by
+    reason; None: they are not counted. `settings` are those that may be shown: durations, in seconds, and limits.
+    `memory_limit` is in bytes, `started_at` in seconds since 1970. `listeners` grows while the server starts.
     """
 
     home: Home
@@ -116,7 +96,7 @@ class NodeState:
     started_at: float = field(default_factory=time.time)
 
     def why_not_ready(self) -> str:
-        """Return why it takes no new work; empty if it does."""
+        """Return why the node server takes no new work; empty if it does."""
         if self.home.draining:
             return "draining"
         if len(self.listeners) < len(self.addresses):
@@ -125,12 +105,12 @@ class NodeState:
         return f"gRPC's server is being replaced at {' and '.join(away)}" if away else ""
 
     def why_not_healthy(self) -> str:
-        """Return why only a restart helps; empty if it works. That it is asked at all shows that the loop runs."""
+        """Return why only a restart helps; empty if the server works. An answer shows that the event loop runs."""
         if not self.home_runs():
             return "the home's timers have stopped: nothing is released any more"
         late = self.home.clock.now() - self.home.next_deadline()
         return f"the home's timers are {late:.0f} s late" if late > OVERDUE else ""
 
     def open_connections(self) -> Mapping[str, int]:
-        """Return how many connections each listener has, by its name. Any thread may call it."""
+        """Count the open connections, by the listener's name. Any thread may call this."""
         return {listener.name: listener.connections() for listener in tuple(self.listeners)}

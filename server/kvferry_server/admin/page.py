@@ -1,6 +1,6 @@
-"""The page: what a person sees of a node server in a browser. Made here; a script only loads it again.
+"""The page that shows a node server in a browser. It is made here; a script only reloads it.
 
-Whatever is put into a template is escaped, unless it is `Html`.
+Values in a template are escaped, unless they are `Html`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 
 MAX_PAIRS = 8
-"""Pairs of engines whose plans are linked to."""
+"""Pairs of engines with a link to their plan."""
 
 WIDTH = 960
 NAMES = 260
@@ -69,7 +69,7 @@ TABLE = '<table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody><
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
@@ -80,12 +80,12 @@ class _Escaping(Formatter):
 
 
 def html(template: str, *values: object, **named: object) -> Html:
-    """Fill a template of `str.format`, which is HTML; what is filled in is escaped, unless it is `Html`."""
+    """Fill an HTML template of `str.format`; values are escaped, unless they are `Html`."""
     return Html(_Escaping().vformat(template, values, named))
 
 
 def each(template: str, values: Iterable[object]) -> Html:
-    """Fill a template with each value, and join the results."""
+    """Fill a template once for each value, and join the results."""
     return Html("".join(html(template, value) for value in values))
 
 
@@ -95,8 +95,8 @@ def document(title: str, content: Html) -> Html:
 
 
 def front(node: NodeState, query: Mapping[str, str]) -> Html:
-    """Return the first page: engines, reads, pinned requests and the timeline. Raises `InvalidField` for a token that
-    none of its links has."""
+    """Return the first page: engines, reads, pinned requests and the timeline. Raises `InvalidField` for a page token
+    that no link of the page has."""
 
     def shown(name: str, rows: Sequence[Row], following: str) -> Html:
         return _rows(name, rows, f"more {name}", f"/?{urlencode({**query, name: following})}" if following else "")
@@ -124,7 +124,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
 
 
 def engine_page(engine: Engine, first: int) -> Html:
-    """Return the page of one engine's ranks, from one on; within a turn."""
+    """Return the page of an engine's ranks, from `first` on. Call within a turn."""
     ref = engine.ref
     rows, following = status.rank_rows(engine, first)
     more = f"/engine?{urlencode({'engine_id': ref.engine_id, 'first': following})}" if following else ""
@@ -154,12 +154,11 @@ def state_page(state: Row) -> Html:
 
 
 def problem_page(problem: str) -> Html:
-    """Return a page that says what is wrong."""
+    """Return a page that explains an error."""
     return document("kvferry", html("<h1>That did not work</h1><p>{}</p>", problem))
 
 
 def _rows(name: str, rows: Sequence[Row], more: str = "", target: str = "") -> Html:
-    """Return rows as a table, with a link to the following ones."""
     if not rows:
         return html('<p class="none" id="{}">None.</p>', name)
     head = each("<th>{}</th>", (column.replace("_", " ") for column in rows[0]))
@@ -169,7 +168,7 @@ def _rows(name: str, rows: Sequence[Row], more: str = "", target: str = "") -> H
 
 
 def _cells(values: Iterable[object]) -> Iterable[str]:
-    # `Html` is a `str`, and stays what it is.
+    # `Html` is a `str`, and stays `Html`.
     return (value if isinstance(value, str) else json.dumps(value) for value in values)
 
 
@@ -181,7 +180,7 @@ def _plans(engines: Sequence[Row], ended: Sequence[Row]) -> Html:
     here = [row["engine_id"] for row in engines if row["state"] == "ready"]
     if not here:
         return Html('<p class="none">No engine is complete.</p>')
-    # The latest first.
+    # The latest reads first.
     pairs = dict.fromkeys((row["source"], row["reader"]) for row in reversed(ended))
     known = [pair for pair in pairs if set(pair) <= set(here)][:MAX_PAIRS]
     links = (
@@ -191,7 +190,7 @@ def _plans(engines: Sequence[Row], ended: Sequence[Row]) -> Html:
 
 
 def _timeline(reads: Sequence[Row]) -> Html:
-    """Return ended reads as bars over time, from the grant of a lease to its end; the latest is on top."""
+    """Draw ended reads as bars over time, from the grant of a lease to its end, the latest on top."""
     if not reads:
         return Html('<p class="none">No read has ended yet.</p>')
     begin = max(read["began_s_ago"] for read in reads)

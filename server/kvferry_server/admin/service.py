@@ -1,4 +1,4 @@
-"""What the admin listener answers, by path. GET and HEAD only: nothing can be changed here."""
+"""The answers of the admin listener, by path. GET and HEAD only: no request changes anything."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Server": "kvferryd",
 }
-"""On every answer. Nothing from elsewhere is loaded, no script runs but the page's own, and no other site may show or
-read what is here."""
+"""Headers of every answer. Pages load nothing from other hosts and run only their own script, and no other site may
+show or read them."""
 
 ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}
 """Names in the header Host that mean this host."""
@@ -55,12 +55,10 @@ Query = Mapping[str, str]
 
 
 class AdminService:
-    """Answers the requests of the admin listener. Its owner closes it.
+    """Answers the requests of the admin listener. The owner must close it.
 
-    Args:
-        node: the node server.
-        local: only requests that name this host, by an IP address or as localhost, are answered. Otherwise a web page
-            that an operator opens could have its own name point here, and read what only this host may.
+    With `local`, only requests that name this host, by an IP address or as localhost, are answered. Otherwise a web
+    page in an operator's browser could point its own name here, and read what only this host may read.
     """
 
     def __init__(self, node: NodeState, *, local: bool) -> None:
@@ -95,16 +93,16 @@ class AdminService:
         }
 
     def close(self) -> None:
-        """Stop the thread that draws, once it has drawn what it draws, and what is being measured."""
+        """Let the drawing thread end after its current picture, and cancel a running measurement."""
         self._drawer.shutdown(wait=False)
         if self._scraping is not None:
             self._scraping.cancel()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request. The connection ends afterwards."""
+        """Answer a request. The connection ends afterwards."""
         code, content_type, body = await self._answered(request)
         response = web.Response(status=code, body=body, headers={**HEADERS, "Content-Type": content_type})
-        # Connections are short, so that whoever keeps one open is known to be idle or slow.
+        # Connections are short, so that an open one is known to be idle or slow.
         response.force_close()
         return response
 
@@ -135,7 +133,8 @@ class AdminService:
         if asyncio.get_running_loop().time() - self._metrics[0] >= METRICS_KEPT:
             if self._scraping is None:
                 self._scraping = asyncio.create_task(self._measure())
-            # It goes on if this client leaves. Otherwise each of many that come and leave would begin another one.
+            # The measurement goes on if this client leaves. Otherwise each of many clients that come and leave would
+            # begin another one.
             await asyncio.shield(self._scraping)
         return 200, CONTENT_TYPE_LATEST, self._metrics[1]
 
@@ -148,7 +147,7 @@ class AdminService:
             self._scraping = None
 
     def _in_turn(self, make: Callable[[Query], Answer]) -> Callable[[Query], Awaitable[Answer]]:
-        """Make a page or list when it is its turn: together they take at most `PAGE_SHARE` of the event loop."""
+        """Make pages and lists one after another, in at most `PAGE_SHARE` of the event loop's time."""
 
         async def made(query: Query) -> Answer:
             loop = asyncio.get_running_loop()
@@ -178,12 +177,12 @@ class AdminService:
             return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), first))
 
     async def _picture(self, query: Query) -> Answer:
-        """Answer how one engine would read from another, as the planner draws it; one picture at a time.
+        """Draw how one engine would read from another.
 
         Raises:
             LimitReached: another picture is being drawn.
             InvalidField: the engines have too many ranks for a picture.
-            KvferryError: an engine is not here or not complete, or cannot read from the other.
+            KvferryError: an engine is unknown or incomplete, or cannot read from the other.
         """
         if self._drawing:
             raise LimitReached("pictures: one is being drawn", retry_after=1.0, limit="pictures", value=1)
@@ -194,7 +193,7 @@ class AdminService:
             if cells > MAX_PICTURE_CELLS:
                 problem = f"at most {MAX_PICTURE_CELLS} pairs of ranks; `kvferry plan` draws more"
                 raise InvalidField("destination", f"{cells} pairs of ranks", problem)
-            # One thread, so that whoever asks and leaves has no second picture drawn beside the first.
+            # One thread, so that clients that ask and leave do not have two pictures drawn at once.
             drawn = await asyncio.get_running_loop().run_in_executor(self._drawer, _drawn, source, destination)
             return 200, SVG, drawn.encode()
         finally:
@@ -203,7 +202,7 @@ class AdminService:
     async def _geometry(self, engine_id: str) -> EngineGeometry:
         with self._node.home.turn():
             description = self._node.home.engines.find_live(engine_id).check_readable()
-        # Made there when it is first needed; see `EngineDescription`.
+        # The worker makes the geometry at its first use; see `EngineDescription`.
         return await self._node.worker.run("", 0, lambda: description.geometry)
 
 
@@ -242,7 +241,7 @@ def _json(value: object) -> Answer:
 
 
 def _is_this_host(host: str) -> bool:
-    """Whether a header Host names an IP address or localhost, with any port."""
+    """Whether a Host header names an IP address or localhost, with any port."""
     found = _HOST.fullmatch(host)
     if found is None:
         return False

@@ -25,7 +25,7 @@ from kvferry_server.servicers.paging import page
 
 Row: TypeAlias = "dict[str, Any]"
 Page: TypeAlias = "tuple[list[Row], str]"
-"""Rows, and the token of the next page; empty: there is none."""
+"""Rows, and the token of the next page; empty: this is the last page."""
 
 
 def overview(node: NodeState) -> Row:
@@ -64,12 +64,11 @@ def overview(node: NodeState) -> Row:
 
 
 def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
-    """Return the counts that are not 0, by the names of what they count."""
     return {shown(key): count for key, count in counts.items() if count}
 
 
 def engine_rows(node: NodeState, token: str) -> Page:
-    """Return a page of the engines that are not dead, and the token of the next one. Raises `InvalidField`."""
+    """Return a page of the engines that are not dead. Raises `InvalidField`."""
     home = node.home
     with home.turn():
         listed: dict[EngineRef, Ordered[Engine]] = {}
@@ -101,7 +100,7 @@ def engine_rows(node: NodeState, token: str) -> Page:
 
 
 def request_rows(node: NodeState, token: str) -> Page:
-    """Return a page of the publications that are here, and the token of the next one. Raises `InvalidField`."""
+    """Return a page of the home's publications. Raises `InvalidField`."""
     with node.home.turn() as now:
         listed = node.home.records.listed_publications()
         summaries, following = page(listed, partial(encode.request_summary, now=now), PAGE_SIZE, token)
@@ -123,7 +122,7 @@ def request_rows(node: NodeState, token: str) -> Page:
 
 
 def read_rows(node: NodeState, token: str) -> Page:
-    """Return a page of the reads that are here, and the token of the next one. Raises `InvalidField`."""
+    """Return a page of the home's reads. Raises `InvalidField`."""
     with node.home.turn() as now:
         listed = node.home.records.listed_reads()
         summaries, following = page(listed, partial(encode.transfer_summary, now=now), PAGE_SIZE, token)
@@ -168,7 +167,7 @@ def last_reads(node: NodeState) -> list[Row]:
 
 
 def rank_rows(engine: Engine, first: int) -> tuple[list[Row], int]:
-    """Return a page of an engine's ranks, from one on, and the first of the next page; 0: there is none."""
+    """Return a page of an engine's ranks from `first` on, and the first rank of the next page; 0: it is the last."""
     rows: list[Row] = []
     for rank in range(first, engine.num_ranks):
         if len(rows) == PAGE_SIZE:

@@ -1,8 +1,8 @@
-"""The certificates of a node server, which are replaced while it serves.
+"""The certificates of a node server, which are replaced while the server runs.
 
-Its files are read again when they change, and on demand. Later connections get the new certificate and are checked
-against the new authorities; connections that are open stay as they are. Files that do not fit each other, as when
-somebody is writing them, change nothing.
+The files are read again when they change, and on demand. New connections get the new certificate and are checked
+against the new authorities; open connections stay as they are. Files that do not fit each other, as while an operator
+writes them, change nothing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class Certificates:
-    """The TLS files of a node server. Thread-safe.
-
-    Args:
-        tls: the files, with a certificate and its key.
-        wall_clock: returns the seconds since 1970.
-
-    Attributes:
-        handshakes: connections whose handshake has begun, over all listeners.
-
-    Raises:
-        InvalidField: the files cannot be used.
-    """
+    """The TLS files of a node server; `handshakes` counts the TLS handshakes that have begun, over all listeners.
+    `wall_clock` returns seconds since 1970. Raises `InvalidField` if the files cannot be used. Thread-safe."""
 
     def __init__(self, tls: TlsConfig, wall_clock: Callable[[], float] = time.time) -> None:
         self._tls = tls
@@ -54,26 +44,26 @@ class Certificates:
 
     @property
     def content(self) -> TlsContent:
-        """What the files held when they could last be used."""
+        """The last usable content of the files."""
         return self._current[0]
 
     @property
     def expiry(self) -> float:
-        """When the certificate, or one that it needs, expires: seconds since 1970."""
+        """When the first certificate of the chain expires, in seconds since 1970."""
         return self._own.validity.end
 
     @property
     def authorities_expiry(self) -> float | None:
-        """When the first of the authorities expires that clients are checked against: seconds since 1970; None: clients
-        are not asked for a certificate."""
+        """When the first authority of client certificates expires, in seconds since 1970; None: clients are not asked
+        for a certificate."""
         return None if self._authorities is None else self._authorities.validity.end
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a listener, which follow the files. Each gRPC server needs its own."""
+        """Return credentials that follow the files. Each gRPC server needs its own."""
         shown = self._current
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
-            # gRPC asks on a thread of its own, for each connection.
+            # gRPC calls this on one of its threads, for each connection.
             nonlocal shown
             self.handshakes = next(self._begun) + 1
             current = self._current
@@ -82,20 +72,21 @@ class Certificates:
             shown = current
             return current[1]
 
-        # The stubs do not know that None stands for no change.
+        # None means no change, but the type stubs do not allow it.
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newer)
         mutual = self._tls.ca is not None
         return grpc.dynamic_ssl_server_credentials(shown[1], fetch, require_client_authentication=mutual)
 
     def refresh(self) -> bool:
-        """Read the files again. If they cannot be used, keep what there is and log why. Returns whether they can be.
-        Blocks while it reads."""
+        """Read the files again. If they cannot be used, keep the current certificate, log why, and return False. Blocks
+        while reading."""
         with self._reading:
             stamp, self._stamp = tls_stamp(self._tls), None
             try:
                 content = read_tls(self._tls)
                 valid = validity(content, self._tls)
-                # Clients would refuse it, and do not yet refuse the current one. It is tried again.
+                # Clients would refuse a new certificate that is not valid now, but still accept the current one. The
+                # files are tried again.
                 if self._own.validity.start <= self._wall_clock() < self.expiry:
                     check_in_time(self._tls, valid, self._wall_clock())
             except InvalidField as error:
@@ -103,7 +94,7 @@ class Certificates:
                     logger.error("the certificate stays as it was: %s", error.message)
                 self._problem = error.message
                 return False
-            # Only now: what cannot be used is tried again, since a file that becomes readable has not changed.
+            # Only now: unusable files are tried again without a change, since becoming readable does not change a file.
             self._stamp, self._problem = stamp, ""
             if content != self.content:
                 self._current = content, server_certificates(content)
@@ -119,7 +110,7 @@ class Certificates:
             try:
                 await asyncio.to_thread(self._follow)
             except Exception:
-                # Whatever the files hold, later ones are still to be read.
+                # Go on whatever the files hold: later files are still to be read.
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
 
     def warn(self) -> None:
@@ -152,8 +143,7 @@ class Certificates:
 
 
 def validity(content: TlsContent, tls: TlsConfig) -> Validity:
-    """Return from when until when a certificate is valid, with those that it was sent with; raises `InvalidField` if
-    one cannot be read."""
+    """Return when all certificates of the chain are valid; raises `InvalidField` if one cannot be read."""
     try:
         chain = x509.load_pem_x509_certificates(content.cert or b"")
     except ValueError:
@@ -165,6 +155,6 @@ def validity(content: TlsContent, tls: TlsConfig) -> Validity:
 
 
 def check_in_time(tls: TlsConfig, valid: Validity, wall: float) -> None:
-    """Raise `InvalidField` for a certificate that is expired, or not valid yet, at `wall` seconds since 1970."""
+    """Raise `InvalidField` if the certificate is not valid at `wall` seconds since 1970."""
     if not valid.start <= wall < valid.end:
         raise InvalidField("tls_cert", str(tls.cert), "a certificate that is valid now; look with openssl x509 -dates")

@@ -22,10 +22,10 @@ from kvferry_server.node.limits import MIN_HOME_MEMORY, CallLimits
 from kvferry_server.node.memory import home_memory, memory_limit
 
 ENV_PREFIX = "KVFERRYD_"
-"""Not that of clients: a certificate that is meant for one must not be shown as the other's."""
+"""Not the prefix of clients: a certificate that is meant for a client must not be shown as a server's."""
 
 SHORTER = (("ttl", "final"), ("max_ttl", "final"), ("hold", "final"), ("engine_ttl", "retire"))
-"""Durations that cannot take effect beyond another one."""
+"""Pairs of durations: the first has no effect beyond the second."""
 
 GROUPS = {
     "listen": "addresses",
@@ -67,8 +67,8 @@ class NodeConfig(BaseModel):
     tls_ca: Path | None = None
     """PEM file with certificate authorities: clients must show a certificate of one of them (mTLS)."""
     policy: Path | None = None
-    """TOML file that says which identities in client certificates have which roles. Whom it does not name may do
-    nothing. Needs tls_ca. Empty: every certificate may do all but administer."""
+    """TOML file with the roles of identities in client certificates. Identities that it does not name may do nothing.
+    Needs tls_ca. Empty: every certificate may do all but administer."""
     insecure: bool = False
     """Allow listening beyond loopback without TLS. Only for networks that nobody else can reach."""
     anonymous_tls: bool = False
@@ -93,7 +93,7 @@ class NodeConfig(BaseModel):
     engine_ttl: float = _TIMES.engine_ttl
     """From the loss of an engine's Watch until the engine counts as dead."""
     hold: float = _TIMES.hold
-    """How long a publication that nobody reads is held."""
+    """How long a publication without a reader is held."""
     final: float = _TIMES.final
     """From publication until its blocks are released in any case. No lease extends past it."""
     max_wait: float = _TIMES.max_wait
@@ -101,7 +101,7 @@ class NodeConfig(BaseModel):
     retire: float = _TIMES.retire
     """How long messages of a replaced incarnation of an engine are recognised and refused."""
     drain: float = Field(5.0, ge=0, le=3600)
-    """How long a server that is told to stop waits for live leases and for calls in progress."""
+    """How long a stopping server waits for live leases and for calls in progress."""
     max_calls: int = Field(_LIMITS.calls, ge=1, le=1_000_000)
     """Calls that may run at once over TCP, and as many over the UNIX socket. Further ones are refused with a retry
     delay. Over TCP a host gets a further call only while it has fewer than are free."""
@@ -134,13 +134,13 @@ class NodeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> NodeConfig:
-        # Each of these raises an InvalidField that names its setting.
+        # Each property raises an InvalidField that names its setting.
         if 0 < self.memory < MIN_HOME_MEMORY:
             raise InvalidField("memory", int(self.memory), f"at least {MIN_HOME_MEMORY >> 20}MiB, or 0")
         _ = (self.times, self.tls, self.listen_address, self.unix_path, self.admin_address, self.labels)
         for name, limit in SHORTER:
             given, most = getattr(self, name), getattr(self, limit)
-            # A default that is longer than what was set just never takes effect.
+            # A default that is longer than a given limit just never takes effect.
             if name in self.model_fields_set and given > most:
                 raise InvalidField(name, given, f"at most {limit}, {most:g} s, which ends it in any case")
         if self.directory and not open_directory(self.directory).publishes:
@@ -160,27 +160,23 @@ class NodeConfig(BaseModel):
 
     @property
     def times(self) -> Times:
-        """The durations for the home."""
         return Times(**{field.name: getattr(self, field.name) for field in fields(Times)})
 
     @property
     def call_limits(self) -> CallLimits:
-        """How many calls may run at once."""
         return CallLimits(calls=self.max_calls, streams=self.max_streams)
 
     @property
     def home_memory(self) -> int:
-        """Bytes of the home's budget."""
         return int(self.memory) or home_memory(memory_limit())
 
     @property
     def relay_patterns(self) -> tuple[str, ...]:
-        """The patterns in `relay_homes`."""
         return tuple(pattern.strip() for pattern in self.relay_homes.split(",") if pattern.strip())
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels in `directory_labels`. Raises `InvalidField`."""
+        """Raises `InvalidField`."""
         pairs = [pair.partition("=") for pair in self.directory_labels.split(",") if pair.strip()]
         if not all(name.strip() and equals for name, equals, _ in pairs):
             raise InvalidField("directory_labels", self.directory_labels, "NAME=VALUE, separated by commas")
@@ -191,24 +187,24 @@ class NodeConfig(BaseModel):
 
     @property
     def tls(self) -> TlsConfig | None:
-        """The TLS files; None: no TLS. Raises `InvalidField` if one is missing."""
+        """None: no TLS. Raises `InvalidField` if a file is missing."""
         if self.tls_cert is None and self.tls_key is None and self.tls_ca is None:
             return None
         return TlsConfig(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
 
     @property
     def listen_address(self) -> Address | None:
-        """The TCP address to listen on; None: no TCP. Raises `InvalidField`."""
+        """None: no TCP. Raises `InvalidField`."""
         return _tcp_address("listen", self.listen, "host:port; set a UNIX socket with unix")
 
     @property
     def admin_address(self) -> Address | None:
-        """The TCP address of the admin listener; None: none. Raises `InvalidField`."""
+        """None: no admin listener. Raises `InvalidField`."""
         return _tcp_address("admin", self.admin, "host:port")
 
     @property
     def unix_path(self) -> Path | None:
-        """The UNIX socket to listen on; None: none. Raises `InvalidField`."""
+        """None: no UNIX socket. Raises `InvalidField`."""
         if not self.unix:
             return None
         path = Path(self.unix.removeprefix("unix:")).absolute()
@@ -229,7 +225,7 @@ def _is_endpoint(url: str) -> bool:
         parts = urlsplit(url)
     except ValueError:
         return False
-    # OpenTelemetry logs the query with each attempt that fails, and keys of collectors stand there.
+    # OpenTelemetry logs the query, in which collectors take their keys, with each attempt that fails.
     plain = "@" not in parts.netloc and "?" not in url
     return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 

@@ -1,8 +1,8 @@
-"""Connections and the file descriptors they take: how many there may be, and which are closed when they run out.
+"""The limits of connections and file descriptors, and which connections are closed when they run out.
 
-gRPC closes every connection beyond its limit, whoever opens it, and asks no Python code before it accepts one. So one
-host that opens connections without end would keep all others out. `ConnectionLimiter` looks at the process's sockets
-instead: when the limit is nearly reached, it closes the newest connections of the host that has the most.
+gRPC closes every connection beyond its limit, and asks no Python code before it accepts one. So one host that opens
+connections without end would keep all other hosts out. `ConnectionLimiter` looks at the process's sockets instead: when
+the limit is nearly reached, it closes the newest connections of the host that has the most.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def file_limit() -> int:
 
 
 def connections_each(wanted: int, listeners: int, files: int) -> int:
-    """Return how many of the `wanted` connections each listener may have, so that none takes another's file
-    descriptors, in a process that may have so many open files."""
+    """Return how many of the `wanted` connections each listener may have, so that no listener takes another's file
+    descriptors; `files` is the process's limit of open files."""
     return max(MIN_CONNECTIONS, min(wanted, (files - RESERVED_FILES) // listeners))
 
 
 class _Connection(NamedTuple):
-    """A connection: the number of the check that first saw it, its file descriptor and its inode."""
+    """An open connection; `first_check` is the number of the check that first saw it."""
 
     first_check: int
     fd: int
@@ -63,7 +63,8 @@ class _Connection(NamedTuple):
 
 
 class ConnectionLimiter:
-    """Keeps some of the connections free that gRPC allows at `most` on one TCP port. Belongs to one event loop."""
+    """Keeps some of the connections free that gRPC accepts on one TCP port, `most` in all. Belongs to one event
+    loop."""
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most
@@ -72,7 +73,6 @@ class ConnectionLimiter:
         self._checks = 0
 
     async def run(self) -> None:
-        """Check the connections every `CONNECTION_POLL` seconds, until cancelled."""
         while True:
             await asyncio.sleep(CONNECTION_POLL)
             # A cheap test first: usually all files together are fewer than the connections that matter.
@@ -101,9 +101,9 @@ class ConnectionLimiter:
             host = max(by_host, key=lambda one: len(by_host[one]))
             newest = by_host[host].pop()
             with contextlib.suppress(OSError), _duplicate(newest.fd) as duplicate:
-                # It may have ended meanwhile, so that its descriptor now belongs to another file.
+                # If the connection has ended meanwhile, the descriptor may belong to another file.
                 if os.fstat(duplicate.fileno()).st_ino == newest.inode:
-                    # gRPC notices, and closes its own file descriptor.
+                    # gRPC notices, and closes its file descriptor.
                     duplicate.shutdown(socket.SHUT_RDWR)
             closed[host] += 1
         for host, count in closed.items():
@@ -118,33 +118,32 @@ class ConnectionLimiter:
 
 
 def count_connections(address: Address) -> int:
-    """Return how many connections to an address of this process are open. Looks at all open files; any thread may call
-    it."""
+    """Count the open connections to an address of this process. Looks at all open files; callable on any thread."""
     if not address.is_unix:
         return sum(found.family in INTERNET and own[1] == address.port for _, found, own, _ in _connections())
     path = Path(address.path)
-    # The socket was bound beside its path, and renamed.
+    # The socket was bound to another path, and renamed.
     names = (str(path), str(path.with_name("." + path.name)))
     return sum(own in names for _, _, own, _ in _connections())
 
 
 def end_connection(peer: str) -> None:
     """Close the connection of a gRPC peer, such as ``ipv4:10.0.0.1:4711``. Does nothing for callers on the UNIX socket,
-    whose connections cannot be told apart."""
+    whose connections all look alike."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return
     host, port = host_of(peer), int(address.rpartition(":")[2])
     for _, duplicate, _, name in _connections():
         if duplicate.family in INTERNET and name[1] == port and host_of_address(name[0]) == host:
-            logger.warning("closed the connection of %s, which has not taken an answer for too long", peer)
+            logger.warning("closed the connection of %s: the client has not taken an answer for too long", peer)
             with contextlib.suppress(OSError):
                 duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:
-    """Yield gRPC's connections in this process: the file descriptor of each, a duplicate that is valid until the next
-    one, the connection's own address, and that of its peer."""
+    """Yield gRPC's connections in this process: file descriptor, a duplicate that is valid until the next step, own
+    address and the peer's address."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
             # A socket that listens, or only reserves the port, has no peer: getpeername raises.
@@ -152,20 +151,19 @@ def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:
 
 
 def _descriptors() -> list[int]:
-    """Return the file descriptors of this process; empty where the system does not list them, so that nothing is
-    closed."""
+    """Return the file descriptors of this process; empty where the system does not list them."""
     with contextlib.suppress(FileNotFoundError):
         return [int(entry.name) for entry in os.scandir(OPEN_FILES)]
     return []
 
 
 def _duplicate(fd: int) -> socket.socket:
-    """Return a duplicate of a socket's descriptor, which stays valid while it is used. Raises `OSError` if `fd` is not
-    one of gRPC's sockets."""
+    """Duplicate a socket, so that its descriptor stays valid while in use. Raises `OSError` if `fd` is not a socket of
+    gRPC."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(errno.ENOTSOCK, "not a socket")
-    # gRPC's sockets do not block. A blocking one belongs to other code of this process (`kvferry.serve`), and where
-    # `socket.setdefaulttimeout` was called, Python would make it non-blocking for its owner as well.
+    # gRPC's sockets do not block. A blocking socket belongs to other code of this process (`kvferry.serve`), and where
+    # `socket.setdefaulttimeout` was called, Python would make the socket non-blocking for its owner as well.
     if os.get_blocking(fd):
         raise OSError(errno.EPERM, "not a socket of gRPC")
     duplicate = os.dup(fd)

@@ -1,7 +1,7 @@
-"""How much memory a request takes once it is decoded, found on its bytes before anything is decoded.
+"""The memory that a request will take once decoded, found by a walk over its encoded bytes.
 
 An empty message in a list takes two bytes on the wire and hundreds in memory, so the size of a request says little. The
-walk here follows the message's description: strings and bytes are skipped whole, and only messages are looked into.
+walk follows the message's descriptor: it skips strings and bytes whole, and enters only messages.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ MESSAGE_BYTES = 24
 """Of a message without its fields."""
 
 ENTRY_BYTES = 64
-"""Of an entry of a map, without what its strings hold."""
+"""Of a map entry without the content of its strings."""
 
 STRING_BYTES = 16
-"""Of a string or bytes without what it holds."""
+"""Of a string or bytes without the content."""
 
 ALIGNED_BYTES = 8
-"""What the shortest content of a string takes, and any number or reference to a message."""
+"""Of the shortest content of a string, and of any number or reference to a message."""
 
 UNKNOWN_BYTES = 24
-"""Of a field that the message's description does not have."""
+"""Of a field that the message's descriptor does not have."""
 
 WALK_STEPS = 1024
-"""Fields that are looked at in one go: half a millisecond."""
+"""Fields between two pauses of the walk: half a millisecond."""
 
 LONG_LIST = 4096
-"""Bytes of a list of numbers from which numpy counts them: millions in half a millisecond, in one go on the event loop.
-For a short list numpy takes longer."""
+"""Bytes from which numpy counts the numbers of a list: millions in half a millisecond. For a short list numpy takes
+longer than Python."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
@@ -46,18 +46,18 @@ _FIXED = frozenset(
     for name in ("FIXED32", "FIXED64", "SFIXED32", "SFIXED64", "FLOAT", "DOUBLE")
 )
 _CONTINUED = bytes(range(128, 256))
-"""All bytes of variable-length numbers but their last."""
+"""All bytes that are not the last byte of a variable-length number."""
 
 
 class Shape:
     """What the walk knows of one type of message.
 
     Attributes:
-        flat: it has no lists, and no messages but flat ones. What a flat message holds takes less than seven bytes for
-            each on the wire (unknown fields take most), so the walk does not look into it.
-        size: bytes that a decoded one takes, with the reference to it, and without what it holds unless it is flat.
-        factor: the most bytes that what it holds takes in memory, for each on the wire.
-        inner: shapes of the messages in its fields that are not flat, by the fields' tags.
+        flat: the type has no lists, and no messages but flat ones. The content of a flat message takes less than seven
+            bytes of memory per byte on the wire (unknown fields take most), so the walk does not enter the message.
+        size: bytes of a decoded message with the reference to it; with its content only if it is flat.
+        factor: the most bytes of memory that the content takes per byte on the wire.
+        inner: shapes of the messages in fields that are not flat, by the fields' tags.
         skipped: bytes of each other field, by the fields' tags.
         packed: bytes of each number in a list of variable-length numbers, by the fields' tags.
     """
@@ -71,7 +71,7 @@ class Shape:
         self.factor = UNKNOWN_BYTES / 2
         for field in kind.fields:
             self._add(field)
-        # The members of a oneof share their place.
+        # The members of a oneof share their memory.
         self.size += (STRING_BYTES + ALIGNED_BYTES) * len(kind.oneofs)
         if self.flat:
             self.size += sum(
@@ -85,7 +85,7 @@ class Shape:
             self.size += STRING_BYTES if field.type in _STRINGS else ALIGNED_BYTES
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             inner = shape_of(field.message_type)
-            # Those of a oneof replace one another, each time by a new one.
+            # On the wire the members of a oneof may come repeatedly, and each allocates a new message.
             self.flat = self.flat and inner.flat and field.containing_oneof is None
             self.factor = max(self.factor, inner.factor, inner.size / 2)
             if inner.flat:
@@ -104,14 +104,14 @@ class Shape:
 
 @cache
 def shape_of(kind: Descriptor) -> Shape:
-    """Return the shape of a type of message, which must not contain itself."""
+    """Return the shape of a type of message that does not contain itself."""
     return Shape(kind)
 
 
 def _is_repeated(field: FieldDescriptor) -> bool:
     # protobuf 4 has the label alone, and protobuf 7 warns of it.
     found: bool | None = getattr(field, "is_repeated", None)
-    # What describes the types has none of the label any more.
+    # The type stubs no longer have the label.
     return field.label == FieldDescriptor.LABEL_REPEATED if found is None else found  # type: ignore[attr-defined]
 
 
@@ -119,10 +119,10 @@ class Decoded:
     """The walk over one message.
 
     Attributes:
-        size: bytes that the decoded message takes, as far as the walk has come. Never less than those that protobuf
+        size: bytes that the decoded message takes, as far as the walk has come. Never less than the bytes that protobuf
             allocates for messages and elements of lists, up to the first damage.
-        fields: how many fields the walk has looked at, in units of `WALK_STEPS`.
-        most: what `size` may be: at most what a message of this type may take, however long it is.
+        fields: fields that the walk has looked at, in units of `WALK_STEPS`.
+        most: the limit of `size`.
     """
 
     def __init__(self, raw: bytes, shape: Shape, most: int = sys.maxsize) -> None:
@@ -134,11 +134,11 @@ class Decoded:
 
     @property
     def fits(self) -> bool:
-        """Whether the message takes no more than it may, in memory and of the walk, as far as the walk has come."""
+        """Whether the message is within the limits of memory and of fields, as far as the walk has come."""
         return self.size <= self.most and self.fields <= MAX_FIELDS
 
     def walk(self) -> Iterator[None]:
-        """Walk over the message, and pause after every `WALK_STEPS` fields. Ends as soon as `fits` is false, and at the
+        """Walk over the message, and yield after every `WALK_STEPS` fields. Ends as soon as `fits` is false, and at the
         first damage, where decoding ends as well."""
         raw, shape, place, end = self._raw, self._shape, 0, len(self._raw)
         outer: list[tuple[Shape, int]] = []
@@ -161,7 +161,7 @@ class Decoded:
                 if wire != _LENGTH:
                     self.size += shape.skipped.get(tag, UNKNOWN_BYTES)
                     if wire in _GROUPS:
-                        # The contract has none, and to skip one takes a walk of its own.
+                        # The contract has no groups, and to skip one takes a further walk.
                         self.size += self.most
                         return
                     place = _number(raw, place)[1] if wire == _VARINT else place + _WIDTHS[wire]
@@ -188,14 +188,14 @@ class Decoded:
 
 
 def _count_numbers(raw: bytes, place: int, length: int) -> int:
-    """Return how many variable-length numbers so many bytes hold."""
+    """Return how many variable-length numbers `length` bytes hold."""
     if length < LONG_LIST:
         return len(raw[place : place + length].translate(None, _CONTINUED))
     return int(np.count_nonzero(np.frombuffer(raw, np.int8, length, place) >= 0))
 
 
 def _number(raw: bytes, place: int) -> tuple[int, int]:
-    """Return the variable-length number at a place, and the place behind it."""
+    """Return the variable-length number at a place, and the place after the number."""
     byte = raw[place]
     place += 1
     if byte < 128:

@@ -1,15 +1,15 @@
 """grpcio's asyncio server, with a workaround for a bug by which any client can end it, and a shorter way for each call.
 
 grpcio 1.84 and 1.85 decode a call's path in the task that accepts all calls. A path that is not UTF-8 raises there, and
-the server shuts down with all its connections. For methods that were registered beforehand nothing is decoded. So all
-methods of this server are registered, and calls with any other path are accepted by a task here that never decodes the
-path: they are refused as not offered, without naming it.
+the server shuts down with all its connections. The paths of registered methods are not decoded. So all methods of this
+server are registered, and a task here accepts calls with any other path and refuses them as not offered, without
+decoding or naming the path.
 
-Calls of registered methods are accepted by tasks here, too. grpcio waits for the next call of all methods together,
-anew for each call, and looks up the handler and runs the interceptors each time.
+Tasks here also accept the calls of registered methods. grpcio waits for the next call of all methods together, anew for
+each call, and each time looks up the handler and runs the interceptors.
 
-This is the only file that uses private parts of grpcio. Versions 1.80 to 1.82 do not have the bug and need no
-workaround, but all their methods share one queue. `kvferry_server.node.serving` replaces a server that ends anyway.
+Only this file uses private parts of grpcio. Versions 1.80 to 1.82 do not have the bug and need no workaround, but all
+their methods share one queue. `kvferry_server.node.serving` replaces a server that ends nevertheless.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CAN_MEND = hasattr(cygrpc.AioServer, "_make_request_call_future") and all(hasat
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    """grpcio's server. With `handlers` by path, already guarded, and one for `unknown` methods it accepts all calls
-    itself: of each method in a task of its own, and those of unknown methods in another one. The future `ended` gets
-    the reason if the server ends without being stopped."""
+    """grpcio's server. Given guarded `handlers` by path, and a handler of `unknown` methods, it accepts all calls
+    itself: one task for each method, and one for unknown methods. The future `ended` gets the reason if the server ends
+    without being stopped."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         return loop.create_task(self._accept(partial(self._request_registered_call, method), path, handlers[path]))
 
     async def _accept(self, next_call: Callable[[], Awaitable[Any]], path: str, handler: Handler) -> None:
-        """Accept calls of one method until the server stops. Ends with the same error as grpcio's own task that accepts
-        one call."""
+        """Accept calls of one method until the server stops. Ends with the same error as grpcio's task that accepts one
+        call."""
         loop, *_ = self._known
         handle = cygrpc._handle_stream_stream_rpc if handler.response_streaming else cygrpc._handle_stream_unary_rpc
         while True:
@@ -99,17 +99,17 @@ class Server(aio_server.Server):
             self._server.add_registered_method_handlers(handlers)
 
     async def stop(self, grace: float | None) -> None:
-        """Stop the server as `grpc.aio.Server.stop` does, also one that has ended by itself."""
+        """Stop as `grpc.aio.Server.stop` does, also after the server has ended without a stop."""
         try:
             await super().stop(grace)
         except Exception:
-            # The first stop of a server that ended by itself raises the reason before it has finished: stop it again.
+            # After such an end the first stop raises the reason before it has finished: stop again.
             if not self._server.ended.done():
                 raise
             await super().stop(grace)
 
     async def ended(self) -> BaseException:
-        """Wait until the server has ended by itself. Returns the reason."""
+        """Wait until the server ends without a stop. Returns the reason."""
         error: BaseException = await asyncio.shield(self._server.ended)
         return error
 
@@ -141,10 +141,8 @@ async def _quietly(handling: Awaitable[None]) -> None:
 def make_server(guard: Guard, options: Sequence[tuple[str, Any]], add: Callable[[Any], None]) -> Server:
     """Make a server for the running event loop, without an address yet.
 
-    Args:
-        guard: wraps every call, including those of unknown methods.
-        options: gRPC channel arguments.
-        add: passes its argument to the generated ``add_…_to_server`` functions.
+    The guard wraps every call, also of unknown methods. `options` are gRPC channel arguments. `add` passes its argument
+    to the generated ``add_…_to_server`` functions.
     """
     if not _CAN_MEND:
         server = Server((guard,), tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items()))

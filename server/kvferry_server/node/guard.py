@@ -1,14 +1,14 @@
 """The guard: an interceptor around every handler of a node server.
 
-- Errors leave a server only through it: typed errors as their status; any other exception as INTERNAL, with an id that
-  is also in the log, and without its text.
-- It requires deadlines.
-- It asks whether the caller may call a method at all, before the request is read, and whether the caller may do what
-  the request asks for, before a handler sees it.
-- It limits how many calls run at once, and how many of them one host has.
-- It knows the open streams and ends them before the server stops: gRPC would wait for a single one for the whole grace.
-- It reads and decodes requests itself (`kvferry_server.node.requests`), so that a call is refused before its request is
-  read, that bytes that do not decode end in a typed error, and that few requests of one host are in memory at once.
+- Errors leave a server only through the guard: typed errors as their status; any other exception as INTERNAL, without
+  its text, but with an id that is also in the log.
+- The guard requires deadlines.
+- Before it reads the request, it checks whether the caller may call the method at all; before a handler sees the
+  request, whether the caller may do what the request asks for.
+- It limits how many calls run at once, in all and for each host.
+- It ends open streams before the server stops: gRPC would wait for a single open stream for the whole grace.
+- It reads and decodes requests itself (`kvferry_server.node.requests`). So calls can be refused before their requests
+  are read, bytes that do not decode end in a typed error, and few requests of one host are in memory at once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvferry_server.servicers.callers import Context, on_end
 logger = logging.getLogger(__name__)
 
 WITHOUT_DEADLINE = frozenset({KV_TRANSFER + "Watch"})
-"""Calls of KVTransfer that last as long as a process does. All its others need a deadline. Introspection never waits,
-and operators' tools (`buf curl`, `grpcurl`) send none."""
+"""Calls of KVTransfer that last as long as a process does; all others of KVTransfer need a deadline. Introspection
+never waits, and operators' tools (`buf curl`, `grpcurl`) send no deadline."""
 
 UNKNOWN_METHOD = "the called method"
 """Stands in messages for the path of a call to an unknown method, which is never decoded."""
@@ -49,22 +49,21 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Encode: TypeAlias = Callable[[Any], bytes]
 
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
-"""Streams that are one answer in several messages. Their requests may be as large as those of unary calls."""
+"""Streams that carry one answer in several messages. Their requests may be as large as those of unary calls."""
 
 WAITING = frozenset({KV_TRANSFER + "ReadBlocks"})
-"""Unary calls that wait for news. They count as streams, so that they keep no others out. The drain of the home ends
-their waits."""
+"""Unary calls that wait for news. They count as streams, so that they keep no other calls out. The drain of the home
+ends their waits."""
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop.
 
     Attributes:
-        calls, streams: the budgets of calls that run, by host. A host may start one more as long as it then has at most
-            as many as are free: one host alone gets half, each of two a third, and one is always free for a host that
-            has none. Callers on the UNIX socket cannot be told apart and may have all.
-        answers: the budget of large answers that wait to be taken.
-        requests: those of this server.
+        calls, streams: the budgets of running calls, by host. A host may start a call as long as it then has at most as
+            many calls as are free: a single host gets half, each of two a third, and one call is always free for a host
+            that has none. Callers on the UNIX socket cannot be told apart and may have all.
+        answers: the budget of large answers that clients have not taken yet.
     """
 
     def __init__(
@@ -94,10 +93,10 @@ class Guard(grpc.aio.ServerInterceptor):
         return self.guarded(handler_call_details.method, await continuation(handler_call_details))
 
     def guarded(self, method: str, handler: Handler | None) -> Handler:
-        """Return the guarded handler of a method; one that refuses calls if there is none.
+        """Wrap the handler of a method; without a handler, make one that refuses calls.
 
-        Its requests are streams, whatever the method's are: otherwise gRPC reads the request before it calls the
-        handler. Its answer is one if the method's is: then gRPC sends it in one piece with the status.
+        The requests of the guarded handler are a stream, whatever the method has: otherwise gRPC reads the request
+        before it calls the handler. A single answer stays single: gRPC sends it in one piece with the status.
         """
         if handler is None:
 
@@ -113,7 +112,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 except Exception as error:
                     await self._abort(context, method, error)
 
-            # Their names come from strangers, and are no label.
+            # The names of unknown methods come from strangers, so they do not become labels of metrics.
             return grpc.stream_unary_rpc_method_handler(self._counts.counted(UNKNOWN_METHOD, refuse, timed=True))
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
         if handler.unary_unary is not None:
@@ -124,19 +123,18 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(self._traced(method, guarded), None, encode)
 
     def end_streams(self) -> None:
-        """End all streams, and every later one, with DRAINING."""
+        """End all open and later streams with DRAINING."""
         self._ending = True
         for task in tuple(self._open):
             task.cancel()
 
     async def streams_ended(self, timeout: float) -> bool:
-        """Wait until no stream is open, at most `timeout` seconds. Returns whether none is open."""
+        """Wait at most `timeout` seconds until no stream is open. Returns whether none is."""
         if self._open:
             await asyncio.wait(tuple(self._open), timeout=timeout)
         return not self._open
 
     def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode, encode: Encode) -> Behaviour:
-        """Guard a method with one answer."""
         waits = method in WAITING
         budget = self.streams if waits else self.calls
 
@@ -152,7 +150,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     self._access.check(method, request, context)
                     answer = encode(await behaviour(request, context))
                 finally:
-                    # Whatever keeps this frame, for a while the error that leaves it: the request is not kept with it.
+                    # An error that leaves this frame keeps the frame for a while, but must not keep the request.
                     request = None
                     if held is not None:
                         held.free()
@@ -165,7 +163,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._counts.counted(method, call, timed=not waits)
 
     def _send(self, context: Context, peer: str, host: str, size: int) -> None:
-        """Count a large answer, which gRPC sends next, until it is taken. A client that takes nothing for
+        """Count a large answer, which gRPC sends next, until the client has taken it. A client that takes nothing for
         `ANSWER_TIMEOUT` loses its connection. Raises `LimitReached` if too many bytes wait already."""
         size = size if size >= LARGE_MESSAGE else 0
         if size:
@@ -181,8 +179,6 @@ class Guard(grpc.aio.ServerInterceptor):
         on_end(context, sent)
 
     def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode, *, one_request: bool) -> Behaviour:
-        """Guard a method with any number of answers."""
-
         async def stream(_: object, context: Context) -> None:
             try:
                 self._open.add(_this_task())
@@ -219,7 +215,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._counts.counted(method, stream, timed=method in PAGED_ANSWERS)
 
     def _start(self, budget: Budget, host: str) -> None:
-        """Count a call, or a stream, of a host; raises `LimitReached` if it may not start."""
+        """Count a call or stream of a host; raises `LimitReached` if the host may not start one."""
         if host or budget.used >= budget.capacity:
             check_budget("max_calls" if budget is self.calls else "max_streams", budget, host, RETRY_AFTER)
         budget.take(host)
@@ -232,7 +228,6 @@ class Guard(grpc.aio.ServerInterceptor):
         self._access.admit(method, context)
 
     async def _abort(self, context: Context, method: str, error: Exception) -> NoReturn:
-        """End a call with the status of an error, and count it."""
         if is_gone(error):
             raise _left() from None
         reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"
@@ -243,11 +238,11 @@ class Guard(grpc.aio.ServerInterceptor):
         if aborted:
             raise error
         status = to_status(_told(error, method))
-        # The frames of the handler hold the request. The error's own frames are a cycle with it: it would be kept until
-        # the next collection, which looks at the number of objects and not at their size.
+        # The frames of the handler hold the request, and the error and its frames form a cycle, which would last until
+        # the next garbage collection. When that comes depends on the number of objects, not on their size.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         try:
-            # The status is sent after what was written before.
+            # The status is sent after all earlier messages.
             await _taken(context, context.abort(status.code, status.message, status.metadata))
         except grpc.aio.BaseError as failed:
             # AbortError is the normal case.
@@ -258,7 +253,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _told(error: Exception, method: str) -> KvferryError:
-    """Return the error that a caller is told of. The text of others than typed ones goes to the log alone."""
+    """Return the error for the caller. The text of an untyped error goes to the log only."""
     if isinstance(error, NotImplementedError):
         # Raised by a servicer's generated base class for a method that is not implemented.
         return _not_offered(method)
@@ -284,7 +279,7 @@ def _draining() -> ServerDraining:
 
 
 async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Callable[[Any], Awaitable[None]]) -> None:
-    """Run a streaming handler of either kind: an async generator, or a coroutine that writes by itself."""
+    """Run a streaming handler: an async generator, or a coroutine that writes the messages itself."""
     if isinstance(answer, Awaitable):
         await answer
         return
@@ -299,7 +294,7 @@ async def _write_page(context: Context, held: HeldRequest, page: Any) -> None:
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:
     """Wait until gRPC has sent something. A client that takes nothing for `ANSWER_TIMEOUT` loses its connection: gRPC
-    has no other way to drop what it keeps for the client."""
+    has no other way to drop the data that it keeps for the client."""
     timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, context.peer())
     try:
         await sending
@@ -308,8 +303,7 @@ async def _taken(context: Context, sending: Awaitable[None]) -> None:
 
 
 def _encoder(encode: Any) -> Encode:
-    """Return what encodes a method's messages. Bytes, encoded before because many clients get the same, stay as they
-    are."""
+    """Let bytes through an encoder: messages that many clients get are encoded only once."""
     return lambda message: message if isinstance(message, bytes) else encode(message)
 
 
@@ -320,5 +314,5 @@ def is_gone(error: Exception) -> bool:
 
 
 def _left() -> asyncio.CancelledError:
-    """Return what to raise when the client has left: gRPC would log an error for each such call."""
+    """Make the error for a client that has left: for any other, gRPC would log each such call."""
     return asyncio.CancelledError("the call has ended")

@@ -17,25 +17,25 @@ class CallLimits:
 
 
 MAX_REQUESTS = 16
-"""Requests of one host that are being read, or worked on if they are large. Those with geometries, and the others, have
-this many each. A request has at most 4 MiB."""
+"""Requests of one host that are being read, or worked on if they are large; as many again for requests with geometries.
+A request has at most 4 MiB."""
 
 MAX_LOCAL_REQUESTS = 64
-"""The same for all callers on the UNIX socket together: gRPC cannot tell them apart."""
+"""`MAX_REQUESTS` of all callers on the UNIX socket together: gRPC cannot tell them apart."""
 
 LARGE_MESSAGE = 256 * 1024
 """Bytes from which a request or an answer counts as large."""
 
 MAX_SMALL_REQUEST = 64 * 1024
-"""Bytes of the request of a method that `requests.MAX_REQUEST_BYTES` does not name. That of a stream may be kept for as
-long as the stream is open."""
+"""Bytes of a request of any method that `requests.MAX_REQUEST_BYTES` does not name. The request of a stream may be kept
+while the stream is open."""
 
 MAX_STREAMED_REQUEST = 1024
 """Bytes of each request of a method that takes a stream of them: reflection, whose requests are names."""
 
 DECODED_FACTOR = 12
-"""How many times its size a request may take once it is decoded, apart from `DECODED_SPARE`. Geometries take about four
-times their size, numbers of one byte nine times theirs, and groups of one block with the shortest names eleven."""
+"""Bytes of memory that a decoded request may take per byte on the wire, apart from `DECODED_SPARE`. Geometries take
+about 4, numbers of one byte 9, and groups of one block with the shortest names 11."""
 
 DECODED_SPARE = 256 * 1024
 """Bytes that a decoded request may take in any case: a thousand notifications without content, say."""
@@ -45,14 +45,14 @@ MAX_DECODED_QUERIES = 16 << 20
 the longest names of 4,096 planes take 13 MiB."""
 
 MAX_FIELDS = 1 << 18
-"""Fields of a request that are looked at to find what it takes, but for those of messages without lists: a quarter of a
-second of work. The largest geometries have 180,000, in regions of twenty bytes."""
+"""Fields that the walk over a request looks at to find its decoded size, not counting those of messages without lists:
+a quarter of a second of work. The largest geometries have 180,000, in regions of twenty bytes."""
 
 COUNTED_REQUEST = 16 * 1024
-"""Bytes of a decoded request from which it is counted."""
+"""Bytes from which a decoded request is counted against the budget."""
 
 HEAVY_REQUEST = 1 << 20
-"""Bytes of a decoded request from which it waits for its host's turn, and for the worker thread to decode it."""
+"""Bytes from which a decoded request waits for its host's turn, and the worker thread decodes it."""
 
 MAX_REQUEST_MEMORY = 128 << 20
 """Bytes of the decoded requests that one listener works on. Hosts share them."""
@@ -61,24 +61,24 @@ MAX_PENDING_ANSWERS = 64 << 20
 """Bytes of large answers that wait until their clients take them. Hosts share them."""
 
 RESERVED_FILES = 384
-"""File descriptors kept for other uses than connections from outside: gRPC's own, files, relays to 256 homes, and the
-64 connections of the admin listener."""
+"""File descriptors that connections from outside may not take: for gRPC itself, files, relays to 256 homes, and the 64
+connections of the admin listener."""
 
 MIN_CONNECTIONS = 8
 """Connections that each listener gets at least."""
 
 FULL_CONNECTIONS = 0.75
-"""The fraction of the connections in use from which on the host with the most loses its newest."""
+"""The fraction of connections in use above which the host with the most connections loses its newest ones."""
 
 PORT_TRIES = 20
 """Free ports that are tried until one is free on every address of a host name."""
 
 MAX_HOME_MEMORY = 1 << 30
-"""Bytes of a home's budget that no setting gives. Far above what working engines need."""
+"""Most bytes of a home's budget if the setting `memory` is 0. Far above what working engines need."""
 
 MIN_HOME_MEMORY = 16 << 20
-"""Bytes of a home's budget at least."""
+"""Least bytes of a home's budget."""
 
 WORKING_MEMORY = 384 << 20
-"""Bytes that the process takes at most besides its home's budget: 100 MiB for the program and what it opens, and the
-requests and answers that it works on."""
+"""Most bytes that the process takes besides its home's budget: 100 MiB for the program and its open files, and the
+requests and answers in work."""

@@ -2,10 +2,10 @@
 
 gRPC silently takes a UNIX socket's path from a running server, and fails on the file that a killed server left. So a
 path belongs to the process that holds the lock on ``<path>.lock``: a second server is refused, and a socket whose lock
-nobody holds is a leftover, which is replaced. A server that stops removes both files.
+no process holds is a leftover, which is replaced. A server that stops removes both files.
 
-A port is reserved with a socket beside gRPC's own that does not listen, so that no other process gets the port while
-one gRPC server replaces another (`kvferry_server.node.serving`).
+A second socket, which does not listen, reserves the port, so that no other process gets it while one gRPC server
+replaces another (`kvferry_server.node.serving`).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Listener(Protocol):
         """Reserve the address; raises `CannotListen`."""
 
     def bind(self, server: Server) -> None:
-        """Make a gRPC server listen on the address, on which no other may; raises `CannotListen`."""
+        """Make a gRPC server listen on the address, on which no other server may listen; raises `CannotListen`."""
 
     def close(self) -> None:
-        """Give the address up. Idempotent."""
+        """Release the address. Idempotent."""
 
     def forget(self) -> None:
-        """Close the descriptors; in a forked child, so that the address does not outlive the parent there."""
+        """Close the descriptors. For a forked child, in which the address must not outlive the parent."""
 
 
 class UnixListener:
@@ -66,8 +66,8 @@ class UnixListener:
         self.address = Address(path=str(path))
         self._path = path
         self._lock = path.with_name(path.name + ".lock")
-        # gRPC binds to this path, and the socket is renamed once its mode is right. So there is always a socket at the
-        # real path while one server replaces another, and never one that more users can connect to than should.
+        # gRPC binds to this path, and the socket is renamed once its mode is right. So the real path always has a
+        # socket while one server replaces another, and never a socket that too many users can connect to.
         self._new = path.with_name("." + path.name)
         self._lock_fd = -1
         self._bound = False
@@ -96,18 +96,16 @@ class UnixListener:
         self._bound = True
 
     def close(self) -> None:
-        """Remove the socket and the lock. Idempotent."""
         if self._lock_fd < 0:
             return
         if self._bound:
             self._path.unlink(missing_ok=True)
-        # Removed while it is still locked: a server that waits for the lock has opened a file that is not at the path
-        # any more, and notices (see _acquire).
+        # Removed while locked: a server that waits for the lock has opened a file that is no longer at the path, and
+        # notices that (see _acquire).
         self._lock.unlink(missing_ok=True)
         self.forget()
 
     def forget(self) -> None:
-        """Close the lock file."""
         fd, self._lock_fd = self._lock_fd, -1
         _held.discard(self)
         if fd >= 0:
@@ -156,7 +154,7 @@ class UnixListener:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), self._lock.stat()):
                     break
-            # Its last owner removed the file after this process opened it.
+            # The last owner removed the file after this process opened it.
             os.close(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -164,7 +162,7 @@ class UnixListener:
         _held.add(self)
 
     def _open_lock(self) -> int:
-        # The file is written to: do not follow links, and do not block on a pipe.
+        # This process writes to the file, so it must not follow links, nor block on a pipe.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             fd = os.open(self._lock, flags, 0o600)
@@ -181,7 +179,7 @@ class UnixListener:
             if not stat.S_ISSOCK(self._path.lstat().st_mode):
                 raise CannotListen(self.address, "a file that is not a socket is there")
             if not self._bound:
-                # Nobody else holds the lock, so no server listens on it: a server that was killed left it.
+                # No other process holds the lock, so no server listens on the socket: a killed server left it.
                 logger.info("replacing %s, which a killed server left", self._path)
 
     def _open_to_directory(self) -> None:
@@ -197,7 +195,7 @@ class UnixListener:
 
 
 class TcpListener:
-    """A TCP address, with TLS if there is something that makes credentials. Each gRPC server gets its own."""
+    """A TCP address; with TLS if there is a function that makes credentials, which each gRPC server needs anew."""
 
     def __init__(self, address: Address, credentials: Callable[[], grpc.ServerCredentials] | None) -> None:
         self.address = address
@@ -220,7 +218,6 @@ class TcpListener:
                 return
 
     def bind(self, server: Server) -> None:
-        """Make a gRPC server listen on the address; raises `CannotListen` if it is in use."""
         try:
             if self._credentials is None:
                 server.add_insecure_port(str(self.address))
@@ -231,11 +228,9 @@ class TcpListener:
             raise CannotListen(self.address, _why_not(self.address)) from None
 
     def close(self) -> None:
-        """Give the port up. Idempotent."""
         self.forget()
 
     def forget(self) -> None:
-        """Close the sockets."""
         _held.discard(self)
         for reserving in self._reserving:
             reserving.close()
@@ -247,8 +242,8 @@ class TcpListener:
         for family, kind, protocol, _, at in dict.fromkeys(found):
             reserving = socket.socket(family, kind, protocol)
             self._reserving.append(reserving)
-            # With this option, which gRPC's own sockets also have, gRPC can bind to the same port. Another process can
-            # do so only with the option and while nobody listens; it never gets this port as a free one.
+            # With this option, which gRPC's sockets also have, gRPC can bind to the same port. Another process can do
+            # so only with the option and while no socket listens, and never gets this port as a free one.
             reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 reserving.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -269,8 +264,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def check_exposure(config: NodeConfig) -> None:
-    """Raise `InvalidField` for a TCP address at which every other host can connect, unless that was explicitly allowed:
-    it is not on loopback, and there is neither mTLS nor one of the settings `insecure` and `anonymous_tls`."""
+    """Raise `InvalidField` if the TCP address is not on loopback, so that every host can connect, and neither mTLS nor
+    the setting `insecure` or `anonymous_tls` allows that."""
     address, tls = config.listen_address, config.tls
     if address is None or config.insecure or is_on_loopback(address):
         return
@@ -292,14 +287,13 @@ def check_exposure(config: NodeConfig) -> None:
 
 
 def advertised(wanted: str, listening: Address | None, unix: Address | None) -> str:
-    """Return the address to put into references; raises `InvalidField` if there is none that others can connect to.
+    """Return the address to put into references; raises `InvalidField` if other hosts could not connect to it.
 
-    Args:
-        wanted: ``host:port``, ``host`` (the real port is added), or empty: the address of the listener.
-        listening, unix: the reserved TCP address and UNIX socket, if there are any. TCP is advertised first.
+    `wanted` is ``host:port``, ``host`` (the real port is added), or empty: the reserved TCP address `listening`, else
+    the socket `unix`.
     """
     if wanted:
-        # A host alone, which may be an IPv6 address in brackets, gets the port of the listener.
+        # A host without a port, perhaps an IPv6 address in brackets, gets the port of the listener.
         has_port = ":" in wanted and not wanted.endswith("]")
         address = parse_address(wanted if has_port else f"{wanted}:0", "advertise")
         port = address.port or (listening.port if listening is not None else 0)
@@ -329,7 +323,7 @@ def is_on_loopback(address: Address) -> bool:
 
 
 def _why_not(address: Address) -> str:
-    """Return why a bind failed, by trying it with a plain socket."""
+    """Bind a plain socket to find out why gRPC's bind failed."""
     try:
         with contextlib.closing(socket.create_server((address.host, address.port))):
             pass

@@ -1,6 +1,6 @@
-"""Lists a home and its engines in a directory, as long as they live.
+"""Lists a home and its engines in a directory while they live.
 
-The event loop says what is to be listed; a thread writes it, and repeats what fails. Nothing waits for a directory.
+The event loop decides the listings; a thread writes them, and repeats failed writes. Nothing waits for a directory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvferry_server.node.times import LISTING_POLL, WITHDRAW_PATIENCE
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
-"""The entry of an engine's identity that becomes a label."""
+"""Key in an engine's identity whose value becomes a label."""
 
 RETRY_FIRST = 0.2
-"""Shortest seconds between attempts to write. They double up to the time after which listings are renewed."""
+"""Shortest seconds between attempts to write. The pause doubles up to the time between renewals."""
 
 
 class Listings:
-    """What one home has listed in a directory, which keeps what is not renewed for `ttl` seconds. `run` it on the
-    home's event loop, and `stop` it there."""
+    """The listings of one home in a directory, which end `ttl` seconds after their last renewal. `run` and `stop` are
+    called on the home's event loop."""
 
     def __init__(self, directory: Directory, home: Home, labels: Mapping[str, str], ttl: float) -> None:
         self._directory = directory
@@ -42,7 +42,7 @@ class Listings:
         self._thread = threading.Thread(target=self._write, name="kvferry-listings", daemon=True)
 
     async def run(self) -> None:
-        """Say what is to be listed, until cancelled. A home that drains says nothing new."""
+        """Pass changed listings to the thread, until cancelled or until the home drains."""
         self._thread.start()
         while not self._home.draining:
             wanted = self._engines()
@@ -53,7 +53,7 @@ class Listings:
             await asyncio.sleep(LISTING_POLL)
 
     async def stop(self) -> None:
-        """Withdraw everything; waits for at most `WITHDRAW_PATIENCE`. Idempotent."""
+        """Withdraw all listings; waits at most `WITHDRAW_PATIENCE`. Idempotent."""
         with self._news:
             self._stopping = True
             self._news.notify_all()
@@ -73,7 +73,7 @@ class Listings:
         return tuple(listed)
 
     def _write(self) -> None:
-        """Write on a thread: at once what is new, and again what fails, and renew it all in time."""
+        """On the thread: write changes at once, repeat failed writes, and renew in time."""
         pause = 0.0
         while self._wait(pause):
             with self._news:
@@ -84,7 +84,7 @@ class Listings:
                 else:
                     self._directory.publish(self._home.advertise, wanted, self._ttl)
             except Exception as error:
-                # Whatever it was, such as a system without threads: without this one, the listings would end for good.
+                # Any error, such as a system that refuses threads: if this thread ended, so would the listings.
                 if not self._failing:
                     # Once per outage: reads do not depend on it.
                     unexpected = None if isinstance(error, KvferryError) else error
@@ -103,7 +103,7 @@ class Listings:
             logger.warning("the listings of this server end with their ttl, %g s: %s", self._ttl, error)
 
     def _wait(self, pause: float) -> bool:
-        """Wait until something is to be written, or for `pause` seconds (0: for ever). Returns whether to go on."""
+        """Wait until there is something to write, at most `pause` seconds (0: no limit). Returns False to stop."""
         with self._news:
             self._news.wait_for(
                 lambda: self._stopping or (not self._failing and self._version != self._done), pause or None

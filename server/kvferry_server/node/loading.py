@@ -1,4 +1,4 @@
-"""Loads the settings of a node server, and says what is wrong with them and where it came from.
+"""Loads the settings of a node server, and explains wrong ones with their origin.
 
 Flags win over the environment (``KVFERRYD_…``), which wins over a TOML file (``--config``), which wins over the
 defaults. An error names the setting, its value and the value's origin; `kvferryd --check-config` prints all three for
@@ -27,14 +27,15 @@ from kvferry_server.node.config import ENV_PREFIX, GROUPS, NodeConfig, shown
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
 
 CLIENT_PREFIX = "KVFERRY_"
-"""Begins the names of what the command line and engines read. Settings of kvferryd had it, too."""
+"""Prefix of the variables that the command line and engines read; once also of kvferryd's settings."""
 
 _NAMES = "SERVER ADDRESS ALLOWED_HOMES DIRECTORY ENGINE_ID LAYER_NAMES PROMPT_CHECK READ_TIMEOUT START_TIMEOUT"
 OF_CLIENTS = tuple(f"{CLIENT_PREFIX}{name}" for name in f"{_NAMES} TLS_CA TLS_CERT TLS_KEY".split())
-"""What the command line and engines read."""
+"""Variables that the command line and engines read."""
 
 OF_KUBERNETES = re.compile(r"KVFERRY\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|KVFERRY\w*_PORT=\w+://.*")
-"""What Kubernetes sets in every container beside a Service whose name begins with kvferry: names and values."""
+"""Variables, ``NAME=VALUE``, that Kubernetes sets in every container beside a Service whose name begins with
+kvferry."""
 
 
 class BadConfig(KvferryError):
@@ -94,20 +95,20 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
 
 
 def configure(**settings: Any) -> NodeConfig:
-    """Return the settings of a server that a program starts: what it passes, otherwise the defaults. Reads neither the
-    environment nor a file. Raises `BadConfig`."""
+    """Return the settings of an embedded server: the given ones, otherwise defaults. Reads neither the environment nor
+    a file. Raises `BadConfig`."""
     return _validated(settings, dict.fromkeys(settings, "the caller"))
 
 
 def config_file(flag: str | None) -> Path | None:
-    """Return the TOML file that ``--config`` names, otherwise the one that ``KVFERRYD_CONFIG`` names; None: neither."""
+    """Return the TOML file that ``--config`` names, else the file that ``KVFERRYD_CONFIG`` names, else None."""
     name = flag if flag is not None else os.environ.get(CONFIG_FILE, "")
     return Path(name) if name else None
 
 
 def renamed_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that sets a setting of kvferryd by its former name, in order. To ignore them
-    would be to serve without a policy that was set."""
+    """Return a sentence for each variable with the former name of a setting, in order. Ignoring such variables could
+    mean to serve without the policy that was set."""
     return [
         f"{name} is not read any more: its name is {ENV_PREFIX}{setting} now"
         for name in sorted(environment)
@@ -116,11 +117,11 @@ def renamed_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable of the environment that begins as kvferry's do and that kvferryd does not
-    read though it may be meant for it, in order; it names the one that was probably meant. Values are not shown."""
+    """Return a sentence for each variable that has a prefix of kvferry and may be meant for kvferryd, but is not read,
+    in order. The sentence names the variable that was probably meant, and shows no values."""
     settings = [ENV_PREFIX + name.upper() for name in NodeConfig.model_fields]
     known = sorted({*settings, CONFIG_FILE, *OF_CLIENTS})
-    # Settings are found whatever their case.
+    # The names of settings may have any case.
     given = {name.upper() for name in environment}
     sentences = []
     for name, value in sorted(environment.items()):
@@ -133,7 +134,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
             continue
         if OF_KUBERNETES.fullmatch(f"{name}={value}"):
             continue
-        # The prefixes would make everything alike.
+        # Compared without the prefixes, which would make all names alike.
         rest = [one.partition("_")[2] for one in known]
         close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
         meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
@@ -153,7 +154,7 @@ def _flag(name: str) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    # pydantic's source skips files that do not exist, but this one was named.
+    # pydantic's source skips files that do not exist, but this file was named.
     problem = f"{path} does not exist"
     try:
         if path.is_file():
@@ -187,7 +188,7 @@ def _explain(errors: Sequence[ErrorDetails], values: Mapping[str, Any], origins:
 
 
 def _setting(name: str) -> str:
-    """Return the setting of kvferryd, in upper case, that a variable with the prefix of clients names; empty: none."""
+    """Return kvferryd's setting, in upper case, that a variable with the clients' prefix names; empty: none."""
     setting = name.upper().removeprefix(CLIENT_PREFIX)
     found = setting != name.upper() and (setting.lower() in NodeConfig.model_fields or setting == "CONFIG")
     return setting if found else ""

@@ -1,4 +1,4 @@
-"""How kvferryd writes its log: lines of text, or an object of JSON each."""
+"""The format of kvferryd's log: lines of text, or of JSON objects."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if 
     0x2028: "\\u2028",
     0x2029: "\\u2029",
 }
-"""What would begin a new line, or move a terminal's cursor. Names in messages come from strangers."""
+"""Escapes of characters that begin a new line or control a terminal. Names in messages come from strangers."""
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """Log to stderr from a level on, as ``text`` or ``json``."""
+    """Log to stderr, from a level on; `form` is ``text`` or ``json``."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_json_lines() if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
-    # It writes how it polls, once per call.
+    # gRPC logs its polling at lower levels, once per call.
     logging.getLogger("grpc").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.INFO)
 
@@ -33,12 +33,11 @@ class TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line, which no name in it ends early."""
+        """Escape control characters, so that no name in the line ends it early."""
         return super().formatMessage(record).translate(CONTROL)
 
 
 def _json_lines() -> logging.Formatter:
-    """Return the formatter of JSON: time, level, logger, message, and the fields of an event."""
     # Imported here, because only this format needs the package.
     from pythonjsonlogger.json import JsonFormatter
 
@@ -47,7 +46,7 @@ def _json_lines() -> logging.Formatter:
             super().add_fields(log_data, record, message_dict)
             log_data.pop(FIELDS, None)
             for key, value in getattr(record, FIELDS, {}).items():
-                # None replaces what every line has.
+                # No field replaces one that every line has.
                 log_data.setdefault(key, value)
 
     return JsonLines(

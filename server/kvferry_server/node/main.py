@@ -1,4 +1,4 @@
-"""The command `kvferryd`: runs one node server until it is told to stop.
+"""The command `kvferryd`: runs one node server until a signal stops it.
 
 SIGTERM and SIGINT drain it; a second one stops it at once. SIGHUP reads the policy and the TLS files again; other
 settings need a restart.
@@ -68,7 +68,7 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with these arguments. Returns the exit code."""
-    # gRPC may read it as soon as it is imported, and below INFO it does not tell of handshakes that fail.
+    # gRPC may read the variable as soon as gRPC is imported, and below INFO it does not log failed handshakes.
     verbose = os.environ.get("GRPC_VERBOSITY", "").upper() in ("INFO", "DEBUG")
     if not verbose:
         os.environ.pop("GRPC_VERBOSITY", None)
@@ -103,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
         problems = named_files.file_problems(loaded) + little_memory
         _refuse((*problems, *notes))
         return 2 if problems else 0
-    # Or when it is first used; set any earlier, it would be warned of outside the log.
+    # gRPC may also read the variable at its first use. Set any earlier, gRPC would warn about it outside the log.
     os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     native = NativeLog()
     try:
@@ -119,7 +119,6 @@ def _refuse(lines: Iterable[str]) -> int:
 
 
 def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
-    """Serve until told to stop. Returns the exit code."""
     import uvloop
 
     from kvferry_server.node.logs import set_up_logging
@@ -130,7 +129,7 @@ def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bo
     native.start(verbose=verbose)
     for line in notes:
         logger.warning("%s", line)
-    # Both here and not in NodeServer, because they apply to the whole process.
+    # Arenas and switch interval are set here and not in NodeServer, because they apply to the whole process.
     use_few_arenas()
     # While the worker thread compares geometries, the event loop waits at most this long for the interpreter. With
     # Python's default of 5 ms, renewals take tenths of a second while a hundred ranks handshake.
@@ -141,7 +140,7 @@ def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bo
         logger.critical("%s", error, exc_info=error.__cause__)
         return 1
     except KvferryError as error:
-        # To people as all commands do, otherwise as a line of the log.
+        # As text for people, like all commands, unless the log is JSON.
         if loaded.config.log_format == "json":
             logger.critical("%s", error)
         else:
@@ -167,7 +166,7 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     server = NodeServer(loaded.config, failed_handshakes=native.failed_handshakes)
-    # What systemd shows once the server serves.
+    # The status that systemd shows while the server serves.
     status = ""
     reloads = set[asyncio.Task[None]]()
 
@@ -177,19 +176,19 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
         try:
             await server.reload()
         except Exception:
-            logger.exception("not everything could be read again; what could not stays as it was")
-        # Whatever became of it: until then systemd takes the unit as reloading.
+            logger.exception("the reload failed; the former policy or certificate stays in use")
+        # Also after a failure: until `ready`, systemd shows the unit as reloading.
         if status:
             manager.ready(status)
 
     def on_sighup() -> None:
         logger.info("SIGHUP: reading the policy and the TLS files again; other settings need a restart")
         reloading = asyncio.create_task(reload())
-        # The event loop alone would not keep it.
+        # The event loop keeps only a weak reference to the task.
         reloads.add(reloading)
         reloading.add_done_callback(reloads.discard)
 
-    # By default it would end the process without a drain, for example when a terminal closes.
+    # By default SIGHUP ends the process without a drain, for example when a terminal closes.
     loop.add_signal_handler(signal.SIGHUP, on_sighup)
     raise_file_limit()
 
@@ -218,7 +217,7 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
         await server.stop(0)
         await failed
     failed.cancel()
-    # A reload that ends from here on must not say that it serves.
+    # A reload that ends from here on must not report the unit as ready.
     status = ""
     manager.stopping(loaded.config.drain)
     logger.info("%s: draining for at most %g s", stopping.result().name, loaded.config.drain)
@@ -237,8 +236,6 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Wide enough for the examples in the description."""
-
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=110)
 

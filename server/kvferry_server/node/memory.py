@@ -1,7 +1,7 @@
-"""The process's memory: how much it may have, and how it gives back to the system what it does not need any more.
+"""The process's memory: its limit, and how freed memory goes back to the system.
 
-glibc keeps what was freed for later, in as many arenas as threads have needed at once, so that after a burst of large
-requests the process would look as if it still worked on them. Elsewhere (musl, macOS) nothing here does anything.
+glibc keeps freed memory for later, in as many arenas as threads have needed at once, so that after a burst of large
+requests the process would look as if it still worked on them. With another libc (musl, macOS) nothing here has effect.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ARENAS = 2
 """glibc's arenas of kvferryd: for the event loop, and for all other threads."""
 
 TRIM_BYTES = 16 << 20
-"""Bytes that have to be freed, or may have been, until they are given back."""
+"""Bytes that have been or may have been freed before they are given back."""
 
 _M_ARENA_MAX = -8
 
 
 def memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may have: the least of what its memory cgroups, those above them, and the host
-    allow. The arguments are where procfs and cgroups are mounted."""
+    """Return the bytes that this process may have: the least that its memory cgroups, their parents, and the host
+    allow. The arguments are the mount points of procfs and cgroups."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -42,36 +42,33 @@ def memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def home_memory(limit: int) -> int:
-    """Return the budget of a home whose process may have `limit` bytes: half of that, as long as the rest is enough for
-    what the process works on, and at most `MAX_HOME_MEMORY`."""
+    """Return the budget of a home whose process may have `limit` bytes: half of the limit, if that leaves
+    `WORKING_MEMORY`, and at most `MAX_HOME_MEMORY`."""
     return max(MIN_HOME_MEMORY, min(MAX_HOME_MEMORY, limit // 2, limit - WORKING_MEMORY))
 
 
 def use_few_arenas() -> None:
-    """Let this process have `ARENAS` arenas, however many threads it has. For processes that are a node server and
-    nothing else."""
+    """Limit this process to `ARENAS` arenas, however many threads it has. Only for processes that are nothing but a
+    node server."""
     _of_glibc("mallopt", _M_ARENA_MAX, ARENAS)
 
 
 def trim() -> None:
-    """Give back to the system what this process has freed."""
+    """Give freed memory back to the system."""
     _of_glibc("malloc_trim", ctypes.c_size_t(0))
 
 
 def _of_glibc(name: str, *arguments: object) -> None:
-    """Call a function that only glibc has."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*arguments)
 
 
 class Trimmer:
-    """Gives memory back after a node server has freed much of it. One that has nothing to free looks at two numbers
-    every few seconds.
+    """Gives memory back after a node server has freed much of it; an idle one compares two numbers every few seconds.
 
-    Args:
-        worked_on: returns the bytes of all requests so far, which were freed when they were answered.
-        held: returns the bytes that the home holds.
+    `worked_on` returns the bytes of all requests so far, which were freed when they were answered; `held` returns the
+    bytes that the home holds.
     """
 
     def __init__(self, worked_on: Callable[[], int], held: Callable[[], int]) -> None:
@@ -83,16 +80,15 @@ class Trimmer:
         self._again = False
 
     async def run(self) -> None:
-        """Look from time to time, until cancelled."""
         while True:
             await asyncio.sleep(TRIM_POLL)
             if self.due():
-                # It takes milliseconds where there is much to give back.
+                # Giving back much memory takes milliseconds.
                 await asyncio.to_thread(trim)
 
     def due(self) -> bool:
-        """Whether `TRIM_BYTES` may have been freed since this last was true; and once more when all is quiet after
-        that, because what was in use then is not given back."""
+        """Whether `TRIM_BYTES` may have been freed since `due` was last true. Then true once more as soon as no request
+        arrives between two calls, because memory that was in use at the first trim was not given back."""
         worked_on, held = self._worked_on(), self._held()
         self._most_held = max(self._most_held, held)
         quiet, self._seen = worked_on == self._seen, worked_on
@@ -105,7 +101,7 @@ class Trimmer:
 
 
 def _limits_up(root: Path, path: str, name: str) -> list[int]:
-    """Return the limits of a cgroup and of those above it. In a container, the root that is mounted is its own."""
+    """Return the limits of a cgroup and of its parents. In a container, the mounted root is the container's cgroup."""
     found = []
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):

@@ -1,5 +1,4 @@
-"""Whether kvferryd can use its settings, the files that they name and the memory that it has: what `kvferryd
---check-config` looks at."""
+"""The checks of `kvferryd --check-config`: settings, the files that they name, and memory."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from kvferry_server.node.policy_file import read_policy
 
 
 def file_problems(loaded: Loaded) -> list[str]:
-    """Return a line for each file that cannot be used, and for addresses with which kvferryd would not start: its
-    setting, its value, where that comes from, and why."""
+    """Return a line for each unusable file, and for addresses with which kvferryd would not start: the setting, its
+    value and origin, and the expected value."""
     config = loaded.config
     problems = list[InvalidField]() if config.tls is None else tls_problems(config.tls)
     checks = (_check_policy, _check_addresses) if problems else (_check_dates, _check_policy, _check_addresses)
@@ -35,7 +34,7 @@ def file_problems(loaded: Loaded) -> list[str]:
 
 
 def memory_problems(loaded: Loaded) -> list[str]:
-    """Return a line if the process may have less memory than the settings let it take: the kernel would end it before
+    """Return a line if the settings let the process take more memory than it may have: the kernel would kill it before
     its limits refuse anything."""
     config, limit = loaded.config, memory_limit()
     needed = config.home_memory + WORKING_MEMORY
@@ -52,7 +51,7 @@ def _mib(size: int) -> str:
 
 
 def warnings(config: NodeConfig) -> list[str]:
-    """Return a line for each file that can be used, but not for everything."""
+    """Return a line for each file that can be used only in part."""
     if config.tls is None or config.tls.cert is None or config.tls.ca is None:
         return []
     try:
@@ -78,7 +77,7 @@ def _check_policy(config: NodeConfig) -> None:
 
 
 def _check_addresses(config: NodeConfig) -> None:
-    """Raise `InvalidField` as kvferryd would at its start. No port is taken."""
+    """Raise `InvalidField` as the start of kvferryd would, without taking a port."""
     check_exposure(config)
     unix = config.unix_path
     advertised(config.advertise, config.listen_address, Address(path=str(unix)) if unix is not None else None)

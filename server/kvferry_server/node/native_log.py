@@ -1,9 +1,9 @@
-"""What native code of this process writes to stderr: gRPC's own library, which knows neither the format of the log nor
-a limit, and tells nobody else of a TLS handshake that failed.
+"""Brings lines that native code writes to stderr into kvferryd's log. gRPC's library knows neither the format of the
+log nor a limit, and reports failed TLS handshakes nowhere else.
 
-kvferryd puts a socket in the place of file descriptor 2, reads it on a thread, and writes what it reads to its log. A
-second process writes what the thread has not got to when kvferryd ends: its last words, if it crashes. Only kvferryd:
-the stderr of a process that embeds a node server (`kvferry.serve`) is that process's own.
+kvferryd replaces file descriptor 2 by a socket, which a thread reads and logs. A second process writes to the real
+stderr what the thread has not read when kvferryd ends: the last words of a crash. This is for kvferryd only: the stderr
+of a process that embeds a node server (`kvferry.serve`) belongs to that process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.event_log import EventLog
 
 MOST_LINE = 2048
-"""Bytes of a line that are read; longer ones are cut."""
+"""Bytes of a line that are logged; longer lines are cut."""
 
 CLOSE_TIMEOUT = 2.0
-"""Seconds that the thread has to read the rest."""
+"""Seconds that `close` waits for the thread to read the rest."""
 
 GRPC_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] (.*)", re.DOTALL)
 LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
@@ -34,7 +34,7 @@ LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logg
 HANDSHAKE = re.compile(r"Handshake failed with error \S+(?: error:\w+:SSL routines:OPENSSL_internal:(\w+): ?(.*))?")
 
 OF_VERBOSITY = "Log level INFO is not suitable for production"
-"""Part of what gRPC says of the verbosity at which it tells of handshakes."""
+"""Part of gRPC's warning about the verbosity at which it logs handshakes."""
 
 UNVERIFIED = "CERTIFICATE_VERIFY_FAILED"
 
@@ -46,46 +46,42 @@ REASONS = {
     "NO_SHARED_CIPHER": "version",
 }
 ALL_REASONS = ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")
-"""Why handshakes fail, for people and metrics."""
+"""Why handshakes fail, in logs and metrics."""
 
 
 class NativeLog:
-    """Reads what is written to file descriptor 2, from its construction until `close`. Meanwhile `sys.stderr` is a new
-    file for the real stderr.
-
-    Attributes:
-        failed_handshakes: TLS handshakes that failed, by reason.
-    """
+    """Reads from file descriptor 2, from construction until `close`. Meanwhile `sys.stderr` is a new file for the real
+    stderr. `failed_handshakes` counts failed TLS handshakes by reason."""
 
     def __init__(self) -> None:
         self.failed_handshakes: Counter[str] = Counter(dict.fromkeys(ALL_REASONS, 0))
         if sys.stderr is None:
-            # It was closed when the process began. A connection could get its number.
+            # Descriptor 2 was closed when the process began. A connection could get the number.
             sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
             os.dup2(sys.stderr.fileno(), 2)
         self._before = sys.stderr
         sys.stderr.flush()
         self._real = os.dup(2)
-        # Line by line, and never closed, as Python's own stderr.
+        # Line-buffered and never closed, like Python's own stderr.
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace", closefd=False)
-        # Directly, because a container ends with its first process: no second one could write what is left.
+        # To the real stderr: a container ends with its first process, so no second process could write the rest.
         faulthandler.enable(sys.stderr)
         self._reading, writing = socket.socketpair()
         with writing:
-            # Better a line is lost than that one of gRPC's threads waits.
+            # A line may be lost, but no thread of gRPC may wait.
             writing.setblocking(False)
             self._keeper = _keep_last_words(self._reading, writing, self._real)
             os.dup2(writing.fileno(), 2)
         self._thread: threading.Thread | None = None
 
     def start(self, *, verbose: bool) -> None:
-        """Begin to write lines to the log, which is set up; `verbose`: also those that gRPC counts as no problem.
-        Strangers cause lines, so the rate is bounded."""
+        """Begin to write lines to the log, which must be set up; with `verbose` also gRPC's INFO lines. Strangers cause
+        lines, so the rate is bounded."""
         self._thread = threading.Thread(target=self._read, args=(verbose,), name="kvferry-native-log", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Give file descriptor 2 back, when all that was written has been read. Idempotent."""
+        """Restore file descriptor 2, and wait until all lines have been read. Idempotent."""
         real, self._real = self._real, -1
         if real < 0:
             return
@@ -94,7 +90,7 @@ class NativeLog:
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT)
         if self._keeper is not None:
-            # Not waited for: somebody who does not read stderr may keep it from writing.
+            # Not waited for: a reader of stderr that does not read may block the process.
             os.close(self._keeper)
         sys.stderr = self._before
         faulthandler.disable()
@@ -109,11 +105,11 @@ class NativeLog:
                     self._write(line, events, verbose=verbose)
                 cut = False
             if len(rest) > MOST_LINE:
-                # Its end is still to come.
+                # The end of the line is still to come.
                 if not cut:
                     self._write(rest, events, verbose=verbose)
                 rest, cut = b"", True
-            # Only now: it is in the log. If this process ends before, the other one writes it.
+            # Taken only now that the text is in the log: if this process ends earlier, the second process writes it.
             self._reading.recv(len(got), socket.MSG_WAITALL)
         self._write(rest, events, verbose=verbose)
         self._reading.close()
@@ -131,7 +127,7 @@ class NativeLog:
             error, detail = handshake[1] or "", handshake[2] or ""
             reason = handshake_reason(error, detail)
             self.failed_handshakes[reason] += 1
-            # Of most errors, the detail is about something else.
+            # The detail of most other errors does not explain them.
             fields = {"reason": reason, "problem": detail if error == UNVERIFIED else error or said}
             events.write(logging.WARNING, "handshake_failed", fields, kind=f"handshake_failed {reason}")
         elif OF_VERBOSITY not in said and (verbose or level != "I"):
@@ -139,9 +135,9 @@ class NativeLog:
 
 
 def _keep_last_words(unread: socket.socket, writing: socket.socket, stderr: int) -> int | None:
-    """Start a process that writes what is unread to stderr when this one has ended: what native code says when it
-    aborts. No thread of this process could. To be called before there are threads. Returns a descriptor whose end the
-    process waits for; None: there may be no further process."""
+    """Start a process that writes unread bytes to `stderr` when this process has ended: native code writes them while
+    it aborts, when no thread of this process can read them. Call before there are threads. Returns the descriptor whose
+    close the new process waits for; None: the system refused a process."""
     ended, held = os.pipe()
     try:
         process = os.fork()
@@ -165,7 +161,7 @@ def _keep_last_words(unread: socket.socket, writing: socket.socket, stderr: int)
 
 
 def handshake_reason(error: str, detail: str) -> str:
-    """Return which of `ALL_REASONS` BoringSSL's error means; empty ones are unknown."""
+    """Return one of `ALL_REASONS` for an error of BoringSSL; both arguments may be empty."""
     if error == UNVERIFIED:
         return "expired" if "expired" in detail or "not yet valid" in detail else "untrusted"
     return REASONS.get(error) or ("rejected_by_peer" if "_ALERT_" in error else "other")

@@ -1,4 +1,4 @@
-"""The policy file, in TOML: rules, each of which gives roles to identities (see `kvferry_server.domain.policy`)."""
+"""The policy file, in TOML: rules that give roles to identities (see `kvferry_server.domain.policy`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ MAX_RULES = 1000
 
 
 class _Rule(BaseModel):
-    """One ``[[rule]]``."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     identities: list[str] = Field(min_length=1)
@@ -29,7 +27,6 @@ class _Rule(BaseModel):
     admin: bool = False
 
     def rule(self) -> Rule:
-        """Return the rule as policies have it."""
         grant = Grant(tuple(self.engine), tuple(self.reader), tuple(self.relay), self.observer, self.admin)
         return Rule(tuple(self.identities), grant)
 
@@ -50,29 +47,29 @@ class _Rule(BaseModel):
                 raise ValueError(f"{pattern!r}: names in certificates are ASCII: write an international one as xn--…")
             parts = pattern.split("/" if ":" in pattern else ".")
             if sum(ANYBODY in part for part in parts) > 1 or any(ANYBODY in part and part != ANYBODY for part in parts):
-                raise ValueError(f"{pattern!r}: ** may stand once, and is a part of the name by itself")
+                raise ValueError(f"{pattern!r}: ** may stand once, as a whole part of the name")
         return patterns
 
 
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # Without any rule everybody would be refused: more likely the file is being written.
+    # A file without rules would refuse every caller: more likely it is still being written.
     rule: list[_Rule] = Field(min_length=1, max_length=MAX_RULES)
 
 
 def read_policy(path: Path) -> Policy:
-    """Read a policy file. Whom none of its rules fits may do nothing. Raises `InvalidField`, of the setting `policy`,
-    if the file cannot be read, is not TOML, or has something that no policy has."""
+    """Read a policy file. An identity that no rule matches may do nothing. Raises `InvalidField`, of the setting
+    `policy`, if the file cannot be read, is not TOML, or is not a valid policy."""
     try:
-        # pydantic's source skips files that do not exist, but this one was named. Looking may fail, too: in a folder
-        # that may not be entered any more.
+        # pydantic's source skips files that do not exist, but this file was named. `is_file` raises, too, if its folder
+        # may not be entered any more.
         found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)()) if path.is_file() else None
     except OSError as error:
         raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
     except ValidationError as error:
         problems = error.errors()
-        # A field that is missing comes first, and is often one that is misspelt: that one tells the operator more.
+        # A missing field comes first, but often its name is only misspelt: the unknown field tells the operator more.
         detail = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         where = ".".join(str(part + 1) if isinstance(part, int) else part for part in detail["loc"])
         raise InvalidField("policy", str(path), f"a policy; {where}: {_problem(detail)}") from None

@@ -21,11 +21,10 @@ from grpc_reflection.v1alpha.reflection import aio as reflection_aio
 V1 = V1ALPHA.replace(".v1alpha.", ".v1.")
 
 REFLECTIONS = (V1, V1ALPHA)
-"""The reflection services."""
 
 
 def add_reflection(server: Any, services: Sequence[str]) -> None:
-    """Add both reflection services to a server; they list these services, by their full names."""
+    """Add both reflection services to a server. They list `services`, which are full names."""
     # grpc_reflection ships no types.
     make: Any = reflection_aio.ReflectionServicer
     handlers = {
@@ -40,7 +39,7 @@ def add_reflection(server: Any, services: Sequence[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Add the descriptors of v1 to protobuf's pool, unless something else in this process has."""
+    """Add the descriptors of v1 to protobuf's pool, unless other code of this process has added them."""
     pool: Any = descriptor_pool.Default()
     try:
         pool.FindServiceByName(V1)

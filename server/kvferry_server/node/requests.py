@@ -1,10 +1,10 @@
-"""Requests: how those of one listener are read and decoded, so that no caller fills the memory or holds up the others.
+"""How a listener reads and decodes requests, so that no caller fills the memory or holds up the others.
 
 - A method takes no more bytes than the contract allows.
-- What a request takes once it is decoded is found before that (`decoded_size`), is bounded by its size, and is shared
-  out over hosts.
-- Of requests that take much, each host has one at a time. They are decoded by the worker thread.
-- A request holds a slot of its host while it is read, and a large one until it has been worked on. If others had to
+- The decoded size of a request is found before decoding (`decoded_size`), is bounded by the size on the wire, and is
+  taken from a budget that hosts share.
+- Of requests that take much memory, each host has one at a time. The worker thread decodes them.
+- A request holds a slot of its host while it is read, a large request until it has been worked on. If requests had to
   wait for slow ones, a few slow request bodies would keep a host's renewals out until its leases are lost. So a call
   whose peer neither sends nor takes data, while others wait for a slot, fails with `LimitReached` and a retry delay.
 """
@@ -36,8 +36,8 @@ INTROSPECTION = "/kvferry.v1.Introspection/"
 KV_TRANSFER = "/kvferry.v1.KVTransfer/"
 
 GEOMETRIES = frozenset({KV_TRANSFER + "RegisterCache", KV_TRANSFER + "Handshake", INTROSPECTION + "PlanRead"})
-"""Calls that carry geometries: large, and worked on for seconds. They have request slots of their own, so that only
-they wait for one another."""
+"""Calls that carry geometries: large, and worked on for seconds. They have separate request slots, so that no other
+calls wait for them."""
 
 MAX_REQUEST_BYTES = {
     **dict.fromkeys(GEOMETRIES, MAX_MESSAGE_BYTES),
@@ -47,10 +47,10 @@ MAX_REQUEST_BYTES = {
 """Bytes of a request by method; `MAX_SMALL_REQUEST` of all other methods."""
 
 MAX_DECODED = {KV_TRANSFER + "ReadChecksums": limits.MAX_DECODED_QUERIES}
-"""Bytes that a request may take once it is decoded, of methods whose lists hold less than their bytes could."""
+"""Decoded bytes of a request, for methods whose lists hold less than their bytes could."""
 
 Decode: TypeAlias = Any
-"""Decodes requests: the method `FromString` of a message's class."""
+"""The method `FromString` of a message's class."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,12 +63,8 @@ class _Idle:
 
 
 class Arrivals:
-    """The slots of one host. Belongs to one event loop.
-
-    Attributes:
-        turn: held by the one request of this host that takes much memory.
-        slots: held by requests.
-    """
+    """The request slots of one host, and its turn: the lock of its one request that takes much memory. Belongs to one
+    event loop."""
 
     def __init__(self, most: int) -> None:
         self.turn = asyncio.Lock()
@@ -77,17 +73,14 @@ class Arrivals:
         self._wanted = 0
         # Calls that were ended and have not freed their slots yet.
         self._ending = 0
-        # In the order in which they began to wait.
+        # In the order in which the calls began to wait.
         self._idle: dict[_Idle, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, context: Any) -> tuple[Any, bool]:
-        """Wait for a slot, first come first served, and read a call's next request; raises as `wait_for_peer`.
-
-        Returns:
-            The undecoded request, or `grpc.aio.EOF`; and whether it is large: then the caller still has the slot, and
-            releases it.
-        """
+        """Wait for a slot, first come first served, and read a call's next request. Returns the undecoded request, or
+        `grpc.aio.EOF`, and whether it is large: then the caller still has the slot and must release it. Raises as
+        `wait_for_peer`."""
         self._wanted += 1
         try:
             self._make_room()
@@ -104,11 +97,11 @@ class Arrivals:
         return raw, large
 
     async def wait_for_peer(self, coming: Awaitable[Any], *, reads: bool = False) -> Any:
-        """Wait for something that depends on a call's peer, while the call has a slot, and return its result.
+        """Await something that depends on the call's peer, while the call has a slot, and return the result.
 
         Raises:
-            InvalidField: it is the request that the call `reads`, and did not arrive within `REQUEST_TIMEOUT`.
-            LimitReached: others needed the slot meanwhile.
+            InvalidField: the call `reads` a request, which did not arrive within `REQUEST_TIMEOUT`.
+            LimitReached: other calls needed the slot meanwhile.
         """
         loop = asyncio.get_running_loop()
         idle = _Idle(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
@@ -128,8 +121,8 @@ class Arrivals:
             self._ending -= idle.why_ended is not None
 
     def _make_room(self) -> None:
-        """End as many calls that have waited too long for their peers as other calls wait for slots, and look again
-        when the next one has."""
+        """End calls that have waited too long for their peers, as many as other calls wait for slots. Look again when
+        the next call has waited too long."""
         if self._timer is not None or not self._wanted:
             return
         loop = asyncio.get_running_loop()
@@ -168,14 +161,8 @@ def _late_request() -> KvferryError:
 
 @dataclass(eq=False, slots=True)
 class HeldRequest:
-    """What a request holds until it has been worked on. Free it once.
-
-    Attributes:
-        memory: the budget of decoded requests.
-        host: the host that the call comes from.
-        arrivals, has_slot, has_turn: the slots of that host, and whether the request holds one, and the host's turn.
-        size: bytes of the budget that it holds.
-    """
+    """What a request holds until it has been worked on: `size` bytes of the budget `memory` of decoded requests, and
+    perhaps a slot and the turn of its host. Free it once."""
 
     memory: Budget
     host: str
@@ -185,8 +172,8 @@ class HeldRequest:
     has_turn: bool = False
 
     def count(self, size: int) -> None:
-        """Hold so many bytes of memory in all, if they are worth counting; raises `LimitReached` if this host's
-        requests hold too many."""
+        """Hold `size` bytes of memory in all, if they are worth counting. Raises `LimitReached` if this host's requests
+        hold too many."""
         more = size - self.size
         if more <= 0 or size <= limits.COUNTED_REQUEST:
             return
@@ -195,11 +182,10 @@ class HeldRequest:
         self.size = size
 
     async def wait_for_peer(self, coming: Awaitable[Any]) -> None:
-        """Do as `Arrivals.wait_for_peer`, if the request holds a slot."""
+        """Await as `Arrivals.wait_for_peer` if the request holds a slot, else without a limit."""
         await (self.arrivals.wait_for_peer(coming) if self.has_slot else coming)
 
     def free(self) -> None:
-        """Give all of it to the next request."""
         if self.has_turn:
             self.arrivals.turn.release()
         if self.size:
@@ -209,11 +195,10 @@ class HeldRequest:
 
 
 class Requests:
-    """The requests of one listener: those that take much are decoded by the worker. Belongs to one event loop.
+    """The requests of one listener. Belongs to one event loop.
 
-    Attributes:
-        memory: the budget of decoded requests.
-        worked_on: bytes of all requests so far, also of those that were refused, but for small ones.
+    `memory` is the budget of decoded requests; `worked_on` counts the bytes of all requests so far, refused ones
+    included, but no small ones.
     """
 
     def __init__(self, worker: Worker, time_slices: TimeSlices) -> None:
@@ -224,11 +209,11 @@ class Requests:
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
 
     async def read(self, method: str, decode: Decode, context: Context, host: str) -> tuple[Any, HeldRequest]:
-        """Read and decode the one request of a call from a host. Returns the request, and what it holds.
+        """Read and decode the only request of a call.
 
         Raises:
             InvalidField: there is no request, it is too large, or it does not decode.
-            LimitReached: this host's requests take too much; see also `Arrivals`.
+            LimitReached: this host's requests take too much memory; see also `Arrivals`.
         """
         arrivals = self._arrivals(host, geometries=method in GEOMETRIES)
         raw, large = await arrivals.read(context)
@@ -244,14 +229,14 @@ class Requests:
             raise
 
     async def each(self, decode: Decode, context: Context, host: str) -> AsyncGenerator[Any, None]:
-        """Yield the requests of a call that may have many, decoded; raises as `read`. gRPC keeps as much of a request
-        as has arrived, however much a method takes, so that these wait for slots as well."""
+        """Yield the decoded requests of a call that may have many. They wait for slots as well, because gRPC keeps as
+        much of a request as has arrived, however much the method takes. Raises as `read`."""
         while (raw := await self.raw(context, host)) is not grpc.aio.EOF:
             _check_size(raw, limits.MAX_STREAMED_REQUEST)
             yield _parsed(decode, raw)
 
     async def raw(self, context: Context, host: str) -> Any:
-        """Return the next request of a call, not decoded, or `grpc.aio.EOF`; raises as `read`."""
+        """Return the next undecoded request of a call, or `grpc.aio.EOF`. Raises as `read`."""
         arrivals = self._arrivals(host, geometries=False)
         raw, large = await arrivals.read(context)
         if large:
@@ -260,7 +245,7 @@ class Requests:
         return raw
 
     async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, most: int) -> Any:
-        # A message's class decodes it.
+        # `decode` is a method of the message's class.
         shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
         if size > limits.COUNTED_REQUEST:
@@ -277,7 +262,7 @@ class Requests:
         return await self._worker.run(host, len(raw), lambda: _parsed(decode, raw))
 
     async def _measured(self, raw: bytes, shape: Shape, host: str, most: int) -> int:
-        """Return what a request takes once it is decoded; raises `InvalidField` if that is too much."""
+        """Return the decoded size of a request; raises `InvalidField` if it is too large."""
         found = Decoded(raw, shape, most)
         short = len(raw) <= MAX_INLINE_BYTES
         await self._time_slices.begin(host, short=short)

@@ -1,4 +1,4 @@
-"""The node server: puts listeners, guards, health, reflection, and the home with its servicers together.
+"""The node server: listeners, guards, health, reflection, and the home with its servicers.
 
 `kvferryd`, `kvferry.serve()` and the tests all run a `NodeServer`.
 """
@@ -66,33 +66,25 @@ SERVICES = (
     introspection_pb2.DESCRIPTOR.services_by_name["Introspection"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
-"""The services of the contract."""
 
 OFFERED = (*SERVICES, HEALTH, *REFLECTIONS)
-"""All services, with health and reflection."""
 
 
 class NodeServer:
-    """A node server. `start` it once, `stop` it once. Not thread-safe: it belongs to the event loop that starts it.
+    """A node server; `start` and `stop` it once each. Not thread-safe: it belongs to the event loop that starts it.
 
-    The UNIX socket and the TCP port have a gRPC server each, each with its own limits, so that neither starves the
-    other.
-
-    Args:
-        config: the settings.
-        failed_handshakes: TLS handshakes that failed, by reason; None: nobody counts them.
-
-    Attributes:
-        home: the home behind the servicers; set by `start`.
-        addresses: the addresses that it listens on, UNIX socket first, with real ports.
-        advertise: the address that goes into references.
-        admin: the address of the admin listener; empty: there is none.
+    The UNIX socket and the TCP port have a gRPC server each, with separate limits, so that neither starves the other.
+    `failed_handshakes` counts failed TLS handshakes by reason; None: they are not counted.
     """
 
     home: Home
+    """Set by `start`."""
     addresses: tuple[str, ...] = ()
+    """UNIX socket first, with real ports."""
     advertise: str = ""
+    """The address that goes into references."""
     admin: str = ""
+    """The address of the admin listener; empty: there is none."""
 
     def __init__(self, config: NodeConfig, failed_handshakes: Mapping[str, int] | None = None) -> None:
         self._config = config
@@ -113,12 +105,8 @@ class NodeServer:
         self._tracing: Tracing | None = None
 
     async def start(self) -> None:
-        """Reserve the addresses and start to serve.
-
-        Raises:
-            CannotListen: it cannot listen on an address.
-            InvalidField: settings contradict each other, or a TLS file or the policy cannot be used.
-        """
+        """Reserve the addresses and start to serve. Raises `CannotListen`, or `InvalidField` if settings contradict
+        each other, or if a TLS file or the policy cannot be used."""
         try:
             await self._start()
         except BaseException:
@@ -133,7 +121,7 @@ class NodeServer:
             self._policy = read_policy(config.policy)
         if config.trace_endpoint:
             self._tracing = Tracing(config.trace_endpoint)
-        # The advertised address depends on the ports, and the home on it. gRPC servers come last.
+        # The advertised address depends on the ports, and the home on that address. gRPC servers come last.
         self._hold()
         certificates = self._certificates
         if certificates is not None:
@@ -170,7 +158,7 @@ class NodeServer:
             CallCounts(self.home.journal.events),
         )
         self._begin(state.lag.run(), "loop-lag")
-        # Before anything else is served: operators are told why it is not ready yet.
+        # Before the gRPC servers: operators can see why the node server is not ready yet.
         await self._start_admin(state)
         for listener in self._listeners:
             if not listener.address.is_unix:
@@ -183,8 +171,8 @@ class NodeServer:
             self._begin(self._listings.run(), "listings")
 
     async def failed(self) -> None:
-        """Wait until the server cannot go on because of a bug, and raise `InternalError`: the home's timers have
-        stopped, so that nothing would be released any more, or gRPC servers are not replaced any more."""
+        """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
+        stopped, so that nothing would be released, or ended gRPC servers are no longer replaced."""
         if self._driver is None:
             raise InternalError("the server was not started")
         running = [self._driver, *(serving.replacing for serving in self._servings if serving.replacing is not None)]
@@ -194,15 +182,14 @@ class NodeServer:
         raise InternalError(f"{'the home' if ended is self._driver else 'gRPC'} has stopped") from cause
 
     async def drain(self) -> None:
-        """Take no new work from now on, and go on with what is live; see `Home.drain`. `stop` ends the server.
-        Idempotent."""
+        """Take no new work from now on; live work goes on, see `Home.drain`. `stop` ends the server. Idempotent."""
         await self._health.enter_graceful_shutdown()
         self.home.drain()
 
     async def reload(self) -> None:
-        """Read the policy and the TLS files again. What cannot be used is logged, and stays as it was. Calls in
-        progress and open connections go on."""
-        # One after the other, so that an earlier one does not put back what it has read.
+        """Read the policy and the TLS files again. An unusable file is logged and changes nothing. Calls in progress
+        and open connections go on."""
+        # One reload after the other, so that an earlier one does not put back older content.
         async with self._reloading:
             path = self._config.policy
             if path is not None:
@@ -216,22 +203,19 @@ class NodeServer:
                 logger.info("the certificate was read again from %s", self._config.tls_cert)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Drain and stop; removes the socket's files. May be called again, to hurry an earlier call that was cancelled.
-
-        Args:
-            grace: seconds for live leases and calls in progress; None: as configured; 0: none.
-        """
+        """Drain and stop, and remove the socket's files. May be called again, to hurry an earlier call that was
+        cancelled. Live leases and calls in progress get `grace` seconds; None: as configured."""
         grace = self._config.drain if grace is None else grace
         loop, unlisting = asyncio.get_running_loop(), None
         if self._servings and self._relays is not None:
             self._relays.stop()
-            # The order matters: load balancers leave, then new work is refused, then readers report what they have read
-            # and sources hear of it, then streams end. Only gRPC's stop refuses reports. A single open stream, even a
-            # health Watch, would make it wait for the whole grace.
+            # The order matters: load balancers leave, then new work is refused, then readers report their reads and
+            # sources get the releases, then streams end. Only gRPC's stop refuses reports, and a single open stream,
+            # even a health Watch, would make gRPC's stop wait for the whole grace.
             await self._health.enter_graceful_shutdown()
             self.home.drain()
             if self._listings is not None:
-                # Beside the drain, which a directory out of reach shall not prolong.
+                # Concurrently, so that an unreachable directory does not prolong the drain.
                 unlisting = asyncio.create_task(self._listings.stop(), name="kvferry-unlisting")
                 self._listings = None
             until = loop.time() + grace
@@ -252,7 +236,7 @@ class NodeServer:
             await asyncio.wait([task])
         for held in self._listeners:
             held.close()
-        # Last, so that whoever asks is told of the drain to its end.
+        # Last, so that operators can follow the drain to its end.
         if self._admin is not None:
             listener, service = self._admin
             await listener.close()
@@ -263,18 +247,16 @@ class NodeServer:
             await asyncio.to_thread(tracing.close)
 
     def _begin(self, running: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start a task that goes on until `stop`."""
         self._tasks.append(asyncio.create_task(running, name=f"kvferry-{name}"))
         return self._tasks[-1]
 
     async def _leases_end(self, until: float) -> None:
-        """Wait until no lease pins blocks, at most until a time of the event loop."""
+        """Wait until no lease pins blocks, at most until the event loop's time `until`."""
         # Polled, because the domain has no asyncio events to wait for.
         while self.home.records.pinning() and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LEASE_POLL)
 
     def _hold(self) -> None:
-        """Reserve all addresses, and read the TLS files."""
         config, path, address = self._config, self._config.unix_path, self._config.listen_address
         check_exposure(config)
         if config.tls is not None:
@@ -292,7 +274,6 @@ class NodeServer:
         self.addresses = tuple(str(listener.address) for listener in self._listeners)
 
     async def _start_admin(self, state: NodeState) -> None:
-        """Listen for operators, unless the default address is in use."""
         address = self._config.admin_address
         if address is None:
             return

@@ -1,8 +1,8 @@
-"""Serving: a gRPC server on one address, replaced by a new one whenever it ends by itself.
+"""A gRPC server on one address, replaced by a new server whenever it ends without being stopped.
 
-grpcio's server ends when something in it raises (see `kvferry_server.node.grpc_server`). The state of a home must not
-depend on that. The calls of the ended server fail, which clients treat as a lost connection, and the next server
-listens at the same address within a fraction of a second. The home is not affected.
+grpcio's server ends when something in it raises (see `kvferry_server.node.grpc_server`). The home keeps its
+state: the calls of the ended server fail, which clients treat as a lost connection, and the next server listens at the
+same address within a fraction of a second.
 """
 
 from __future__ import annotations
@@ -19,17 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Serving:
-    """Serves one address until `stop`. Belongs to one event loop.
-
-    Args:
-        listener: holds the address; `stop` closes it.
-        make: makes a gRPC server with all its services, without an address.
-
-    Attributes:
-        replacing: replaces the server; ends only with `stop`, or by a bug.
-    """
+    """Serves one address until `stop`, which also closes the listener. `make` makes a gRPC server with all its
+    services, without an address. Belongs to one event loop."""
 
     replacing: asyncio.Task[None] | None = None
+    """Replaces the server. Ends only with `stop`, or by a bug."""
 
     def __init__(self, listener: Listener, make: Callable[[], Server]) -> None:
         self.listener = listener
@@ -44,7 +38,7 @@ class Serving:
 
     @property
     def is_serving(self) -> bool:
-        """Whether a gRPC server is there; not while one replaces another."""
+        """False while a new gRPC server replaces another."""
         return self._server is not None
 
     async def stop(self, grace: float) -> None:
@@ -73,11 +67,11 @@ class Serving:
         while self._server is not None:
             began = loop.time()
             why = await self._server.ended()
-            # Once this returns, nothing of it keeps the next server from listening.
+            # After this the ended server does not keep the next one from listening.
             await self._server.stop(0)
             self._server = None
             await asyncio.sleep(max(0.0, began + RESTART_PAUSE - loop.time()))
-            self._log(f"gRPC's server ended by itself ({why!r}); a new one replaces it, and no state is lost")
+            self._log(f"gRPC's server has ended ({why!r}); a new server replaces it, and no state is lost")
             while self._server is None:
                 try:
                     self._server = await self._started()

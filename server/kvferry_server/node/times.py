@@ -1,4 +1,4 @@
-"""The durations that the process keeps to, in seconds. Those that a deployment may set are in `NodeConfig`."""
+"""Fixed durations of the process, in seconds. `NodeConfig` has those that a deployment may set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ANSWER_TIMEOUT = 10.0
 connection."""
 
 RETRY_AFTER = 0.25
-"""After which a client repeats a call that was refused by a limit."""
+"""Retry delay of a call that a limit refused."""
 
 DRAIN_STREAMS = 0.5
-"""How long streams get to end by themselves when a drain has told them to, before they are ended."""
+"""How long streams get to end after a drain has asked them to, before the server ends them."""
 
 STOP_MARGIN = 10.0
 """How long a drained server may take to end its connections, home and threads, before its service manager kills it."""
@@ -25,16 +25,16 @@ LEASE_POLL = 0.05
 """Between two checks whether leases are still live, during a drain."""
 
 RESTART_PAUSE = 0.1
-"""At least between two starts of a gRPC server on one address: whoever can end one can end the next at once."""
+"""Least time between two starts of a gRPC server on one address: a client that can end one can end the next at once."""
 
 RESTART_LOG_PAUSE = 10.0
-"""At least between two log lines about gRPC servers that ended."""
+"""Least time between two log lines about gRPC servers that ended."""
 
 CONNECTION_POLL = 0.5
 """Between two checks of the number of connections."""
 
 SWITCH_INTERVAL = 0.0005
-"""How long a thread may keep the interpreter while another one waits for it."""
+"""How long a thread may keep the interpreter while another thread waits for it."""
 
 CERTIFICATE_POLL = 2.0
 """Between two looks at whether the TLS files have changed."""
@@ -43,7 +43,7 @@ LISTING_POLL = 0.25
 """Between two looks at which engines the directory should list."""
 
 WITHDRAW_PATIENCE = 3.0
-"""How long a server that stops waits until it is listed no more. Otherwise its listings end with their ttl."""
+"""How long a stopping server waits for its listings to be withdrawn. Otherwise they end with their ttl."""
 
 TRIM_POLL = 5.0
-"""Between two looks at whether memory was freed that can be given back."""
+"""Between two looks at whether there is freed memory to give back to the system."""

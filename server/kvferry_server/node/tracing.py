@@ -1,11 +1,11 @@
 """Spans of a node server's calls, in the traces that their callers name (``traceparent`` in the metadata).
 
-OpenTelemetry's own instrumentation of gRPC wraps ``grpc.aio.server()``; this node server accepts its calls itself, see
-`kvferry_server.node.grpc_server`. So the spans are made here, around what the guard has made of each handler. Calls
-without a traceparent have no span: a node server begins no trace.
+OpenTelemetry's own instrumentation of gRPC wraps ``grpc.aio.server()``, but this node server accepts its calls itself
+(`kvferry_server.node.grpc_server`). So the spans are made here, around each guarded handler. Calls without a
+traceparent have no span: a node server begins no trace.
 
-Only this file imports OpenTelemetry, and only if `trace_endpoint` is set. Spans wait in a bounded queue, and a thread
-of its own sends them: neither a slow collector nor a flood of traced calls holds up the event loop.
+Only this file imports OpenTelemetry, and only if `trace_endpoint` is set. Spans wait in a bounded queue, and a
+background thread sends them: neither a slow collector nor a flood of traced calls holds up the event loop.
 """
 
 from __future__ import annotations
@@ -41,14 +41,10 @@ _without_headers = _WithoutHeaders()
 
 
 class Tracing:
-    """Records the calls of a node server, and sends them to a collector of OpenTelemetry.
+    """Records the calls of a node server and sends them to an OpenTelemetry collector (OTLP over HTTP). Headers,
+    sampling and the service's name come from the environment, as OpenTelemetry defines (``OTEL_…``).
 
-    Args:
-        endpoint: URL of the collector for traces by OTLP over HTTP. Headers, sampling and the service's name come from
-            the environment, as OpenTelemetry defines (``OTEL_…``).
-
-    Raises:
-        InvalidField: the packages that it needs are not installed, or OpenTelemetry's variables contradict each other.
+    Raises `InvalidField` if a package is missing, or if OpenTelemetry's variables contradict each other.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -72,7 +68,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("kvferryd", kvferry.__version__)
 
     def traced(self, method: str, behaviour: Behaviour) -> Behaviour:
-        """Return the guarded handler of a method, in a span of its own for each call that names a trace."""
+        """Wrap a guarded handler: each call that names a trace gets a span."""
         from opentelemetry.context import Context as TraceContext
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

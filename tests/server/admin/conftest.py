@@ -15,7 +15,7 @@ from tests.support.raw_parties import Party
 
 @dataclass(frozen=True)
 class Watched:
-    """What the tests look at."""
+    """The node server under test, and its addresses."""
 
     server: Kvferryd
     party: Party

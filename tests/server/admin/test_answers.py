@@ -1,4 +1,4 @@
-"""What the admin listener answers: probes, state, lists; and to whom."""
+"""The answers of the admin listener: probes, state, lists; and to which clients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.raw_parties import Party
 from tests.support.waiting import until
 
 
-def test_probes_say_ok(watched: Watched) -> None:
+def test_probes_answer_ok(watched: Watched) -> None:
     for path in ("/healthz", "/readyz"):
         got = get(watched.admin, path)
         assert (got.code, got.text) == (200, "ok\n")
 
 
-def test_a_draining_server_is_healthy_not_ready_and_says_why(tmp_path: Path) -> None:
+def test_draining_server_is_healthy_but_not_ready_with_the_reason(tmp_path: Path) -> None:
     flags = ["--unix", str(tmp_path / "node.sock"), "--listen", "", "--admin", "127.0.0.1:0", "--drain", "60"]
     with Kvferryd(*flags) as server, connect(server.address) as channel:
         party = Party(channel, "engine")
@@ -39,7 +39,7 @@ def test_a_draining_server_is_healthy_not_ready_and_says_why(tmp_path: Path) -> 
         assert server.wait() == 0
 
 
-def test_the_state_says_what_runs(watched: Watched) -> None:
+def test_state_shows_version_engines_and_settings(watched: Watched) -> None:
     state = get(watched.admin, "/statusz?format=json").json
     assert state["epoch"].startswith(watched.server.epoch)
     assert state["addresses"] == watched.server.addresses
@@ -84,21 +84,21 @@ def test_lists_come_in_pages(watched: Watched) -> None:
         ("/plan.svg?source=a&destination=b", 404),
     ],
 )
-def test_what_is_not_there_is_a_plain_answer(watched: Watched, path: str, code: int) -> None:
+def test_bad_path_gets_a_plain_answer(watched: Watched, path: str, code: int) -> None:
     got = get(watched.admin, path)
     assert got.code == code
     assert "Traceback" not in got.text
 
 
-def test_nothing_can_be_changed(watched: Watched) -> None:
+def test_methods_other_than_get_and_head_are_refused(watched: Watched) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
         assert get(watched.admin, "/", method=method).code == 405
     head = get(watched.admin, "/healthz", method="HEAD")
     assert (head.code, head.body) == (200, b"")
 
 
-def test_a_web_page_cannot_use_a_browser_of_this_host(watched: Watched) -> None:
-    """By having its own name point to loopback: the name in the request is then the page's."""
+def test_request_with_a_foreign_host_header_is_refused(watched: Watched) -> None:
+    """A web page could point its own name to loopback; the Host header then has the page's name."""
     assert get(watched.admin, "/metrics", Host="evil.example").code == 421
     for name in (
         "127.0.0.1.evil.example",
@@ -113,7 +113,7 @@ def test_a_web_page_cannot_use_a_browser_of_this_host(watched: Watched) -> None:
         assert get(watched.admin, "/metrics", Host=name).code == 200
 
 
-def test_every_answer_keeps_browsers_strict(watched: Watched) -> None:
+def test_answers_all_have_strict_headers_for_browsers(watched: Watched) -> None:
     answers: list[Got] = [get(watched.admin, path) for path in ("/", "/statusz", "/metrics", "/page.js", "/nothing")]
     for got in answers:
         policy = got.headers["content-security-policy"]
@@ -123,7 +123,7 @@ def test_every_answer_keeps_browsers_strict(watched: Watched) -> None:
         assert got.headers["server"] == "kvferryd"
 
 
-def test_beyond_loopback_it_must_be_asked_for() -> None:
+def test_listening_beyond_loopback_needs_the_setting() -> None:
     done = refused("--listen", "127.0.0.1:0", "--unix", "", "--admin", "0.0.0.0:0")
     assert done.returncode == 2
     assert "--admin-insecure" in done.stderr
@@ -135,14 +135,14 @@ def test_beyond_loopback_it_must_be_asked_for() -> None:
         assert get(f"127.0.0.1:{port}", "/readyz", Host="node7.cluster").code == 200
 
 
-def test_a_second_server_starts_without_it_unless_it_was_asked_for() -> None:
+def test_second_server_starts_without_the_listener_unless_it_was_set() -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             taken.bind(("127.0.0.1", 7424))
             taken.listen()
         except OSError:
-            # Another test's, or a real one: as good.
+            # Another test or a real server has the port: as good.
             pass
         done = refused("--listen", "127.0.0.1:0", "--unix", "", "--admin", "127.0.0.1:7424")
         assert done.returncode == 1
@@ -155,7 +155,7 @@ def test_a_second_server_starts_without_it_unless_it_was_asked_for() -> None:
             assert "--admin" in second.log
 
 
-def test_an_empty_setting_means_none() -> None:
+def test_empty_setting_disables_the_listener() -> None:
     with Kvferryd("--listen", "127.0.0.1:0", "--unix", "") as server:
         assert server.admin == ""
         assert "admin" not in json.dumps(server.log)

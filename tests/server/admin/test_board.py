@@ -42,13 +42,13 @@ NEED_TLS = (
     "kvferry_tls_handshakes_total",
     "kvferry_tls_handshakes_failed_total",
 )
-"""Only a node server with TLS has them; no other expression may be without data in this run."""
+"""Metrics of node servers with TLS only. No other expression may be without data in this run."""
 
 OF_ENGINES = (
     'kvferry_reader_failures_total{reason="PromptMismatch"}',
     'kvferry_failures_total{reason="PromptMismatch"}',
 )
-"""Only engines have them; tests of their metrics show that they are there from the first scrape on."""
+"""Metrics of engines only; the tests of those metrics show that they exist from the first scrape on."""
 
 FIRING = {
     "KvferryRestarted",
@@ -57,7 +57,7 @@ FIRING = {
     "KvferryReportsTooLate",
     "KvferryRequestsUnread",
 }
-"""Alerts that this run provokes at once. The others are tried on made-up series."""
+"""Alerts that this run provokes at once. Other alerts are tested on made-up series."""
 
 
 class Prometheus:
@@ -89,7 +89,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def query(self, expression: str) -> list[Any]:
-        """Series that an expression gives now; raises for one that Prometheus does not understand."""
+        """The current series of an expression. Raises if Prometheus does not understand the expression."""
         found: list[Any] = self.ask("query", query=expression)["result"]
         return found
 
@@ -143,7 +143,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             running = Prometheus(folder, admin)
             stack.callback(running.close)
             until(running.running)
-        # The second start is a restart, which Prometheus sees.
+        # Prometheus sees the second start as a restart.
         server = stack.enter_context(Kvferryd(*flags))
         until(lambda: bool(running.query("changes(kvferry_start_time_seconds[5m]) > 0")))
         provoke(server)
@@ -158,7 +158,7 @@ def concrete(expression: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_expression_of_the_board_has_data(prometheus: Prometheus) -> None:
+def test_board_expressions_all_have_data(prometheus: Prometheus) -> None:
     without = [
         f"{title}: {target['expr']}"
         for title, panel in PANELS.items()
@@ -169,8 +169,8 @@ def test_every_expression_of_the_board_has_data(prometheus: Prometheus) -> None:
 
 
 @pytest.mark.slow
-def test_every_series_that_an_alert_reads_is_there(prometheus: Prometheus) -> None:
-    """Whatever its threshold: an alert on a name that nobody has never fires."""
+def test_series_of_every_alert_exist(prometheus: Prometheus) -> None:
+    """An alert on a metric that does not exist never fires, whatever its threshold."""
     missing = []
     for alert, expression in ALERTS.items():
         selectors = re.findall(r"(?:kvferry_\w+|\bup\b)(?:\{[^}]*\})?", expression)
@@ -184,7 +184,7 @@ def test_every_series_that_an_alert_reads_is_there(prometheus: Prometheus) -> No
 
 
 @pytest.mark.slow
-def test_the_alerts_fire(prometheus: Prometheus) -> None:
+def test_alerts_fire(prometheus: Prometheus) -> None:
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == set(ALERTS)
     assert [rule["lastError"] for rule in rules if rule.get("lastError")] == []
@@ -205,7 +205,7 @@ def promtool(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_each_alert_fires_on_its_trouble_and_not_before() -> None:
+def test_alert_fires_on_its_trouble_and_not_before() -> None:
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", str(RULES))
     trials = ROOT / "tests" / "server" / "admin" / "alert_trials.yml"
     assert "SUCCESS" in promtool("test", "rules", str(trials))
@@ -227,7 +227,7 @@ def faults() -> set[str]:
     return {re.split(r", | until the source| with `", fault)[0] for fault in found}
 
 
-def test_each_fault_shows_on_the_board() -> None:
+def test_board_shows_each_fault() -> None:
     rows = {
         fault: (panels.split(", "), alerts.split(", ")) for fault, panels, alerts in table("Where each fault shows")
     }
@@ -237,7 +237,7 @@ def test_each_fault_shows_on_the_board() -> None:
         assert set(alerts) <= {*ALERTS, "None"}, fault
 
 
-def test_the_runbook_has_each_alert_and_names_panels_that_are_there() -> None:
+def test_runbook_has_each_alert_and_names_existing_panels() -> None:
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
     assert set(sections) == set(ALERTS)
     for alert, text in sections.items():
@@ -247,7 +247,7 @@ def test_the_runbook_has_each_alert_and_names_panels_that_are_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_node_server_has_every_metric_of_the_table_and_no_other(prometheus: Prometheus) -> None:
+def test_node_server_has_every_metric_of_the_table_and_no_other(prometheus: Prometheus) -> None:
     there = {name for name in prometheus.ask("label/__name__/values") if name.startswith("kvferry_")}
     there = {re.sub(r"_(bucket|sum|count)$", "", name) for name in there}
     assert there | set(NEED_TLS) == {metric.full_name for metric, _ in METRICS}

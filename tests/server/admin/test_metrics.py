@@ -1,4 +1,4 @@
-"""What Prometheus sees of a node server."""
+"""The metrics of a node server."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SERVICE = "kvferry.v1.KVTransfer/"
 def scraped(
     admin: str, name: str, value: float, /, before: Callable[[], object] = lambda: None, **labels: str
 ) -> Scraped:
-    """Wait until a metric has a value: a scrape may be half a second old. `before` is called before each."""
+    """Wait until a metric has a value: a scrape may be half a second old. `before` is called before each scrape."""
     found: list[Scraped] = []
 
     def there() -> bool:
         before()
         found[:] = [Scraped(admin)]
-        # Some samples come with the first thing that they count.
+        # Some samples exist only after their first event.
         with suppress(KeyError):
             return found[0](name, **labels) == value
         return False
@@ -48,7 +48,7 @@ def scraped(
 
 
 @pytest.mark.slow
-def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
+def test_metrics_count_a_day_of_an_engine(tmp_path: Path) -> None:
     flags = ["--unix", str(tmp_path / "node.sock"), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
     with (
         Kvferryd(*flags, "--drain", "0", "--ttl", "2.5", "--engine-ttl", "1") as server,
@@ -57,7 +57,7 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         empty = Scraped(server.admin)
         assert empty("kvferry_ready") == 1
         assert empty("kvferry_leases") == 0
-        # A rate needs a value to begin with, and an alert is to see the first one.
+        # A rate needs a first value, so that an alert sees the first event.
         assert empty("kvferry_engines", state="dead") == empty("kvferry_leases_ended_total", state="expired") == 0
         assert empty("kvferry_build_info", version=kvferry.__version__) == 1
         party = Party(channel, "engine")
@@ -69,7 +69,7 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         party.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"x" * 16)))
 
         def renew() -> None:
-            """Its lease is still to be seen: a scrape may come later than its ttl."""
+            """The lease has to be in a scrape, which may come later than the ttl."""
             party.notify_reader(pb.Notification(renew=pb.Renew(lease_id=party.lease_id)))
 
         refused = {"kind": "renew", "reason": "LEASE_ENDED"}
@@ -96,7 +96,7 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         assert 0 < seen("kvferry_budget_used", budget="memory") < seen("kvferry_budget_limit", budget="memory")
         assert seen("process_resident_memory_bytes") > 1 << 20
 
-        # One lease is left to expire, and the engine goes.
+        # One lease expires, and the engine ends.
         seen = scraped(server.admin, "kvferry_leases_ended_total", 1, state="expired")
         assert seen("kvferry_leases", state="reading") == 0
         party.close()
@@ -106,13 +106,13 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         assert seen("kvferry_hold_seconds_count") == 2
         assert seen("kvferry_oldest_pin_age_seconds") == 0
         assert seen("kvferry_watches", role="scheduler") == 0
-        # Read on a thread, which may come to it after the scrape.
+        # A thread reads it, perhaps after the scrape.
         until(lambda: "engine_dead" in server.log)
         assert "lease_ended" in server.log
 
 
-def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> None:
-    """Whichever engine that is: the page says which."""
+def test_engine_budgets_show_the_fullest_engine(tmp_path: Path) -> None:
+    """The metric does not name the engine; the page does."""
     flags = ["--unix", "", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--drain", "0"]
     with Kvferryd(*flags) as server, connect(server.address) as channel:
         names = ("publications", "waiting_reads", "waiting_declines", "checksum_bytes")
@@ -123,7 +123,7 @@ def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> N
         for _ in range(3):
             one.publish()
         other.live()
-        # Nobody has published what these name.
+        # The publications that these reads name do not exist.
         other.publication += 5
         assert other.kv.ReadBlocks(other.read_request(), timeout=30).HasField("accepted")
         for _ in range(2):
@@ -140,7 +140,7 @@ def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> N
         other.close()
 
 
-def test_methods_that_nobody_offers_share_a_label(watched: Watched) -> None:
+def test_unknown_methods_share_a_label(watched: Watched) -> None:
     with connect(watched.server.addresses[1]) as channel:
         for name in ("a", "b", "c"):
             call: Any = channel.unary_unary(f"/kvferry.v1.KVTransfer/{name}")
@@ -150,8 +150,8 @@ def test_methods_that_nobody_offers_share_a_label(watched: Watched) -> None:
     assert not any(label.endswith("/a") for label in seen.labels)
 
 
-def test_no_label_grows_with_the_fleet(watched: Watched) -> None:
-    """Labels are words of the code: none has an id, and none comes from a peer."""
+def test_labels_do_not_grow_with_the_fleet(watched: Watched) -> None:
+    """Labels are words of the code: no label has an id, or comes from a peer."""
     seen = Scraped(watched.admin)
     reasons = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()}  # noqa: SIM118
     allowed = re.compile(r"[a-z_]+|[\d.e+-]+|\+Inf|OK|CANCELLED|ABORTED|(kvferry|grpc)[\w.]+/\w+|[\d.]+(rc|dev)?\d*")
@@ -160,7 +160,7 @@ def test_no_label_grows_with_the_fleet(watched: Watched) -> None:
         assert secret not in seen.text
 
 
-async def test_a_scrape_goes_through_no_list_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrape_walks_no_list_that_grows_with_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home may have a quarter of a million leases, and its event loop waits for the scrape."""
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     await node.start()
@@ -176,6 +176,6 @@ async def test_a_scrape_goes_through_no_list_that_grows(tmp_path: Path, monkeypa
         await node.stop(0)
 
 
-def test_scrapes_without_pause_are_answered_from_one(watched: Watched) -> None:
+def test_scrapes_without_pause_share_a_measurement(watched: Watched) -> None:
     texts = {get(watched.admin, "/metrics").body for _ in range(40)}
     assert len(texts) < 20

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, and that no name of a stranger does anything there."""
+"""The page in a real browser: its content, and that names from strangers have no effect."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A node server with an engine, and a request, of evil names."""
+    """A node server with an engine and a request that have malicious names."""
     path = tmp_path_factory.mktemp("page") / "node.sock"
     with ExitStack() as stack:
         flags = ["--unix", str(path), "--listen", "", "--admin", "127.0.0.1:0", "--drain", "0"]
-        # Longer than a browser takes to start: a lease that expires is one more read that has ended.
+        # Longer than a browser takes to start: an expired lease would be one more ended read.
         flags += ["--ttl", "600", "--max-ttl", "600"]
         server = stack.enter_context(Kvferryd(*flags, "--log-level", "debug"))
         party = Party(stack.enter_context(connect(server.address)), EVIL)
@@ -59,7 +59,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def browse(folder: Path, url: str) -> tuple[str, str]:
-    """What a browser makes of a page, five seconds of its scripts later; and what it complains of."""
+    """The page in a browser after five seconds of its scripts, and the browser's complaints."""
     if shutil.which(BROWSER) is None:
         pytest.skip(f"{BROWSER} is not installed")
     flags = [*FLAGS, f"--user-data-dir={folder}/profile", "--virtual-time-budget=5000", "--dump-dom"]
@@ -68,7 +68,7 @@ def browse(folder: Path, url: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_the_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tmp_path: Path) -> None:
+def test_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tmp_path: Path) -> None:
     page, complaints = browse(tmp_path, f"http://{named.admin}/")
     assert complaints == ""
     assert "<title>kvferry: " in page
@@ -85,12 +85,12 @@ def test_the_page_shows_engines_reads_and_requests_and_stays_live(named: Watched
     assert timeline is not None
     assert timeline[0].count("<rect") == 2
     assert timeline[0].count(" 7 bytes") == 2
-    # The script has loaded it again.
+    # The script has reloaded the page.
     assert re.search(r'<span id="updated">[^<]+</span>', page)
 
 
 @pytest.mark.slow
-def test_a_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
+def test_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
     target = "/plan?" + urlencode({"source": named.party.name, "destination": named.party.name})
     page, complaints = browse(tmp_path, f"http://{named.admin}{target}")
     assert complaints == ""
@@ -101,7 +101,7 @@ def test_a_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
     assert "<script" not in picture.text
 
 
-def test_an_engine_shows_its_ranks(named: Watched) -> None:
+def test_engine_page_shows_the_ranks(named: Watched) -> None:
     got = get(named.admin, "/engine?" + urlencode({"engine_id": named.party.name}))
     assert got.code == 200
     assert 'id="ranks"' in got.text
@@ -109,7 +109,7 @@ def test_an_engine_shows_its_ranks(named: Watched) -> None:
     assert EVIL not in got.text
 
 
-def test_templates_escape_whatever_is_not_html() -> None:
+def test_templates_escape_values_that_are_not_html() -> None:
     evil = '"><script>{0.__class__}'
     escaped = "&quot;&gt;&lt;script&gt;{0.__class__}"
     assert html('<p title="{}">{name}</p>', evil, name=evil) == f'<p title="{escaped}">{escaped}</p>'

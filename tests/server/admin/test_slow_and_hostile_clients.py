@@ -35,7 +35,7 @@ def dial(admin: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def test_connections_that_say_nothing_keep_nobody_out(watched: Watched) -> None:
+def test_silent_connections_keep_no_others_out(watched: Watched) -> None:
     before = open_files(watched.server.pid)
     with ExitStack() as stack:
         idle = [stack.enter_context(dial(watched.admin)) for _ in range(3 * MAX_CONNECTIONS)]
@@ -44,7 +44,7 @@ def test_connections_that_say_nothing_keep_nobody_out(watched: Watched) -> None:
         assert get(watched.admin, "/readyz").code == 200
         watched.party.works()
         until(lambda: open_files(watched.server.pid) <= before + MAX_CONNECTIONS + 8)
-        # The oldest ones were ended.
+        # The oldest connections were ended.
         assert idle[0].recv(1) == b""
 
 
@@ -63,7 +63,7 @@ def test_connections_that_say_nothing_keep_nobody_out(watched: Watched) -> None:
     ],
     ids=["tls", "version", "path", "headers", "header", "body", "control", "host", "http2"],
 )
-def test_any_bytes_end_in_an_answer_or_the_end_of_the_connection(watched: Watched, request_bytes: bytes) -> None:
+def test_bytes_of_any_kind_end_in_an_answer_or_a_closed_connection(watched: Watched, request_bytes: bytes) -> None:
     logged = len(watched.server.log)
     with dial(watched.admin) as connection:
         answer = b""
@@ -79,7 +79,7 @@ def test_any_bytes_end_in_an_answer_or_the_end_of_the_connection(watched: Watche
     assert len(watched.server.log) - logged < 1000
 
 
-def test_one_connection_has_one_request(watched: Watched) -> None:
+def test_connection_has_one_request(watched: Watched) -> None:
     request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with dial(watched.admin) as connection:
         connection.sendall(request * 50)
@@ -92,7 +92,7 @@ def test_one_connection_has_one_request(watched: Watched) -> None:
     assert answer.count(b"HTTP/1.1 200") == 1
 
 
-async def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "CONNECTION_SECONDS", 3600)
     monkeypatch.setattr(listener, "MAX_CONNECTIONS", 4)
 
@@ -114,8 +114,8 @@ async def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.Monke
         await served.close()
 
 
-async def test_a_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it says nothing or never ends what it says."""
+async def test_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the client sends nothing, or never ends its request."""
     monkeypatch.setattr(listener, "CONNECTION_SECONDS", 0.2)
 
     async def answer(_: web.BaseRequest) -> web.StreamResponse:
@@ -148,7 +148,7 @@ def test_clients_that_take_nothing_are_dropped(watched: Watched) -> None:
 
 
 async def test_pages_take_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever asks for page after page waits; the loop goes on."""
+    """A client that requests page after page waits; the event loop goes on."""
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     made: list[float] = []
 
@@ -167,10 +167,8 @@ async def test_pages_take_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPa
     assert min(after - before for before, after in itertools.pairwise(made)) >= 0.4
 
 
-async def test_clients_that_ask_for_metrics_and_leave_cost_one_measurement(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each looks at all open files, on a thread of which the process has few."""
+async def test_metrics_clients_that_leave_cost_one_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each measurement looks at all open files, on one of the process's few threads."""
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     begun, goes_on = list[float](), threading.Event()
 
@@ -185,14 +183,14 @@ async def test_clients_that_ask_for_metrics_and_leave_cost_one_measurement(
         for _ in range(5):
             reader, writer = await asyncio.open_connection(*node.admin.rsplit(":", 1))
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            # Answered by the same event loop, after the request above has reached its handler.
+            # The same event loop answers, after the request above has reached its handler.
             await asyncio.to_thread(get, node.admin, "/healthz")
             writer.transport.abort()
             assert await reader.read() == b""
             await asyncio.to_thread(get, node.admin, "/healthz")
         assert len(begun) == 1
         goes_on.set()
-        # The one that stays gets the answer.
+        # The client that stays gets the answer.
         assert (await asyncio.to_thread(get, node.admin, "/metrics")).code == 200
     finally:
         goes_on.set()

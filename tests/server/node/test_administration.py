@@ -45,14 +45,14 @@ async def problem(address: str, tls: Any = None) -> Exception:
     return from_rpc_error(caught.value, address)
 
 
-async def test_operators_are_those_on_the_unix_socket(server: NodeServer) -> None:
+async def test_operators_are_callers_on_the_unix_socket(server: NodeServer) -> None:
     over_unix, over_tcp = server.addresses
     assert isinstance(await problem(over_unix), InvalidField)
-    # Every process of the host can connect there.
+    # Every process of the host can connect to TCP.
     assert isinstance(await problem(over_tcp), NotAllowed)
 
 
-async def test_a_certificate_makes_no_operator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_certificate_alone_makes_no_operator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     authority = Authority.make(tmp_path, "ours")
     node, client = authority.issue("node"), authority.issue("somebody", "URI:spiffe://fleet/somebody")
     files = {"tls_cert": node.cert, "tls_key": node.key, "tls_ca": node.ca}
@@ -65,14 +65,14 @@ async def test_a_certificate_makes_no_operator(tmp_path: Path, caplog: pytest.Lo
         assert isinstance(await problem(server.addresses[0]), InvalidField)
     finally:
         await server.stop(0)
-    # Each refusal is in the log, with who asked, and strangers cannot fill it.
+    # The log has each refusal with the caller, and strangers cannot fill the log.
     (line,) = [record.getMessage() for record in caplog.records if "NOT_ALLOWED" in record.getMessage()]
     assert "method=Drain" in line
     assert "identity=spiffe://fleet/somebody" in line
     assert "peer=ipv4:127.0.0.1:" in line
 
 
-async def test_a_drain_reaches_health_and_leaves_the_server_up(server: NodeServer) -> None:
+async def test_drain_changes_health_and_leaves_the_server_up(server: NodeServer) -> None:
     async with connect_async(server.addresses[0]) as channel:
         info: Any = IntrospectionStub(channel)
         about = await info.GetServerInfo(ipb.GetServerInfoRequest(), timeout=TIMEOUT)
@@ -90,9 +90,9 @@ async def test_a_drain_reaches_health_and_leaves_the_server_up(server: NodeServe
 
 
 @pytest.mark.parametrize("service", REFLECTIONS)
-async def test_reflection_of_both_versions_describes_everything(server: NodeServer, service: str) -> None:
+async def test_reflection_of_both_versions_describes_all_services(server: NodeServer, service: str) -> None:
     asked = [reflection_pb2.ServerReflectionRequest(list_services="*")]
-    # With these, tools show what an error carries.
+    # With these descriptors tools decode the details of errors.
     symbols = ["google.rpc.ErrorInfo", "google.rpc.RetryInfo", "kvferry.v1.Admin", service]
     asked += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in symbols]
     asked += [reflection_pb2.ServerReflectionRequest(file_by_filename="google/rpc/error_details.proto")]

@@ -1,4 +1,4 @@
-"""Certificates follow their files, and a server that cannot use them keeps what it has."""
+"""Certificates follow their files, and a server that cannot use new files keeps its certificate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def files(fleet: Authority, tmp_path: Path) -> TlsConfig:
     )
 
 
-def test_a_pair_that_does_not_fit_keeps_the_old_one_and_says_why_once(
+def test_certificate_and_key_that_do_not_match_change_nothing_and_are_logged_once(
     fleet: Authority, files: TlsConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificates, newer = Certificates(files), fleet.issue("newer")
@@ -59,16 +59,16 @@ def test_a_pair_that_does_not_fit_keeps_the_old_one_and_says_why_once(
         (line,) = caplog.messages
         assert says in line
         assert "PRIVATE KEY" not in line
-    # The rest of it arrives.
+    # The rest of the file arrives.
     replace_files(newer, files)
     assert certificates.refresh()
     assert certificates.content == read_tls(newer)
 
 
-def test_a_certificate_that_is_not_valid_now_is_used_when_it_is(
+def test_certificate_that_is_not_valid_yet_is_used_once_it_is(
     fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As from an authority whose clock is ahead. Clients would refuse it, and take the one that it replaces."""
+    """As from an authority whose clock is ahead. Clients would refuse it, and still accept the former certificate."""
     older, newer, restored = (fleet.issue(name) for name in ("older", "newer", "restored"))
     dates = {older: (0.0, 100.0), newer: (50.0, 200.0), restored: (0.0, 55.0)}
     valid = {read_tls(tls): Validity(*between) for tls, between in dates.items()}
@@ -85,16 +85,16 @@ def test_a_certificate_that_is_not_valid_now_is_used_when_it_is(
     replace_files(restored, files)
     assert not certificates.refresh()
     assert certificates.content == read_tls(newer)
-    # Where both have expired, neither is worse.
+    # If both have expired, the new certificate is no worse.
     wall[0] = 200.0
     assert certificates.refresh()
 
 
-def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the_time_is_over(
+def test_warning_precedes_the_expiry_of_a_certificate_and_repeats_after_half_of_the_time(
     fleet: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     wall = [0.0]
-    # Of two days, so that the first warning comes a quarter of that before the end.
+    # Valid for two days, so that the first warning comes a quarter of that before the end.
     certificates = Certificates(fleet.issue("short"), lambda: wall[0])
     expiry = certificates.expiry
     told = []
@@ -109,10 +109,11 @@ def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the
     ]  # fmt: skip
 
 
-def test_it_is_warned_of_before_an_authority_expires(
+def test_warning_precedes_the_expiry_of_an_authority(
     fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one that ends first is named; one whose successor with the same name is there does not count."""
+    """The warning names the authority that ends first; an authority with a successor of the same name does not
+    count."""
     wall, node = [0.0], fleet.issue("node", days=20)
     made = {days: Authority.make(tmp_path, f"of-{days}", days) for days in (5, 9)}
     older = Authority.make(tmp_path, "older", 1, subject="of-5")
@@ -127,9 +128,9 @@ def test_it_is_warned_of_before_an_authority_expires(
         caplog.clear()
         certificates.warn()
         told += [(left, record.levelno) for record in caplog.records if "the authority 'of-5' in" in record.message]
-    # Of five days, a quarter.
+    # A quarter of five days.
     assert told == [(1.0 * DAY, logging.WARNING), (0.5 * DAY, logging.WARNING), (-1.0, logging.ERROR)]
-    # Without its successor it does count.
+    # Without its successor the authority does count.
     bundle.write_bytes(made[9].certificate.read_bytes() + older.certificate.read_bytes())
     assert certificates.refresh()
     assert certificates.authorities_expiry == pytest.approx(expiry - 4 * DAY, abs=60)
@@ -137,7 +138,7 @@ def test_it_is_warned_of_before_an_authority_expires(
 
 
 @pytest.mark.parametrize("usage", ["", "extendedKeyUsage=clientAuth"])
-def test_a_client_warns_before_its_own_certificate_expires(
+def test_client_warns_before_its_own_certificate_expires(
     fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: str
 ) -> None:
     wall = [0.0]
@@ -158,7 +159,7 @@ def test_a_client_warns_before_its_own_certificate_expires(
     assert told == [(0.4 * DAY, False), (0.1 * DAY, False), (-1.0, True)]
 
 
-def test_a_client_warns_before_the_authority_of_its_homes_expires(
+def test_client_warns_before_the_authority_of_its_homes_expires(
     fleet: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = authorities_validity(fleet.certificate.read_bytes())
@@ -169,7 +170,7 @@ def test_a_client_warns_before_the_authority_of_its_homes_expires(
     assert "'fleet'" in caplog.text
 
 
-async def test_a_node_server_says_when_its_certificate_and_its_authorities_expire(files: TlsConfig) -> None:
+async def test_node_server_shows_when_its_certificate_and_authorities_expire(files: TlsConfig) -> None:
     settings = {"listen": "127.0.0.1:0", "unix": "", "admin": "127.0.0.1:0"}
     server = NodeServer(configure(**settings, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca))
     await server.start()
@@ -183,7 +184,7 @@ async def test_a_node_server_says_when_its_certificate_and_its_authorities_expir
 
 
 @pytest.mark.slow
-def test_a_server_follows_its_files_without_being_told_and_at_once_when_it_is(
+def test_server_follows_its_tls_files_by_polling_and_at_once_on_reload(
     fleet: Authority, files: TlsConfig, tmp_path: Path
 ) -> None:
     later = Authority.make(tmp_path, "later")
@@ -206,7 +207,7 @@ def test_a_server_follows_its_files_without_being_told_and_at_once_when_it_is(
 
 
 class Unreadable:
-    """A file that this process may not read for a time. The tests run as root, whom no mode keeps from anything."""
+    """A file that this process may not read for a time. File modes do not do that, because the tests run as root."""
 
     def __init__(self, path: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
         read, self.refuses = Path.read_bytes, True
@@ -219,7 +220,7 @@ class Unreadable:
         monkeypatch.setattr(Path, "read_bytes", read_bytes)
 
 
-async def test_a_server_uses_a_file_as_soon_as_it_may_read_it(
+async def test_server_uses_a_file_as_soon_as_it_is_readable(
     fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`cp new.key …; chown kvferry …`: the second step changes neither the time nor the size of the file."""
@@ -237,7 +238,7 @@ async def test_a_server_uses_a_file_as_soon_as_it_may_read_it(
     assert caplog.text.count("stays as it was") == 1
 
 
-def test_a_client_uses_a_file_as_soon_as_it_may_read_it(
+def test_client_uses_a_file_as_soon_as_it_is_readable(
     fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed, newer = TlsFiles(files), fleet.issue("newer")
@@ -269,7 +270,7 @@ async def test_check_config_refuses_the_addresses_that_a_start_refuses(flags: di
     assert caught.value.values["field"] == setting
 
 
-def test_check_config_opens_every_file_and_names_the_setting_of_each_that_is_wrong(
+def test_check_config_opens_every_file_and_names_the_setting_of_each_wrong_file(
     fleet: Authority, files: TlsConfig, tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.toml"
@@ -304,7 +305,7 @@ def test_check_config_opens_every_file_and_names_the_setting_of_each_that_is_wro
     assert "valid now" in expired
 
 
-def test_a_key_that_is_not_the_certificates_is_refused_at_the_start(fleet: Authority) -> None:
+def test_key_of_another_certificate_is_refused_at_the_start(fleet: Authority) -> None:
     node, other = fleet.issue("node"), fleet.issue("other")
     wrong = TlsConfig(ca=node.ca, cert=node.cert, key=other.key)
     with pytest.raises(InvalidField, match=r"tls_key.*the private key of the certificate in"):

@@ -1,4 +1,4 @@
-"""Settings: where they come from, which source wins, and what is said about a wrong one."""
+"""Settings: their sources, which source wins, and the errors of wrong settings."""
 
 from __future__ import annotations
 
@@ -55,29 +55,29 @@ def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
     }
 
 
-def test_a_variable_of_the_environment_may_be_written_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_may_have_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("kvferryd_Hold", "30")
     loaded = load({})
     assert (loaded.config.hold, loaded.origins["hold"]) == (30, "KVFERRYD_HOLD")
 
 
-def test_settings_of_others_in_the_environment_are_nothing_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_other_programs_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_SERVER", "unix:/run/kvferry/node.sock")
     assert load({}).config == configure()
 
 
-def test_a_program_that_configures_a_server_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configure_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRYD_TTL", "7")
     assert configure(unix="").ttl == Times().ttl
 
 
-def test_every_duration_of_a_home_is_a_setting_with_the_same_default() -> None:
+def test_durations_of_a_home_are_settings_with_the_same_defaults() -> None:
     assert configure().times == Times()
     changed = {field.name: getattr(Times(), field.name) - 0.5 for field in fields(Times)}
     assert configure(**changed).times == Times(**changed)
 
 
-def test_every_setting_has_a_flag_with_help_and_its_name_in_the_environment() -> None:
+def test_settings_have_a_flag_with_help_and_a_name_in_the_environment() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     text = parser.format_help()
@@ -104,13 +104,13 @@ def test_every_setting_has_a_flag_with_help_and_its_name_in_the_environment() ->
         ({"drain": "-1", "max_streams": "x"}, ["drain is '-1'", "max_streams is 'x'"]),
     ],
 )
-def test_an_error_names_the_setting_its_value_and_where_it_came_from(flags: dict[str, str], says: list[str]) -> None:
+def test_error_names_the_setting_its_value_and_origin(flags: dict[str, str], says: list[str]) -> None:
     with pytest.raises(BadConfig) as caught:
         load(flags)
     assert all(part in str(caught.value) for part in says)
 
 
-def test_an_error_names_the_variable_or_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_variable_or_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRYD_RETIRE", "never")
     with pytest.raises(BadConfig, match=r"retire is 'never' \(from KVFERRYD_RETIRE\)"):
         load({}, file)
@@ -122,7 +122,7 @@ def test_an_error_names_the_variable_or_the_file(file: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("content", ["ttl =", "\x00", None])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | None) -> None:
+def test_unreadable_config_file_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "node.toml"
     if content is not None:
         path.write_text(content)
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | None
         load({}, path)
 
 
-def test_the_file_can_be_named_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_file_can_be_named_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRYD_CONFIG", "/etc/kvferry.toml")
     assert config_file(None) == Path("/etc/kvferry.toml")
     assert config_file("other.toml") == Path("other.toml")
@@ -138,7 +138,7 @@ def test_the_file_can_be_named_in_the_environment(monkeypatch: pytest.MonkeyPatc
     assert config_file(None) is None
 
 
-def test_the_effective_configuration_is_a_configuration_file(file: Path, tmp_path: Path) -> None:
+def test_effective_configuration_can_be_used_as_a_config_file(file: Path, tmp_path: Path) -> None:
     loaded = load({"unix": "/tmp/x.sock", "insecure": True}, file)
     again = tmp_path / "again.toml"
     again.write_text(loaded.describe())
@@ -147,7 +147,7 @@ def test_the_effective_configuration_is_a_configuration_file(file: Path, tmp_pat
     assert "# --insecure" in loaded.describe()
 
 
-def test_check_config_prints_it_and_starts_nothing(file: Path) -> None:
+def test_check_config_prints_the_configuration_and_starts_nothing(file: Path) -> None:
     done = subprocess.run(
         command("--check-config", "--config", str(file), "--no-insecure"),
         capture_output=True,
@@ -166,7 +166,7 @@ def test_wrong_flags_end_with_usage() -> None:
     assert "--lisen" in done.stderr
 
 
-def test_a_server_without_its_extra_says_how_to_get_it(tmp_path: Path) -> None:
+def test_server_without_its_extra_names_the_extra_to_install(tmp_path: Path) -> None:
     (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvferry_server.node.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
@@ -175,7 +175,7 @@ def test_a_server_without_its_extra_says_how_to_get_it(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant() -> None:
+def test_unknown_variable_is_reported_with_the_variable_that_was_meant() -> None:
     settings = {f"KVFERRYD_{name.upper()}" for name in NodeConfig.model_fields}
     known = dict.fromkeys((*settings, "KVFERRYD_CONFIG", *OF_CLIENTS, "kvferryd_listen", "PATH"), "x")
     services = {
@@ -198,8 +198,8 @@ def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant() -> 
         )
 
 
-def test_the_variables_that_clients_read_are_known() -> None:
-    """Those in the environment of a host that both share must not be warned of."""
+def test_variables_of_clients_are_known() -> None:
+    """kvferryd must not warn of clients' variables in the environment of a host that both share."""
     text = "".join(path.read_text() for path in (ROOT / "client").rglob("*.py"))
     read = set(re.findall(r"\bKVFERRY_[A-Z_]*[A-Z]\b", text))
     assert set(OF_CLIENTS) <= read
@@ -213,16 +213,16 @@ def checked(**variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command("--check-config"), env=settings, capture_output=True, text=True, check=False)
 
 
-def test_a_clients_certificate_in_the_environment_is_not_the_servers() -> None:
-    """Nor is it ignored without a word, since it may have been meant: kvferryd had the same names."""
+def test_certificate_of_clients_in_the_environment_is_not_the_servers() -> None:
+    """A warning says that it is ignored, since it may have been meant: kvferryd once read the same names."""
     done = checked(KVFERRY_TLS_CERT="/c.pem", KVFERRY_TLS_KEY="/c.key")
     assert done.returncode == 0
     assert "KVFERRY_TLS_CERT is read by clients only; kvferryd reads KVFERRYD_TLS_CERT" in done.stderr
     assert "/c.pem" not in done.stdout
 
 
-def test_a_setting_by_its_former_name_is_refused() -> None:
-    """Otherwise a policy that was set would not be in force."""
+def test_setting_by_its_former_name_is_refused() -> None:
+    """If the variable were ignored, a policy that was set would not be in force."""
     done = checked(KVFERRY_POLICY="/policy.toml", KVFERRY_CONFIG="/a.toml")
     assert done.returncode == 2
     assert "KVFERRY_POLICY is not read any more: its name is KVFERRYD_POLICY now" in done.stderr
@@ -244,10 +244,10 @@ def test_durations_that_contradict_each_other_are_refused(settings: dict[str, fl
     assert caught.value.values["setting"] == wrong
 
 
-def test_a_default_that_is_longer_than_what_was_set_is_no_contradiction() -> None:
+def test_default_duration_may_exceed_a_given_limit() -> None:
     assert configure(final=60).times.hold == Times().hold
 
 
-def test_levels_and_formats_may_be_written_in_any_case() -> None:
+def test_log_levels_and_formats_may_have_any_case() -> None:
     config = configure(log_level="INFO", log_format="Json")
     assert (config.log_level, config.log_format) == ("info", "json")

@@ -113,8 +113,8 @@ def largest() -> dict[str, Message]:
 
 
 @pytest.mark.parametrize("service", [pb, ipb, apb], ids=lambda module: module.DESCRIPTOR.name)
-def test_every_request_of_the_contract_has_a_shape(service: Any) -> None:
-    """A message that contained itself would have none, and all calls with it would fail."""
+def test_requests_of_the_contract_all_have_a_shape(service: Any) -> None:
+    """A message that contains itself has no shape, and all calls with it would fail."""
     for one in service.DESCRIPTOR.services_by_name.values():
         for method in one.methods:
             assert shape_of(method.input_type).size > 0
@@ -134,12 +134,12 @@ def test_every_request_of_the_contract_has_a_shape(service: Any) -> None:
     ],
     ids=lambda given: given if isinstance(given, str) else given.__name__,
 )
-def test_messages_without_content_take_no_more_memory_than_is_counted(holder: type[Message], field: str) -> None:
+def test_messages_without_content_take_no_more_memory_than_counted(holder: type[Message], field: str) -> None:
     described, many = holder.DESCRIPTOR.fields_by_name[field], 200_000
     raw = bytes((described.number << 3 | 2, 0)) * many
     before = resident()
     decoded = holder.FromString(raw)
-    # What else happens in the process takes a little, too. Up to half as much again is counted as is taken.
+    # The rest of the process takes a little memory, too. The count may exceed the memory by half.
     assert resident() - before <= 1.2 * many * shape_of(described.message_type).size
     assert len(getattr(decoded, field)) == many
 
@@ -150,7 +150,7 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("numbers", [0, 100, LONG_LIST])
-def test_every_number_of_a_list_is_counted_however_many_bytes_it_has(numbers: int) -> None:
+def test_numbers_of_a_list_are_counted_whatever_their_length(numbers: int) -> None:
     drawn = random.Random(numbers)
     starts = [drawn.choice((0, 127, 128, 1 << 40)) for _ in range(numbers)]
     query = pb.ChecksumQuery(place_starts=starts)
@@ -161,20 +161,20 @@ def test_every_number_of_a_list_is_counted_however_many_bytes_it_has(numbers: in
 
 
 @pytest.mark.parametrize("what", largest())
-def test_the_largest_requests_of_the_contract_take_no_more_than_they_may(what: str) -> None:
+def test_largest_requests_of_the_contract_are_within_the_limits(what: str) -> None:
     request = largest()[what]
     raw = request.SerializeToString()
     assert len(raw) <= (MAX_NOTIFY_BYTES if isinstance(request, pb.NotifyRequest) else MAX_MESSAGE_BYTES)
     assert walked(raw, type(request)).fits
 
 
-def test_more_places_than_checksums_can_be_asked_of_are_refused_before_they_are_decoded() -> None:
+def test_checksum_requests_for_too_many_places_are_refused_before_decoding() -> None:
     request = pb.ReadChecksumsRequest(queries=[pb.ChecksumQuery(place_starts=[1] * 3_000_000)])
     assert not walked(request.SerializeToString(), pb.ReadChecksumsRequest).fits
 
 
-def test_no_damage_makes_a_request_take_more_than_was_found() -> None:
-    """Cut and changed messages: whatever decodes has no more parts than the walk has counted."""
+def test_damaged_request_takes_no_more_memory_than_found() -> None:
+    """Cut and changed messages: if they decode, they have no more parts than the walk has counted."""
     requests, drawn = largest(), random.Random(7)
     for name in ("publications", "reports", "sums", "renewals"):
         whole = pb.NotifyRequest(notifications=requests[name].notifications[:4])  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ def parts(message: Message) -> int:
     return found
 
 
-def test_a_group_of_the_old_kind_cannot_hide_what_comes_after_it() -> None:
+def test_group_of_the_old_wire_format_does_not_hide_later_fields() -> None:
     hidden = b"\xfb\x01\xfc\x01" + b"\x1a\x00" * 500_000
     assert pb.NotifyRequest.FromString(hidden).notifications
     assert not walked(hidden, pb.NotifyRequest).fits

@@ -30,7 +30,7 @@ from tests.support.stubs import KVTransferStub
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
 
-# Far longer than a test may take: a server that ends at all has not waited for it.
+# Far longer than a test may take: a server that ends at all has not waited for the grace.
 LONG = ["--drain", "3600"]
 
 
@@ -53,7 +53,7 @@ def names(folder: Path) -> set[str]:
 
 
 def rest_of(stream: Any) -> tuple[list[Any], grpc.RpcError]:
-    """What a stream still brings, and how it ends."""
+    """The remaining messages of a stream, and its status."""
     events: list[Any] = []
     with pytest.raises(grpc.RpcError) as caught:
         events.extend(stream)
@@ -61,7 +61,7 @@ def rest_of(stream: Any) -> tuple[list[Any], grpc.RpcError]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_open_streams_are_told_and_hold_nothing_up(tmp_path: Path, number: signal.Signals) -> None:
+def test_open_streams_are_ended_by_a_drain_and_do_not_delay_it(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "node.sock"
     with Kvferryd("--unix", str(path), "--listen", "127.0.0.1:0", *LONG) as server, connect(server.address) as channel:
         health_stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -80,7 +80,7 @@ def test_open_streams_are_told_and_hold_nothing_up(tmp_path: Path, number: signa
     assert names(tmp_path) == set()
 
 
-def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+def test_second_signal_stops_the_server_at_once(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     with Kvferryd("--unix", str(path), "--listen", "", *LONG) as server, watching(server.address):
         server.signal()
@@ -89,7 +89,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-async def test_the_order_of_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen=""))
     await server.start()
     steps: list[str] = []
@@ -118,7 +118,7 @@ async def test_the_order_of_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path) == set()
 
 
-async def test_a_stream_that_will_not_end_is_ended(tmp_path: Path) -> None:
+async def test_stream_that_does_not_end_is_cancelled(tmp_path: Path) -> None:
     server = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", drain=3600))
     await server.start()
 
@@ -140,7 +140,7 @@ async def test_a_stream_that_will_not_end_is_ended(tmp_path: Path) -> None:
     assert isinstance(await reading, ServerDraining)
 
 
-async def test_a_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
+async def test_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     async_first = NodeServer(configure(unix=str(tmp_path / "first.sock"), listen="127.0.0.1:0"))
     await async_first.start()
     try:
@@ -154,12 +154,12 @@ async def test_a_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None
     assert names(tmp_path) == set()
 
 
-async def test_a_drain_waits_for_live_leases_and_takes_their_reports(
+async def test_drain_waits_for_live_leases_and_takes_their_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", drain=3600))
     await server.start()
-    # Nobody publishes any more what the third waits for.
+    # The publication that the third call waits for will not come.
     stages = (False, PublicationStage.PUBLISHED), (True, PublicationStage.PUBLISHED), (True, PublicationStage.AWAITED)
     leases = [SimpleNamespace(live=live, publication=SimpleNamespace(stage=stage)) for live, stage in stages]
     monkeypatch.setattr(server.home.records, "leases", lambda: iter(leases))
@@ -175,7 +175,9 @@ async def test_a_drain_waits_for_live_leases_and_takes_their_reports(
         await stopping
 
 
-async def test_a_server_whose_home_has_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_whose_home_has_stopped_raises_an_internal_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def broken(_: object) -> None:
         raise RuntimeError("a bug")
 

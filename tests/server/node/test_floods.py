@@ -54,7 +54,7 @@ EMPTY = b""
 
 
 def repeated(number: int) -> bytes:
-    """As many empty messages of a repeated field as fit."""
+    """A repeated field with as many empty messages as fit."""
     return field(number, EMPTY) * (SIZE // len(field(number, EMPTY)))
 
 
@@ -76,7 +76,7 @@ FLOODS: dict[str, tuple[str, bytes]] = {
     "reflection": (REFLECTION, (field(5, EMPTY) + field(3, EMPTY)) * (SIZE // 4)),
     "health": (f"{HEALTH}Check", field(15, EMPTY) * (SIZE // 2)),
 }
-"""A method and a request by what there are very many of."""
+"""A method and a request, by the kind of their many elements."""
 
 
 def manifest_bytes() -> int:
@@ -168,7 +168,7 @@ class Renewals(threading.Thread):
 @pytest.mark.parametrize(
     "policy", ["", '[[rule]]\nidentities = ["nobody.fleet"]\nreader = ["*"]\n'], ids=["open", "policy"]
 )
-def test_floods_of_every_method_leave_the_home_alive_within_its_memory(tmp_path: Path, policy: str) -> None:
+def test_home_survives_floods_of_every_method_within_its_memory(tmp_path: Path, policy: str) -> None:
     with flooded(tmp_path, policy) as (server, stranger, local), Renewals(local) as renewals:
         at_first = server.resident()
         for name, (method, request) in FLOODS.items():
@@ -183,7 +183,7 @@ def test_floods_of_every_method_leave_the_home_alive_within_its_memory(tmp_path:
             assert not renewals.refused, name
         assert renewals.count
         assert peak_bytes(server.pid) < manifest_bytes() // 2
-        # What was freed is given back.
+        # Freed memory is given back to the system.
         deadline = time.monotonic() + TIMEOUT
         while server.resident() > 1.5 * at_first and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -191,8 +191,8 @@ def test_floods_of_every_method_leave_the_home_alive_within_its_memory(tmp_path:
 
 
 @pytest.mark.parametrize("method", [REFLECTION, f"{KV}Watch"])
-def test_hundreds_of_requests_that_wait_to_be_read_take_little_memory(tmp_path: Path, method: str) -> None:
-    """All of them from one host, and refused for their size alone."""
+def test_requests_that_wait_to_be_read_take_little_memory(tmp_path: Path, method: str) -> None:
+    """All are from one host, and refused for their size alone."""
     with flooded(tmp_path, "") as (server, stranger, _), ExitStack() as stack:
         channels = [stack.enter_context(connect(server.advertise, stranger)) for _ in range(8)]
         calls: list[Any] = [channel.stream_stream(method) for channel in channels for _ in range(32)]

@@ -1,4 +1,4 @@
-"""R9: whatever bytes arrive end in a status or in that connection closed, and the server serves the next caller."""
+"""R9: any bytes end in a status or in that connection closed, and the server serves the next caller."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ATTACKS = {
     ("kind", "attack"),
     [*(("tcp", attack) for attack in ATTACKS), ("unix", "http/1"), ("unix", "random"), ("unix", "broken header block")],
 )
-def test_garbage_harms_nobody_else(server: Kvferryd, kind: str, attack: str) -> None:
+def test_garbage_bytes_end_only_their_own_connection(server: Kvferryd, kind: str, attack: str) -> None:
     address = parse_address(server.addresses[0 if kind == "unix" else 1])
     with connect(str(address)) as bystander:
         grpc.channel_ready_future(bystander).result(10)
@@ -79,7 +79,7 @@ def raw(channel: grpc.Channel, method: str, request: bytes) -> Any:
     return call(request, timeout=10)
 
 
-def test_a_message_over_the_limit_is_refused_and_the_connection_lives(server: Kvferryd) -> None:
+def test_message_over_the_limit_is_refused_and_the_connection_lives(server: Kvferryd) -> None:
     with connect(server.address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             raw(channel, "/kvferry.v1.KVTransfer/Handshake", b"\0" * (MAX_MESSAGE_BYTES + 1))
@@ -89,7 +89,7 @@ def test_a_message_over_the_limit_is_refused_and_the_connection_lives(server: Kv
     assert serves(server.address)
 
 
-def test_many_connections_that_say_nothing_keep_nobody_out(server: Kvferryd) -> None:
+def test_silent_connections_in_numbers_keep_no_others_out(server: Kvferryd) -> None:
     address = parse_address(server.addresses[1])
     idle = [socket.create_connection((address.host, address.port)) for _ in range(200)]
     try:
@@ -99,7 +99,7 @@ def test_many_connections_that_say_nothing_keep_nobody_out(server: Kvferryd) -> 
             connection.close()
 
 
-def test_a_socket_file_that_was_removed_harms_tcp_not_at_all(tmp_path: Path) -> None:
+def test_tcp_goes_on_when_the_socket_file_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     with Kvferryd("--unix", str(path), "--listen", "127.0.0.1:0") as server:
         path.unlink()

@@ -1,4 +1,4 @@
-"""What the guard around every handler lets in and out."""
+"""The requests and errors that the guard around every handler passes or refuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECRET = "the private text of an exception"
 
 
 class Servicer(KVTransferServicer):
-    """Does what the request's engine_id says."""
+    """Acts by the request's engine_id."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -61,12 +61,12 @@ class Servicer(KVTransferServicer):
         return pb.ReadBlocksResponse(home_epoch=b"epoch")
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]
-        # The other kind of streaming handler: it writes.
+        # A streaming handler of the other kind, which writes its messages.
         await context.write(pb.WatchResponse(home_epoch=b"epoch"))
         await self._behave(request.engine.engine_id)
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> AsyncIterator[bytes]:  # type: ignore[override]
-        # Encoded already, as what many are told.
+        # Already encoded, like messages that many clients get.
         for _ in range(64 if request.engine_id == "much" else 0):
             yield pb.HandshakeResponse(home_epoch=LARGE_REQUEST).SerializeToString()
         yield pb.HandshakeResponse(home_epoch=b"epoch").SerializeToString()
@@ -143,9 +143,7 @@ async def test_typed_errors_keep_their_type(call: Call) -> None:
 
 @every_kind
 @pytest.mark.parametrize("how", ["crash", "untyped"])
-async def test_other_exceptions_are_told_to_the_log_only(
-    call: Call, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_untyped_exceptions_go_to_the_log_only(call: Call, how: str, caplog: pytest.LogCaptureFixture) -> None:
     async with guarded() as (stub, *_):
         with caplog.at_level(logging.ERROR):
             error = await failure(call(stub, how))
@@ -156,7 +154,7 @@ async def test_other_exceptions_are_told_to_the_log_only(
         assert "Traceback" in caplog.text
 
 
-async def test_a_deadline_is_required_except_for_watch() -> None:
+async def test_deadline_is_required_except_for_watch() -> None:
     async with guarded() as (stub, *_):
         assert isinstance(await failure(stub.RegisterCache(pb.RegisterCacheRequest())), DeadlineRequired)
         assert isinstance(await failure(read_all(stub.Handshake(pb.HandshakeRequest()))), DeadlineRequired)
@@ -165,7 +163,7 @@ async def test_a_deadline_is_required_except_for_watch() -> None:
 
 
 @pytest.mark.parametrize("method", ["RegisterCache", "ReadBlocks", "Handshake"])
-async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> None:
+async def test_bytes_that_are_no_message_are_an_invalid_field(method: str) -> None:
     async with guarded() as (stub, _, __, channel):
         path = f"/kvferry.v1.KVTransfer/{method}"
         garbage = b"\xff\xff\xff garbage"
@@ -180,24 +178,24 @@ async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> No
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=10)).home_epoch == b"epoch"
 
 
-async def test_a_message_that_is_encoded_already_goes_as_it_is() -> None:
+async def test_message_that_is_already_encoded_is_sent_unchanged() -> None:
     async with guarded() as (stub, *_):
         (message,) = await read_all(stub.Handshake(pb.HandshakeRequest(), timeout=10))
         assert message == pb.HandshakeResponse(home_epoch=b"epoch")
 
 
-async def test_a_method_that_is_not_there_is_typed() -> None:
+async def test_unknown_method_gets_a_typed_error() -> None:
     async with guarded() as (stub, _, __, channel):
         error = await failure(stub.ReadChecksums(pb.ReadChecksumsRequest(), timeout=10))
         assert isinstance(error, NotImplementedHere)
         unknown: Any = channel.unary_unary("/kvferry.v1.KVTransfer/Teleport")(b"", timeout=10)
         error = await failure(unknown)
         assert isinstance(error, NotImplementedHere)
-        # Never decoded, where grpcio can be kept from it.
+        # The path is never decoded, in versions of grpcio that allow it.
         assert error.values["what"] in (UNKNOWN_METHOD, "/kvferry.v1.KVTransfer/Teleport")
 
 
-async def test_calls_over_the_limit_are_told_to_come_back() -> None:
+async def test_calls_over_the_limit_get_a_retry_delay() -> None:
     async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, _, __):
         waiting = asyncio.ensure_future(CALLS[0](stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
@@ -205,7 +203,7 @@ async def test_calls_over_the_limit_are_told_to_come_back() -> None:
         assert isinstance(error, LimitReached)
         assert error.values == {"limit": "max_calls", "value": "1"}
         assert error.retryable
-        # Streams are counted apart, and what waits like them.
+        # Streams, and calls that wait, are counted separately.
         assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
         assert len(await read_blocks(stub, "")) == 1
         servicer.go_on.set()
@@ -213,7 +211,7 @@ async def test_calls_over_the_limit_are_told_to_come_back() -> None:
         assert await CALLS[0](stub, "")
 
 
-async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
+async def test_stream_over_the_limit_does_not_end_the_first() -> None:
     async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(CALLS[1](stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
@@ -227,7 +225,7 @@ async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS[1::2], ids=["yields", "writes"])
-async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
+async def test_streams_end_with_draining_and_calls_go_on(call: Call) -> None:
     async with guarded() as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(call(stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
@@ -238,7 +236,7 @@ async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
         assert await CALLS[0](stub, "")
 
 
-async def test_a_client_that_leaves_ends_its_stream() -> None:
+async def test_stream_ends_when_its_client_leaves() -> None:
     async with guarded() as (stub, servicer, guard, _):
         watch: Any = stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id="wait")))
         await watch.read()
@@ -248,7 +246,7 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
 
 
 @pytest.mark.parametrize(("over", "allowed"), [("TCP", 4), ("UNIX", 8)])
-async def test_a_host_has_half_of_the_calls_and_the_socket_all(over: str, allowed: int, tmp_path: Path) -> None:
+async def test_host_has_half_of_the_calls_and_the_socket_all(over: str, allowed: int, tmp_path: Path) -> None:
     """Callers on the UNIX socket cannot be told apart."""
     socket = tmp_path / "s" if over == "UNIX" else None
     async with guarded(CallLimits(calls=8, streams=8), socket) as (stub, servicer, guard, _):
@@ -270,7 +268,7 @@ def test_hosts_share_the_calls() -> None:
         shares.append(budget.held(host))
     assert shares == [50, 25, 12]
     budget.give("a", 50)
-    # A host may have what another one gives back, and one is free for a host that has none.
+    # A host may have the call that another host ends, and one call is free for a host that has none.
     assert budget.fits("b")
     while budget.fits("b"):
         budget.take("b")
@@ -278,17 +276,17 @@ def test_hosts_share_the_calls() -> None:
 
 
 async def unfinished(channel: Any, count: int) -> list[Any]:
-    """Requests of which nothing comes."""
+    """Requests of which no byte arrives."""
     calls = [channel.stream_unary("/kvferry.v1.KVTransfer/RegisterCache")(timeout=60) for _ in range(count)]
     for call in calls:
         await call.wait_for_connection()
     return calls
 
 
-async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_do_not_arrive_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.5)
     async with guarded() as (stub, _, __, channel):
-        # Fewer than the places of a host, so that nobody waits for one.
+        # Fewer than the slots of a host, so that no call waits for a slot.
         slow = await unfinished(channel, 10)
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=30)).home_epoch == b"epoch"
         for call in slow:
@@ -297,7 +295,7 @@ async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.Monkey
             assert error.values["value"] == "'unfinished'"
 
 
-async def test_a_call_without_a_request_is_a_wrong_argument() -> None:
+async def test_call_without_a_request_is_an_invalid_field() -> None:
     async with guarded() as (_, __, ___, channel):
         call = channel.stream_unary("/kvferry.v1.KVTransfer/RegisterCache")(timeout=10)
         await call.done_writing()
@@ -312,32 +310,32 @@ def target(channel: Any) -> str:
     return str(channel._channel.target.decode())
 
 
-async def test_answers_that_nobody_takes_keep_no_others_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Large handshakes keep their places until they have been answered."""
+async def test_answers_that_clients_do_not_take_keep_no_others_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Large handshakes keep their slots until they have been answered."""
     async with guarded() as (stub, _, __, channel):
         large = pb.HandshakeRequest(engine_id="much", incarnation=LARGE_REQUEST)
         untaken = [stub.Handshake(large, timeout=300) for _ in range(40)]
         await asyncio.gather(*(call.wait_for_connection() for call in untaken))
-        # Another connection: the one above is full.
+        # Another connection, because the connection above is full.
         async with grpc.aio.insecure_channel(target(channel), options=[("grpc.use_local_subchannel_pool", 1)]) as other:
             another = cast("KVTransferAsyncStub", KVTransferStub(other))
             asked = pb.HandshakeRequest(incarnation=LARGE_REQUEST)
             assert len(await asyncio.wait_for(read_all(another.Handshake(asked, timeout=60)), 30)) == 1
         for call in untaken:
             call.cancel()
-    # Who leaves in the middle of an answer is no failure of ours.
+    # A client that leaves in the middle of an answer is no failure of the server.
     assert "failed, error_id" not in caplog.text
     assert "ExecuteBatchError" not in caplog.text
 
 
-async def test_requests_that_do_not_come_keep_no_others_waiting() -> None:
+async def test_requests_that_do_not_arrive_keep_no_others_waiting() -> None:
     async with guarded() as (stub, _, __, channel):
         slow = await unfinished(channel, 200)
         before = asyncio.get_running_loop().time()
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=60)).home_epoch == b"epoch"
-        # Thirteen times the places of a host, each of which could take ten seconds.
+        # Thirteen times the slots of a host, each of which could be taken for ten seconds.
         assert asyncio.get_running_loop().time() - before < 20
-        # Those that made room. In which order gRPC hands calls over is not said.
+        # The calls that were ended to make room. gRPC does not define the order in which it hands calls over.
         ended = [await failure(call) for call in slow if call.done()]
         assert len(ended) > 100
         assert all(isinstance(error, LimitReached) and error.retryable for error in ended)
@@ -345,7 +343,7 @@ async def test_requests_that_do_not_come_keep_no_others_waiting() -> None:
             call.cancel()
 
 
-async def test_geometries_that_are_worked_on_keep_no_renewal_out() -> None:
+async def test_geometries_in_work_keep_no_renewal_out() -> None:
     async with guarded() as (stub, servicer, *_):
         waits = pb.RegisterCacheRequest(
             engine=pb.EngineRef(engine_id="wait", incarnation=LARGE_REQUEST), session_secret=b""
@@ -357,8 +355,8 @@ async def test_geometries_that_are_worked_on_keep_no_renewal_out() -> None:
         await asyncio.gather(*busy)
 
 
-async def test_a_client_that_takes_nothing_keeps_no_late_request_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that waits to be taken is not a late request, and does not hide those that began after it."""
+async def test_late_request_times_out_although_its_client_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that waits for its client to take the answer is not a late request, and does not hide later calls."""
     monkeypatch.setattr("kvferry_server.node.requests.REQUEST_TIMEOUT", 0.2)
     arrivals, loop = Arrivals(2), asyncio.get_running_loop()
     untaken = asyncio.ensure_future(arrivals.wait_for_peer(loop.create_future()))
@@ -372,12 +370,12 @@ async def test_a_client_that_takes_nothing_keeps_no_late_request_alive(monkeypat
     with pytest.raises(InvalidField):
         await asyncio.wait_for(arrivals.read(Silent()), 10)
     assert not untaken.done()
-    # Nothing is left that could be late, so nothing is looked at again and again.
+    # No request is left that could be late, so no timer runs.
     assert arrivals._timer is None
     untaken.cancel()
 
 
-async def test_slots_come_back_whatever_becomes_of_a_request() -> None:
+async def test_slots_are_freed_however_a_request_ends() -> None:
     class Peer:
         def __init__(self, answer: Any) -> None:
             self.answer = answer

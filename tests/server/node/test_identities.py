@@ -32,7 +32,7 @@ Stubs = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stubs]:
-    """Stubs of callers with certificates of one authority, and of one on the UNIX socket."""
+    """Stubs of callers with certificates of one authority, and of a caller on the UNIX socket."""
     folder = tmp_path_factory.mktemp("identities")
     authority, socket = Authority.make(folder, "fleet"), folder / "node.sock"
     certificates = {
@@ -50,7 +50,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stubs]:
         channels["local"] = connect(f"unix:{socket}", None)
         stubs = {name: KVTransferStub(stack.enter_context(channel)) for name, channel in channels.items()}
         local = stubs["local"]
-        # Kept: a stream that nobody holds is cancelled.
+        # Kept, because an unreferenced stream is cancelled.
         watch = local.Watch(pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
         while next(watch).WhichOneof("event") != "synced":
             pass
@@ -68,7 +68,7 @@ def acquired(stub: Any, name: str) -> pb.Accepted:
 
 
 def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
-    """The result; raises what it says."""
+    """Return the result, or raise its error."""
     request = pb.NotifyRequest(sender=proto(D), notifications=[notification])
     results: list[pb.NotificationResult] = stub.Notify(request, timeout=TIMEOUT).results
     (result,) = results
@@ -78,7 +78,7 @@ def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
 
 
 def calls(stub: Any, name: str, lease_id: bytes) -> dict[str, Callable[[], object]]:
-    """All that a lease_id, and a read_id, allow."""
+    """All calls that a lease_id and a read_id allow."""
     checksums = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id)
     again = read_request(read_id=read_id(name), lease_id=lease_id)
     return {
@@ -101,7 +101,7 @@ def outcome(call: Callable[[], object]) -> KvferryError | None:
     return None
 
 
-def test_who_has_stolen_a_lease_id_can_do_nothing_with_it_under_another_certificate(stubs: Stubs) -> None:
+def test_stolen_lease_id_is_useless_under_another_certificate(stubs: Stubs) -> None:
     lease = acquired(stubs["reader"], "stolen")
     for name, call in calls(stubs["stranger"], "stolen", lease.lease_id).items():
         error = outcome(call)
@@ -113,20 +113,20 @@ def test_who_has_stolen_a_lease_id_can_do_nothing_with_it_under_another_certific
 
 
 @pytest.mark.parametrize("other", ["its other node", "local"])
-def test_another_node_of_the_reader_and_the_unix_socket_share_a_read(stubs: Stubs, other: str) -> None:
+def test_read_is_shared_by_another_node_of_the_reader_and_the_unix_socket(stubs: Stubs, other: str) -> None:
     lease = acquired(stubs["reader"], other)
     assert acquired(stubs[other], other).lease_id == lease.lease_id
     for name, call in calls(stubs[other], other, lease.lease_id).items():
         assert outcome(call) is None, name
 
 
-def test_a_certificate_without_alternative_names_is_known_by_its_common_name(stubs: Stubs) -> None:
+def test_certificate_without_alternative_names_is_known_by_its_common_name(stubs: Stubs) -> None:
     lease = acquired(stubs["named"], "common")
     assert isinstance(outcome(lambda: acquired(stubs["stranger"], "common")), WrongIdentity)
     assert acquired(stubs["named"], "common").lease_id == lease.lease_id
 
 
-def test_a_certificate_without_any_name_is_known_by_its_digest(stubs: Stubs) -> None:
+def test_certificate_without_any_name_is_known_by_its_digest(stubs: Stubs) -> None:
     lease = acquired(stubs["nameless"], "digest")
     assert isinstance(outcome(lambda: acquired(stubs["nameless, too"], "digest")), WrongIdentity)
     assert acquired(stubs["nameless"], "digest").lease_id == lease.lease_id

@@ -1,4 +1,4 @@
-"""Where a server listens, and what it refuses before it does."""
+"""The addresses of a server, and the checks before it listens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry_server.node.main import run
 from tests.support.node_servers import Kvferryd, refused, serves
 
 
-def test_both_kinds_of_address_serve_and_the_start_line_says_the_real_port(tmp_path: Path) -> None:
+def test_addresses_of_both_kinds_serve_and_the_start_line_has_the_real_port(tmp_path: Path) -> None:
     with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "127.0.0.1:0") as server:
         assert len(server.addresses) == 2
         assert server.address == f"unix:{tmp_path}/node.sock"
@@ -47,7 +47,7 @@ def test_reflection_lists_all_services_and_their_files(tmp_path: Path) -> None:
         )
 
 
-def test_a_second_server_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+def test_second_server_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     with Kvferryd("--unix", str(path), "--listen", "127.0.0.1:0") as first:
         again = refused("--unix", str(path), "--listen", "")
@@ -62,7 +62,7 @@ def test_a_second_server_is_refused_and_the_first_unharmed(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_server_leaves_is_taken_over(tmp_path: Path) -> None:
+def test_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     with Kvferryd("--unix", str(path), "--listen", "") as killed:
         killed.kill()
@@ -74,7 +74,7 @@ def test_what_a_killed_server_leaves_is_taken_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_file_that_is_no_socket_stays_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("important")
     answer = refused("--unix", str(path), "--listen", "")
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_that_a_stranger_has_laid_is_not_followed(tmp_path: Path) -> None:
+def test_lock_that_is_a_strangers_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("important")
     lock = tmp_path / "node.sock.lock"
@@ -103,7 +103,7 @@ def test_a_lock_that_a_stranger_has_laid_is_not_followed(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users")
-def test_what_a_stranger_laid_in_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
+def test_files_of_a_stranger_in_a_shared_directory_are_refused(tmp_path: Path) -> None:
     everybody = tmp_path / "tmp"
     everybody.mkdir()
     everybody.chmod(0o1777)
@@ -128,7 +128,7 @@ def test_what_a_stranger_laid_in_a_directory_of_everybody_is_refused(tmp_path: P
 
 
 @pytest.mark.parametrize(("directory", "connectable"), [(0o700, 0o600), (0o750, 0o660), (0o755, 0o666)])
-def test_who_may_enter_the_directory_may_connect(tmp_path: Path, directory: int, connectable: int) -> None:
+def test_socket_admits_users_who_may_enter_its_directory(tmp_path: Path, directory: int, connectable: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     folder.chmod(directory)
@@ -137,7 +137,7 @@ def test_who_may_enter_the_directory_may_connect(tmp_path: Path, directory: int,
         assert ("every user" in server.log) is (directory == 0o755)
 
 
-def test_a_missing_directory_is_made_for_this_user_only(tmp_path: Path) -> None:
+def test_missing_directory_is_created_for_this_user_only(tmp_path: Path) -> None:
     with Kvferryd("--unix", str(tmp_path / "run" / "node.sock"), "--listen", ""):
         assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
 
@@ -171,7 +171,7 @@ def test_settings_that_cannot_work_are_named(
     assert "Traceback" not in told
 
 
-def test_off_loopback_works_when_told_so() -> None:
+def test_listening_off_loopback_works_if_the_settings_allow_it() -> None:
     with Kvferryd("--listen", "0.0.0.0:0", "--insecure", "--advertise", "127.0.0.1", "--unix", "") as server:
         assert serves(server.advertise)
 
@@ -188,12 +188,12 @@ def test_off_loopback_works_when_told_so() -> None:
         ("unix:/run/x.sock", "unix:/run/x.sock"),
     ],
 )
-def test_what_is_advertised(wanted: str, expected: str) -> None:
+def test_advertised_address_is_derived_from_the_settings(wanted: str, expected: str) -> None:
     assert advertised(wanted, Address(host="127.0.0.1", port=99), None) == expected
 
 
 @pytest.mark.parametrize("wanted", ["fd00::7", "node7:x", "node7:70000", "http://node7:1", ":5"])
-def test_what_cannot_be_advertised(wanted: str) -> None:
+def test_advertised_address_that_no_host_could_use_is_refused(wanted: str) -> None:
     with pytest.raises(InvalidField):
         advertised(wanted, Address(host="127.0.0.1", port=99), None)
 
@@ -201,18 +201,18 @@ def test_what_cannot_be_advertised(wanted: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "host", "host:", ":1", "::1:5", "http://h:1", "dns:h:1", "unix:relative", "h:-1", "h:٣"]
 )
-def test_what_is_no_address(text: str) -> None:
+def test_address_that_is_malformed_is_refused(text: str) -> None:
     with pytest.raises(InvalidField):
         parse_address(text)
 
 
-def test_an_address_reads_back_as_it_was() -> None:
+def test_address_survives_formatting_and_parsing() -> None:
     for text in ("unix:/run/x.sock", "host:1", "127.0.0.1:0", "[::1]:65535"):
         assert str(parse_address(text)) == text
     assert str(parse_address("unix:///run/x.sock")) == "unix:/run/x.sock"
 
 
-def test_an_http_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("no_proxy", raising=False)
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0") as server, socket.create_server(("127.0.0.1", 0)) as proxy:
         for name in ("http_proxy", "grpc_proxy", "https_proxy"):
@@ -220,7 +220,7 @@ def test_an_http_proxy_of_the_environment_is_not_used(monkeypatch: pytest.Monkey
         assert serves(server.address)
 
 
-def test_a_server_that_is_not_there_is_told_at_once() -> None:
+def test_missing_server_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(grpc.RpcError) as caught:

@@ -1,4 +1,4 @@
-"""What kvferryd's log tells an operator, in both formats."""
+"""The content of kvferryd's log, in both formats."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def a_day(server: Kvferryd) -> None:
     """An engine comes, a lease of it expires, and it goes."""
     with connect(server.address) as channel:
         party = Party(channel, "engine")
-        # No more than that: a read that is to end well must do so within the ttl.
+        # No shorter: a read that must succeed has to end within the ttl.
         party.live()
         until(lambda: "EXPIRED" in server.log)
         party.close()
         until(lambda: "engine_dead" in server.log)
 
 
-def test_restarts_and_an_expired_lease_are_told_with_ids(tmp_path: Path) -> None:
-    """Not the three words of before."""
+def test_log_of_restarts_and_an_expired_lease_has_their_ids(tmp_path: Path) -> None:
     for _ in range(2):
         with Kvferryd(*flags(tmp_path)) as server:
             a_day(server)
@@ -52,7 +51,7 @@ def test_restarts_and_an_expired_lease_are_told_with_ids(tmp_path: Path) -> None
         assert "stopped" in lines[-1]
 
 
-def test_every_line_of_json_is_an_object(tmp_path: Path) -> None:
+def test_json_log_has_an_object_in_every_line(tmp_path: Path) -> None:
     with Kvferryd(*flags(tmp_path, "--log-format", "json")) as server:
         a_day(server)
     entries = [json.loads(line) for line in server.log.splitlines()]
@@ -64,7 +63,7 @@ def test_every_line_of_json_is_an_object(tmp_path: Path) -> None:
     assert expired["lease_number"] == 1
 
 
-def test_ready_is_written_at_every_level_because_scripts_wait_for_it(tmp_path: Path) -> None:
+def test_ready_line_is_written_at_every_log_level(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     process = subprocess.Popen(
         command(*flags(tmp_path, "--log-level", "error")),
@@ -80,8 +79,8 @@ def test_ready_is_written_at_every_level_because_scripts_wait_for_it(tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_strangers_cannot_fill_the_log(tmp_path: Path, form: str) -> None:
-    """Neither with calls that are refused nor with bytes that are not gRPC's; gRPC's own lines count as well."""
+def test_log_cannot_be_filled_by_strangers(tmp_path: Path, form: str) -> None:
+    """Neither refused calls nor bytes that are not gRPC fill it; gRPC's own lines count as well."""
     began = now()
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--drain", "0", "--log-format", form) as server:
         with connect(server.address) as channel:

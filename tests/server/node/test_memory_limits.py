@@ -1,4 +1,4 @@
-"""What a node server takes its memory to be, and when it gives memory back."""
+"""The memory limits of a node server, and when it gives memory back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trees(folder: Path, cgroup: str, limits: dict[str, str]) -> tuple[Path, Path
         ("0::/\n", {}, HOST),
         ("0::/pod/box\n", {"pod/box/memory.max": "max", "pod/memory.max": f"{256 * MIB}"}, 256 * MIB),
         ("0::/pod/box\n", {"pod/box/memory.max": f"{64 * MIB}", "pod/memory.max": f"{256 * MIB}"}, 64 * MIB),
-        # In a container without a namespace of its own, only its own group is mounted, as the root.
+        # In a container without its own namespace, only its own group is mounted, as the root.
         ("0::/kubepods/pod7\n", {"memory.max": f"{128 * MIB}"}, 128 * MIB),
         ("4:memory:/a/b\n0::/\n", {"memory/a/b/memory.limit_in_bytes": f"{512 * MIB}"}, 512 * MIB),
         ("4:cpu,memory:/a\n", {"memory/memory.limit_in_bytes": f"{512 * MIB}"}, 512 * MIB),
@@ -42,24 +42,24 @@ def trees(folder: Path, cgroup: str, limits: dict[str, str]) -> tuple[Path, Path
         ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, HOST),
     ],
 )
-def test_the_memory_limit_is_the_least_of_all_cgroups_and_the_host(
+def test_memory_limit_is_the_least_of_all_cgroups_and_the_host(
     tmp_path: Path, cgroup: str, limits: dict[str, str], expected: int
 ) -> None:
     assert memory_limit(*trees(tmp_path, cgroup, limits)) == expected
 
 
-def test_the_memory_limit_without_procfs_is_the_hosts(tmp_path: Path) -> None:
+def test_memory_limit_without_procfs_is_the_hosts(tmp_path: Path) -> None:
     assert memory_limit(tmp_path, tmp_path) == HOST
 
 
-def test_a_homes_budget_is_half_of_the_memory_and_leaves_room_to_work() -> None:
+def test_homes_budget_is_half_of_the_memory_and_leaves_room_to_work() -> None:
     assert home_memory(1 << 30) == 512 * MIB
     assert home_memory(1 << 40) == MAX_HOME_MEMORY
     assert home_memory(512 * MIB) == 512 * MIB - WORKING_MEMORY
     assert home_memory(64 * MIB) == MIN_HOME_MEMORY
 
 
-def test_the_memory_setting_takes_bytes_and_units_and_refuses_too_little() -> None:
+def test_memory_setting_takes_bytes_and_units_and_refuses_too_little() -> None:
     assert configure(memory="96MiB").home_memory == configure(memory=96 * MIB).home_memory == 96 * MIB
     assert configure().home_memory == home_memory(memory_limit())
     with pytest.raises(BadConfig) as caught:
@@ -75,7 +75,7 @@ def test_check_config_refuses_a_budget_that_the_memory_does_not_hold() -> None:
     assert refused("--check-config", "--memory", "16MiB").returncode == 0
 
 
-def test_kvferryd_in_a_cgroup_takes_half_of_its_memory_and_says_if_that_is_too_little(tmp_path: Path) -> None:
+def test_kvferryd_in_a_cgroup_takes_half_of_its_memory_and_warns_if_that_is_too_little(tmp_path: Path) -> None:
     with memory_group(256 * MIB) as group:
         if group is None:
             pytest.skip("no memory cgroup can be made here")
@@ -85,7 +85,7 @@ def test_kvferryd_in_a_cgroup_takes_half_of_its_memory_and_says_if_that_is_too_l
             assert "lets it have 256 MiB" in server.log
 
 
-def test_a_trim_is_due_after_much_was_freed_and_not_before() -> None:
+def test_trim_is_due_only_after_much_memory_was_freed() -> None:
     worked_on = held = 0
     trimmer = Trimmer(lambda: worked_on, lambda: held)
     assert not trimmer.due()

@@ -54,7 +54,7 @@ def counted(server: Kvferryd, least: int, reason: str) -> None:
 
 
 def scan(server: Kvferryd) -> None:
-    """Somebody who speaks no TLS connects, and is sent away."""
+    """A client without TLS connects, and is rejected."""
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as stranger:
         stranger.sendall(PORT_SCAN)
@@ -62,7 +62,7 @@ def scan(server: Kvferryd) -> None:
             pass
 
 
-def test_handshakes_that_fail_are_counted_by_reason_and_every_line_is_json(ours: Authority, theirs: Authority) -> None:
+def test_failed_handshakes_are_counted_by_reason_and_logged_as_json(ours: Authority, theirs: Authority) -> None:
     with mutual(ours) as server:
 
         def ask(cert: TlsConfig | None) -> None:
@@ -79,7 +79,7 @@ def test_handshakes_that_fail_are_counted_by_reason_and_every_line_is_json(ours:
         for reason, fail in failing.items():
             fail()
             counted(server, 1, reason)
-        # A certificate with which gRPC's server writes an error that is no handshake's.
+        # With this certificate gRPC's server writes an error that is no failed handshake.
         ask(ours.issue("large", names=NAMES))
         until(lambda: "SSL_write" in server.log)
     entries = [json.loads(line) for line in server.log.splitlines()]
@@ -89,7 +89,7 @@ def test_handshakes_that_fail_are_counted_by_reason_and_every_line_is_json(ours:
     assert any(entry.get("event") == "grpc" and "SSL_write" in entry["text"] for entry in entries)
 
 
-def test_handshakes_that_fail_cannot_fill_the_log(ours: Authority) -> None:
+def test_failed_handshakes_cannot_fill_the_log(ours: Authority) -> None:
     began = now()
     with mutual(ours) as server:
         for _ in range(5 * MOST_IN_WINDOW):
@@ -100,7 +100,7 @@ def test_handshakes_that_fail_cannot_fill_the_log(ours: Authority) -> None:
     assert 0 < len(lines) <= MOST_IN_WINDOW * windows
 
 
-def test_a_server_that_cannot_start_says_so_in_the_format_of_the_log(tmp_path: Path) -> None:
+def test_server_that_cannot_start_reports_it_in_the_format_of_the_log(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         flags = ["--unix", "", "--listen", f"127.0.0.1:{taken.getsockname()[1]}", "--log-format", "json"]
         done = subprocess.run(command(*flags), capture_output=True, text=True, env=environment(), check=False)
@@ -119,7 +119,7 @@ native.start(verbose=False)
 how, words = sys.argv[1], b"Check failed: last words\\n"
 if how == "fatal":
     ctypes.pythonapi.Py_FatalError(words)
-# PyDLL keeps the interpreter's lock: no thread of Python runs any more.
+# PyDLL keeps the interpreter's lock, so that no Python thread runs any more.
 libc = (ctypes.PyDLL if how == "locked" else ctypes.CDLL)(None)
 libc.write(2, words, len(words))
 libc.abort()
@@ -127,7 +127,7 @@ libc.abort()
 
 
 @pytest.mark.parametrize("how", ["locked", "free", "fatal"])
-def test_the_last_words_of_native_code_that_aborts_are_not_lost(how: str) -> None:
+def test_last_words_of_aborting_native_code_are_kept(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, how], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGABRT
     assert "Check failed: last words" in done.stderr
@@ -144,13 +144,13 @@ def test_kvferryd_serves_without_stderr(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_handshakes_are_counted_whatever_verbosity_is_set(ours: Authority) -> None:
+def test_failed_handshakes_are_counted_at_any_verbosity(ours: Authority) -> None:
     with mutual(ours, GRPC_VERBOSITY="ERROR") as server:
         scan(server)
         counted(server, 1, "not_tls")
 
 
-def test_an_embedded_server_leaves_stderr_and_grpcs_settings_to_its_process() -> None:
+def test_embedded_server_leaves_stderr_and_grpcs_settings_to_its_process() -> None:
     code = (
         "import os, kvferry\n"
         "before = os.readlink('/proc/self/fd/2'), os.environ.get('GRPC_VERBOSITY')\n"
@@ -160,9 +160,9 @@ def test_an_embedded_server_leaves_stderr_and_grpcs_settings_to_its_process() ->
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=60)
 
 
-def test_the_command_shows_only_its_own_message(ours: Authority, theirs: Authority) -> None:
+def test_command_prints_only_its_own_message(ours: Authority, theirs: Authority) -> None:
     with mutual(ours) as server:
-        # A process of its own: what native code writes is part of it.
+        # A separate process, because the test reads lines of native code.
         asked = ["engines", "--server", server.address, "--tls-ca", str(theirs.certificate)]
         told = [sys.executable, "-m", "kvferry._cli", *asked]
         done = subprocess.run(told, capture_output=True, text=True, env=environment(), check=False)
@@ -172,7 +172,7 @@ def test_the_command_shows_only_its_own_message(ours: Authority, theirs: Authori
     assert "does not trust" in done.stderr
 
 
-def test_a_certificate_that_is_too_large_for_a_client_is_named_on_both_sides(ours: Authority) -> None:
+def test_certificate_too_large_for_a_client_is_named_on_both_sides(ours: Authority) -> None:
     large = ours.issue("large", names="DNS:localhost,IP:127.0.0.1," + NAMES)
     assert large.cert is not None
     size = chain_bytes(large.cert.read_bytes())
@@ -186,8 +186,8 @@ def test_a_certificate_that_is_too_large_for_a_client_is_named_on_both_sides(our
     assert f"tls_cert has {size} bytes of certificates" in done.stderr
 
 
-def test_a_certificate_of_the_size_that_is_documented_connects(ours: Authority) -> None:
-    """The limit is gRPC's: a newer one may have another."""
+def test_certificate_of_the_documented_size_connects(ours: Authority) -> None:
+    """The limit is gRPC's, and may differ in newer versions."""
     names = NAMES.split(",")[:158]
     almost = ours.issue("almost", names=",".join(names))
     assert almost.cert is not None

@@ -1,4 +1,4 @@
-"""A node server lists itself and its engines in a real etcd, and withdraws them. Without etcd it serves as well."""
+"""A node server lists itself and its engines in a real etcd, and withdraws them. Without etcd it also serves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_engines_are_listed_while_they_live_and_homes_while_they_serve(etcd: Etc
         found = reader.resolve(party.name)
         assert (found.home, found.incarnation) == (server.advertise, bytes(party.ref.incarnation))
         assert dict(found.labels) == {"model": "m", "role": "prefill", "rack": "a7"}
-        # Nothing that a directory holds is a key to anything.
+        # A directory holds no secret.
         held = etcd.ctl("get", "--prefix", "").stdout.encode()
         for secret in (party.secret, party.reference().encode(), party.lease_id):
             assert secret not in held
@@ -59,26 +59,26 @@ def test_engines_are_listed_while_they_live_and_homes_while_they_serve(etcd: Etc
         assert reader.listed().homes == {server.advertise}
         server.signal(signal.SIGTERM)
         server.wait()
-        # Withdrawn by itself: at once, and long before any ttl.
+        # The server withdraws its listings at once, long before any ttl.
         assert etcd.keys() == []
     assert "not listed" not in server.log
 
 
-def test_a_killed_server_is_listed_until_its_ttl_ends(etcd: Etcd, reader: Directory) -> None:
+def test_killed_server_is_listed_until_its_ttl_ends(etcd: Etcd, reader: Directory) -> None:
     with listing(etcd) as server:
         until(lambda: reader.wait() and server.advertise in reader.listed().homes)
         server.kill()
-        # Asked of what this process knows: until etcdctl has started, the ttl may be over.
+        # Asked of this process's directory: until etcdctl has started, the ttl may be over.
         assert server.advertise in reader.listed().homes
         until(lambda: reader.listed().homes == set())
 
 
-def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, reader: Directory) -> None:
+def test_server_without_etcd_serves_and_lists_its_engines_once_etcd_is_there(etcd: Etcd, reader: Directory) -> None:
     etcd.stop()
     with listing(etcd) as server, connect(server.address) as channel:
         until(lambda: "engines are not listed" in server.log)
         assert serves(server.address)
-        # Kept: a Watch that nobody holds is cancelled, and its engine goes before there is an etcd.
+        # Kept: an unreferenced Watch is cancelled, and its engine ends before there is an etcd.
         party = Party(channel, "unlisted")
         party.works()
         etcd.start()
@@ -86,7 +86,7 @@ def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, re
         until(lambda: reader.wait() and any(listing.home == server.advertise for listing in reader.listed().engines))
         # Once per outage.
         assert server.log.count("not listed") == 1
-        # An etcd that hangs does not keep a server from stopping; it says that the listings end by themselves.
+        # A hanging etcd does not keep a server from stopping; the log says that the listings end with their ttl.
         etcd.signal(signal.SIGSTOP)
         try:
             server.signal(signal.SIGTERM)
@@ -96,8 +96,8 @@ def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, re
     until(lambda: etcd.keys() == [])
 
 
-async def test_listings_outlast_whatever_happens_to_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that has no thread to spare for gRPC, for one."""
+async def test_listings_continue_after_any_failed_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the system may refuse a thread to gRPC."""
     attempts: list[str] = []
 
     def publish(_: EtcdDirectory, home: str, *__: object) -> None:
@@ -126,12 +126,12 @@ async def test_listings_outlast_whatever_happens_to_one_attempt(monkeypatch: pyt
         ({"directory": "etcd://e:1", "directory_ttl": 0.5}, "greater than or equal to 2"),
     ],
 )
-def test_settings_that_list_nothing_are_refused(settings: dict[str, object], says: str) -> None:
+def test_directory_settings_that_list_nothing_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(BadConfig, match=says):
         configure(**settings)
 
 
-def test_a_server_that_no_other_host_reaches_is_not_listed(tmp_path: Path) -> None:
+def test_server_that_no_other_host_reaches_is_not_listed(tmp_path: Path) -> None:
     done = refused("--listen", "", "--unix", f"{tmp_path}/node.sock", "--directory", "etcd://127.0.0.1:1")
     assert done.returncode == 2
     assert "as other hosts reach it" in done.stderr

@@ -57,7 +57,7 @@ READER_CALLS = {"handshake", "read", "decline", "relayed decline"} | LEASE_CALLS
 OBSERVER_CALLS = {"list", "plan"}
 NOTHING = {"nothing"}
 MAY: Mapping[str, Mapping[str, set[str]]] = {
-    # What each may do to an engine that publishes, and to one that reads.
+    # What each certificate may do to a publishing engine, and to a reading one.
     "prefill": {"prefill-1": ENGINE_CALLS | RELAY_CALLS | NOTHING, "decode-1": NOTHING},
     "decode": {
         "prefill-1": READER_CALLS | {"geometry"} | NOTHING,
@@ -76,7 +76,7 @@ def example() -> str:
 
 
 def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], object]]:
-    """Every call, about an engine. The home knows none, and says so to whoever may ask."""
+    """Every call, about an engine. The home has no engine, and answers so to callers with the role."""
     kv, introspection = KVTransferStub(channel), IntrospectionStub(channel)
     engine, reader = (pb.EngineRef(engine_id=name, incarnation=b"i" * 16) for name in (engine_id, "some-reader"))
     reference = format_reference(
@@ -126,12 +126,12 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
 
 
 def refusal(call: Callable[[], object]) -> NotAllowed | None:
-    """What the policy says to a call; None: it may be made, whatever becomes of it."""
+    """The policy's refusal of a call; None: the policy allows the call, which may fail otherwise."""
     try:
         call()
     except grpc.RpcError as error:
         found = from_rpc_error(error, "the server")
-        # Without this, a caller whom TLS does not let in would look like one who may.
+        # Without this, a caller that TLS rejects would look like an allowed one.
         assert not isinstance(found, Unreachable), found
         return found if isinstance(found, NotAllowed) else None
     return None
@@ -166,20 +166,18 @@ def channels(node: Kvferryd, fleet: Authority) -> Iterator[dict[str, grpc.Channe
 
 
 @pytest.mark.parametrize("who", CERTIFICATES)
-def test_a_certificate_may_do_what_its_roles_allow_and_nothing_else(
-    channels: dict[str, grpc.Channel], who: str
-) -> None:
+def test_certificate_may_do_only_what_its_roles_allow(channels: dict[str, grpc.Channel], who: str) -> None:
     for engine_id in ("prefill-1", "decode-1"):
         found = {name for name, call in calls(channels[who], engine_id).items() if refusal(call) is None}
         assert found == MAY.get(who, {}).get(engine_id, set()), engine_id
 
 
-def test_the_unix_socket_is_trusted_whatever_the_policy_says(node: Kvferryd) -> None:
+def test_unix_socket_is_trusted_under_any_policy(node: Kvferryd) -> None:
     with connect(node.address) as channel:
         assert [name for name, call in calls(channel, "any").items() if refusal(call) is not None] == []
 
 
-def test_a_refusal_names_the_identity_the_role_and_the_engine(channels: dict[str, grpc.Channel]) -> None:
+def test_refusal_names_the_identity_the_role_and_the_engine(channels: dict[str, grpc.Channel]) -> None:
     error = refusal(calls(channels["decode"], "prefill-1")["open"])
     assert error is not None
     assert error.values == {
@@ -194,10 +192,10 @@ def test_a_refusal_names_the_identity_the_role_and_the_engine(channels: dict[str
     assert (nameless.values["identity"], nameless.values["role"], nameless.values["engine_id"]) == ("", "observer", "")
 
 
-def test_a_routers_reference_takes_the_role_for_every_engine_that_it_may_mean(
+def test_router_reference_needs_the_role_for_every_possible_engine(
     channels: dict[str, grpc.Channel],
 ) -> None:
-    """Otherwise it would be a way around the policy: which of them lives, only the home knows."""
+    """Otherwise it would be a way around the policy: only the home knows which of these engines lives."""
 
     def asked(who: str, engine_id: str, rank: int) -> NotAllowed | None:
         reference = router_reference("h:1", engine_id, data_parallel_rank=rank)
@@ -214,7 +212,7 @@ def test_a_routers_reference_takes_the_role_for_every_engine_that_it_may_mean(
     assert asked("prefill", "prefill-1", 0) is not None
 
 
-def test_a_refusal_does_not_say_what_exists(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:
+def test_refusal_does_not_reveal_which_engines_exist(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:
     with connect(node.address) as local:
         party = Party(local, "prefill-lives")
         party.live()
@@ -230,7 +228,7 @@ def test_a_refusal_does_not_say_what_exists(node: Kvferryd, channels: dict[str, 
             party.close()
 
 
-def test_whom_tls_does_not_let_in_is_told_nothing(node: Kvferryd, fleet: Authority, tmp_path: Path) -> None:
+def test_client_rejected_by_tls_gets_no_information(node: Kvferryd, fleet: Authority, tmp_path: Path) -> None:
     right = CERTIFICATES["operator"]
     other = Authority.make(tmp_path, "other").issue("operator", right)
     for wrong in (
@@ -241,7 +239,7 @@ def test_whom_tls_does_not_let_in_is_told_nothing(node: Kvferryd, fleet: Authori
         with connect(node.advertise, wrong) as channel, pytest.raises(grpc.RpcError) as caught:
             calls(channel, "prefill-1")["list"]()
         assert isinstance(from_rpc_error(caught.value, node.advertise, wrong), Unreachable)
-    # Health is for everybody who gets in, also without any role.
+    # Health is for every caller that TLS accepts, also without a role.
     assert serves(node.advertise, fleet.issue("of-no-rule", CERTIFICATES["of no rule"]))
 
 
@@ -250,11 +248,11 @@ def paths() -> set[str]:
     return {f"/{service}/{method.name}" for service in OFFERED for method in pool.FindServiceByName(service).methods}
 
 
-def test_every_method_that_is_offered_is_in_the_table() -> None:
+def test_offered_methods_are_all_in_the_table() -> None:
     assert paths() - set(TABLE) == set()
 
 
-async def test_a_method_that_is_not_in_the_table_is_refused_to_everybody(
+async def test_method_missing_in_the_table_is_refused_to_every_caller(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = "/kvferry.v1.Introspection/ListEngines"
@@ -269,7 +267,7 @@ ADMIN = sorted(path for path in TABLE if path.startswith("/kvferry.v1.Admin/"))
 
 
 @pytest.mark.parametrize("method", ADMIN)
-def test_only_the_unix_socket_and_those_whom_the_policy_names_administer(method: str, policy: Path) -> None:
+def test_administration_is_for_the_unix_socket_and_identities_that_the_policy_names(method: str, policy: Path) -> None:
     def allowed(checks: Access) -> bool:
         try:
             checks.check(method, None, None)  # type: ignore[arg-type]
@@ -301,14 +299,14 @@ def test_only_the_unix_socket_and_those_whom_the_policy_names_administer(method:
         ("[[rule]]\nidentities = ['a']\n[[rule]]\nidentities = 'b'", "rule.2.identities"),
         ("[[rule]]\nidentities = ['a']\nreader = ['']", "a pattern is empty"),
         ("[[rule]]\nidentities = ['URI:spiffe://a/b']", "write the name alone"),
-        ("[[rule]]\nidentities = ['spiffe://a/**b']", "a part of the name by itself"),
+        ("[[rule]]\nidentities = ['spiffe://a/**b']", "as a whole part of the name"),
         ("[[rule]]\nidentities = ['a']\nadmin = 'yes'", "rule.1.admin"),
         ("\xff", "in TOML"),
         ("rule = " + "[" * 100_000, "in TOML"),
         ("[[rule]]\nidentities = ['caf\xc3\xa9.example']", "xn--"),
     ],
 )
-def test_a_policy_file_that_says_something_else_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_policy_file_with_unknown_content_is_refused(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.toml"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidField) as caught:
@@ -318,12 +316,12 @@ def test_a_policy_file_that_says_something_else_is_refused(text: str, says: str,
 
 
 def who_has(**roles: Any) -> Access:
-    """What decides over a caller to whom a policy gives these roles."""
+    """The access of a caller that has these roles by the policy."""
     policy = Policy(Grant(), (Rule(("a.example",), Grant(**roles)),))
     return Access(lambda: policy, lambda _: ("a.example",))
 
 
-def test_a_routers_reference_takes_roles_for_the_engines_that_it_may_mean() -> None:
+def test_router_reference_needs_roles_for_its_possible_engines() -> None:
     """A source that refuses a request declines for its readers, whatever its own name; a reader needs the role for
     each engine that it might be given."""
 
@@ -346,7 +344,7 @@ def test_a_routers_reference_takes_roles_for_the_engines_that_it_may_mean() -> N
         assert not may("Notify", decline, **nothing)
 
 
-def test_a_relay_opens_no_engine() -> None:
+def test_relay_opens_no_engine() -> None:
     """A scheduler's Watch opens an engine. Marked as relayed, it still takes the role of the engine."""
     relay, method = who_has(relay=("p-*",)), "/kvferry.v1.KVTransfer/Watch"
     request = pb.WatchRequest(engine=pb.EngineRef(engine_id="p-1"), role=pb.WATCH_ROLE_RANK, relayed_by="h:1")
@@ -356,7 +354,7 @@ def test_a_relay_opens_no_engine() -> None:
         relay.check(method, request, cast("Any", None))
 
 
-def test_a_refusal_is_short_whatever_was_asked_for() -> None:
+def test_refusal_is_short_for_any_request() -> None:
     """Refusals are logged."""
     request = pb.WatchRequest(engine=pb.EngineRef(engine_id="x" * 3_000_000))
     with pytest.raises(NotAllowed) as caught:
@@ -364,7 +362,7 @@ def test_a_refusal_is_short_whatever_was_asked_for() -> None:
     assert len(caught.value.message) + sum(map(len, caught.value.values.values())) < 1500
 
 
-def test_a_batch_that_is_too_large_is_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_that_is_too_large_is_not_checked_item_by_item(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a million references in one message would hold up every other caller for more than a second."""
     parsed = list[str]()
 
@@ -383,14 +381,14 @@ def test_a_batch_that_is_too_large_is_not_looked_at_one_by_one(monkeypatch: pyte
             who_has(observer=True).check("/kvferry.v1.KVTransfer/Notify", request, cast("Any", None))
 
 
-def test_a_policy_whose_place_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+def test_policy_in_an_inaccessible_folder_is_refused(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "gone", "expected a file"), (tmp_path / ("x" * 300), "too long")):
         with pytest.raises(InvalidField, match=says) as caught:
             read_policy(path)
         assert caught.value.values["field"] == "policy"
 
 
-def test_sighup_reads_the_policy_again_and_a_broken_one_changes_nothing(fleet: Authority, tmp_path: Path) -> None:
+def test_policy_is_read_again_at_sighup_and_a_broken_file_changes_nothing(fleet: Authority, tmp_path: Path) -> None:
     path, stranger = tmp_path / "policy.toml", fleet.issue("later", "DNS:later.example")
     path.write_text(example())
     flags = [*tls_flags(fleet.issue("node")), "--policy", str(path)]
@@ -409,11 +407,11 @@ def test_sighup_reads_the_policy_again_and_a_broken_one_changes_nothing(fleet: A
         assert "other settings need a restart" in server.log
 
 
-def test_a_policy_needs_certificates(tmp_path: Path) -> None:
+def test_policy_needs_certificates(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"tls_ca is None.*because policy is given"):
         configure(policy=tmp_path / "policy.toml")
 
 
-def test_errors_of_the_policy_are_known_to_clients() -> None:
+def test_policy_errors_are_known_to_clients() -> None:
     assert issubclass(NotAllowed, KvferryError)
     assert (NotAllowed.code, NotAllowed.reason) == ("PERMISSION_DENIED", "NOT_ALLOWED")

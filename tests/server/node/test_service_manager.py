@@ -1,4 +1,4 @@
-"""What systemd hears from kvferryd, on a socket as it gives one to the units that it starts."""
+"""kvferryd's messages to systemd, on a socket like those of systemd's units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Manager:
         self.socket.settimeout(SOON)
 
     def hears(self) -> dict[str, str]:
-        """The next message, waited for."""
+        """Wait for the next message."""
         lines = self.socket.recv(4096).decode().split("\n")
         return {key: value for key, _, value in (line.partition("=") for line in lines)}
 
@@ -39,14 +39,14 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]
         yield made
 
 
-def test_ready_comes_when_it_serves_and_stopping_when_it_drains(
+def test_ready_is_sent_when_the_server_serves_and_stopping_when_it_drains(
     manager: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", manager.name)
     path = tmp_path / "node.sock"
     with Kvferryd("--unix", str(path), "--listen", "", "--drain", "7") as server:
         assert manager.hears() == {"READY": "1", "STATUS": f"listens on unix:{path}"}
-        # At once: what is started after this unit connects.
+        # At once, because units that start after this one connect.
         assert serves(f"unix:{path}")
         server.signal(signal.SIGHUP)
         reloading = manager.hears()
@@ -57,12 +57,12 @@ def test_ready_comes_when_it_serves_and_stopping_when_it_drains(
         server.signal()
         stopping = manager.hears()
         assert stopping["STOPPING"] == "1"
-        # It is not killed while it drains, however long its --drain.
+        # systemd does not kill kvferryd during its drain, however long --drain is.
         assert int(stopping["EXTEND_TIMEOUT_USEC"]) > 7_000_000
         assert server.wait() == 0
 
 
-def test_a_server_that_cannot_start_is_never_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_cannot_start_is_never_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Manager(str(tmp_path / "notify"))
     monkeypatch.setenv("NOTIFY_SOCKET", manager.name)
     with manager.socket, socket.create_server(("127.0.0.1", 0)) as taken:
@@ -73,10 +73,10 @@ def test_a_server_that_cannot_start_is_never_ready(tmp_path: Path, monkeypatch: 
             manager.hears()
 
 
-def test_a_manager_that_is_gone_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_manager_that_is_gone_does_not_stop_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
     with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as server:
         assert serves(server.address)
         server.signal()
         assert server.wait() == 0
-        assert "the service manager could not be told STOPPING=1" in server.log
+        assert "could not notify the service manager of STOPPING=1" in server.log

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 FINAL = 2.0
 
 
-def test_on_waking_a_server_grants_and_confirms_nothing_that_is_over(tmp_path: Path) -> None:
+def test_server_that_wakes_from_sleep_grants_and_confirms_nothing_that_has_ended(tmp_path: Path) -> None:
     arguments = [
         "--listen",
         "",
@@ -64,7 +64,7 @@ def test_on_waking_a_server_grants_and_confirms_nothing_that_is_over(tmp_path: P
         lease_id = kv.ReadBlocks(read_request(), timeout=TIMEOUT).accepted.lease_id
 
         server.signal(signal.SIGSTOP)
-        # These lie in its socket while it sleeps.
+        # These calls wait in the server's socket while it sleeps.
         late = calls.submit(lambda: kv.ReadBlocks(read_request(read_id=read_id("late")), timeout=TIMEOUT))
         done = pb.NotifyRequest(sender=proto(D), notifications=[read_done(lease_id, 0)])
         report = calls.submit(lambda: kv.Notify(done, timeout=TIMEOUT))

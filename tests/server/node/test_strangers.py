@@ -58,7 +58,7 @@ grpc_server._CAN_MEND = False
 from kvferry_server.node.main import run
 sys.exit(run(sys.argv[1:]))
 """
-"""kvferryd with grpcio's server as it is."""
+"""kvferryd with grpcio's unchanged server."""
 
 
 @pytest.fixture(scope="module")
@@ -92,23 +92,23 @@ def party(address: str, name: str) -> Iterator[Party]:
             victim.close()
 
 
-def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> None:
+def test_path_that_is_not_text_is_refused_and_ends_no_connection(server: Kvferryd) -> None:
     address = server.addresses[1]
     with party(server.address, "local") as local, party(address, "remote") as remote:
         for _ in range(ATTACKS):
             end_of_grpcio(address)
         for victim in (local, remote):
-            # The stream from before.
+            # The stream was opened before the attacks.
             assert victim._watch.is_active()
             victim.works()
     assert server.running
-    assert "a new one replaces it" not in server.log
+    assert "a new server replaces it" not in server.log
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _CAN_MEND, reason="this grpcio decodes no path where all calls are taken")
-def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
-    """grpcio as it is: each attack ends its server, and every stream with it."""
+def test_grpc_server_is_replaced_and_the_home_keeps_its_state(tmp_path: Path) -> None:
+    """Unchanged grpcio: each attack ends its server with every stream."""
     path = tmp_path / "node.sock"
     # Longer than all attacks take.
     lasting = ("--ttl", "600", "--max-ttl", "600")
@@ -124,7 +124,7 @@ def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
             for _ in range(ATTACKS // 5):
                 end_of_grpcio(address)
                 eventually(lambda: serves(address))
-                # Its own, so that nothing was cut here.
+                # Its own status, so no connection was cut here.
                 assert serves(running.address)
             (ended,) = victim.notify_reader(
                 pb.Notification(
@@ -137,14 +137,14 @@ def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
             engines = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=10)
             assert engines.home_epoch.hex().startswith(running.epoch)
             victim.close()
-        assert "a new one replaces it" in running.log
-        assert running.log.count("a new one replaces it") < 5 + (time.monotonic() - began) // RESTART_LOG_PAUSE
+        assert "a new server replaces it" in running.log
+        assert running.log.count("a new server replaces it") < 5 + (time.monotonic() - began) // RESTART_LOG_PAUSE
         running.signal()
         assert running.wait() == 0
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) -> None:
+async def test_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     node = NodeServer(configure(unix=str(path), listen=""))
     await node.start()
@@ -166,7 +166,7 @@ async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not _CAN_MEND, reason="this grpcio accepts all calls itself")
-async def test_a_server_that_can_accept_no_more_calls_of_a_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_server_that_cannot_accept_calls_of_a_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
     schedule, failed = cygrpc._schedule_rpc_coro, list[object]()
 
@@ -197,17 +197,17 @@ async def until_answered(stub: Any) -> ipb.ListEnginesResponse:
     return answer
 
 
-async def test_a_port_is_nobody_elses_between_two_servers() -> None:
+async def test_port_stays_reserved_between_two_grpc_servers() -> None:
     node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
     await node.start()
     address = parse_address(node.addresses[0])
     serving = node._servings[0]
     first: Any = serving._server
-    # As the end of one server and the start of the next are, but with a pause between them.
+    # Like the end of one gRPC server and the start of the next, but with a pause between them.
     await first.stop(0)
     with socket.socket() as thief, pytest.raises(OSError, match="in use"):
         thief.bind((address.host, address.port))
-    # Older versions of grpcio say by themselves that it ended.
+    # Older versions of grpcio report the end themselves.
     if not first._server.ended.done():
         first._server.ended.set_result(RuntimeError("for the test"))
     await asyncio.wait_for(until(lambda: serving._server not in (None, first)), 10)
@@ -224,7 +224,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def eventually(succeeds: Callable[[], bool], within: float = 60.0) -> None:
-    """Repeat what fails until it succeeds."""
+    """Repeat a call until it succeeds."""
     given_up = threading.Event()
     timer = threading.Timer(within, given_up.set)
     timer.start()
@@ -234,7 +234,7 @@ def eventually(succeeds: Callable[[], bool], within: float = 60.0) -> None:
                 assert succeeds()
                 return
             except (grpc.RpcError, AssertionError):
-                # The processor is the server's between two tries.
+                # Between two tries the server has the processor.
                 if given_up.wait(PAUSE):
                     raise
     finally:
@@ -242,7 +242,7 @@ def eventually(succeeds: Callable[[], bool], within: float = 60.0) -> None:
 
 
 def outcome(call: Any) -> str:
-    """How a call ended: OK, LIMIT, or the code of what has no type."""
+    """How a call ended: OK, LIMIT, or the code of an untyped error."""
     try:
         call.result(90) if hasattr(call, "result") else list(call)
     except grpc.RpcError as error:
@@ -254,9 +254,9 @@ def outcome(call: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["unix", "tcp"])
-def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind: int) -> None:
+def test_calls_in_thousands_are_answered_or_refused_with_typed_errors(server: Kvferryd, kind: int) -> None:
     with ExitStack() as stack:
-        # Connections of their own: channels of one process share theirs otherwise.
+        # Separate connections: otherwise the channels of a process share one.
         channels = [
             stack.enter_context(
                 grpc.insecure_channel(server.addresses[kind], options=[("grpc.use_local_subchannel_pool", 1)])
@@ -266,14 +266,14 @@ def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind
         stubs = [IntrospectionStub(channel) for channel in channels]
         calls = [stubs[n % 4].ListEngines.future(ipb.ListEnginesRequest(), timeout=90) for n in range(3000)]
         ended = Counter(outcome(call) for call in calls)
-    # Older versions of grpcio have one queue for all, which is short: what does not fit is dropped.
+    # Older versions of grpcio have one short queue for all calls, and drop calls that do not fit.
     assert set(ended) <= {"OK", "LIMIT"} | (set() if _CAN_MEND else {str(grpc.StatusCode.CANCELLED)}), ended
     assert ended["OK"] > 500
 
 
 @pytest.mark.slow
-def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
-    """And who has none gets one, although another host has as many as he may."""
+def test_streams_in_thousands_are_open_or_refused_with_typed_errors(tmp_path: Path) -> None:
+    """A host without a stream gets one, although another host has as many as it may."""
     with (
         Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--max-streams", "1000") as node,
         ExitStack() as stack,
@@ -331,7 +331,7 @@ def flood_of_resets(address: str, path: str) -> Iterator[None]:
         flooding.result(30)
 
 
-def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
+def test_flood_of_resets_harms_only_its_own_connection(server: Kvferryd) -> None:
     if not _CAN_MEND:
         pytest.skip("this grpcio has one queue for all methods: see the next test")
     address = server.addresses[1]
@@ -341,7 +341,7 @@ def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
         assert victim._watch.is_active()
 
 
-def test_a_flood_of_resets_of_renewals_delays_none_beyond_its_lease(server: Kvferryd) -> None:
+def test_flood_of_reset_renewals_delays_no_renewal_beyond_its_lease(server: Kvferryd) -> None:
     """gRPC has one queue for all calls of a method, the flood's and the victim's. Repeated, as the SDK does."""
     address = server.addresses[1]
     with party(address, "renewing") as victim, flood_of_resets(address, NOTIFY):
@@ -350,12 +350,12 @@ def test_a_flood_of_resets_of_renewals_delays_none_beyond_its_lease(server: Kvfe
             since = time.monotonic()
             eventually(lambda: bool(victim.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"l" * 16)))), 60)
             took.append(time.monotonic() - since)
-        # A renewal has two thirds of a lease. On a machine with nothing else to do all take 1 to 4 s.
+        # A renewal has two thirds of a lease. On an idle machine all take 1 to 4 s.
         assert min(took) < 20
         assert victim._watch.is_active()
 
 
-def test_requests_that_never_end_hold_nobody_up(server: Kvferryd) -> None:
+def test_requests_that_never_end_delay_no_other_calls(server: Kvferryd) -> None:
     """Bodies without an end, as many as may be read at once, and many more."""
     with ExitStack() as stack:
         for _ in range(10):
@@ -366,7 +366,7 @@ def test_requests_that_never_end_hold_nobody_up(server: Kvferryd) -> None:
             victim.works()
 
 
-def test_the_request_of_a_stream_is_short(server: Kvferryd) -> None:
+def test_request_of_a_stream_is_limited_in_size(server: Kvferryd) -> None:
     with connect(server.address) as channel:
         watch: Any = channel.unary_stream(WATCH)
         with pytest.raises(grpc.RpcError) as caught:
@@ -383,7 +383,7 @@ sys.exit(run(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
+def test_silent_connections_keep_no_others_out(tmp_path: Path) -> None:
     """As 1,100 do with 1,024 files: 400 with 400."""
     authority = Authority.make(tmp_path, "fleet")
     tls = authority.issue("node")
@@ -397,7 +397,8 @@ def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
                 stack.enter_context(socket.create_connection((address.host, address.port), 5))
             except OSError:
                 break
-        # The socket has its own; who has a certificate gets in when the handshakes of the silent ones were given up.
+        # The UNIX socket has its own limit; a client with a certificate connects when the silent handshakes have timed
+        # out.
         with party(node.address, "local") as local:
             local.works()
             eventually(lambda: serves(f"localhost:{address.port}", tls))
@@ -405,15 +406,15 @@ def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
 
 
 def at_end(client: socket.socket) -> bool:
-    """Whether its peer has ended it."""
+    """Whether the peer has ended the connection."""
     try:
         return client.recv(1) == b""
     except BlockingIOError:
         return False
 
 
-def test_who_has_the_most_connections_loses_them() -> None:
-    # On all addresses: else the system may give its port to a client at another one.
+def test_host_with_the_most_connections_loses_its_newest() -> None:
+    # On all addresses: otherwise the system may give the port to a client at another address.
     with socket.create_server(("", 0)) as listening, ExitStack() as stack:
         port = listening.getsockname()[1]
         keeper = ConnectionLimiter(port, 40)
@@ -443,8 +444,8 @@ def test_who_has_the_most_connections_loses_them() -> None:
         eventually(lambda: sum(map(at_end, (client for client, _ in greedy))) == 10)
 
 
-def test_sockets_of_an_engine_are_left_as_they_are() -> None:
-    """Its process may hold more files than a server has connections, and have a default timeout."""
+def test_sockets_of_an_embedding_engine_stay_unchanged() -> None:
+    """The engine's process may have more open files than a server has connections, and a default timeout."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
         port = listening.getsockname()[1]
         stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
@@ -471,17 +472,17 @@ def test_sockets_of_an_engine_are_left_as_they_are() -> None:
         ("ipv6:%5Bfe80::1%25eth0%5D:99", "fe80::/64"),
     ],
 )
-def test_who_a_peer_counts_as(peer: str, host: str) -> None:
+def test_host_of_a_peer(peer: str, host: str) -> None:
     assert host_of(peer) == host
 
 
-def test_listeners_share_the_files() -> None:
+def test_listeners_share_the_file_descriptors() -> None:
     assert connections_each(4096, 2, 20_000) == 4096
     assert connections_each(4096, 2, 1024) == 320
     assert connections_each(4096, 1, 64) == 8
 
 
-def test_sighup_is_heard_and_ends_nothing(tmp_path: Path) -> None:
+def test_sighup_is_logged_and_does_not_end_the_server(tmp_path: Path) -> None:
     with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as node, party(node.address, "p") as victim:
         node.signal(signal.SIGHUP)
         eventually(lambda: "SIGHUP: reading the policy and the TLS files again" in node.log)
@@ -492,7 +493,7 @@ def test_sighup_is_heard_and_ends_nothing(tmp_path: Path) -> None:
 
 
 def relayed(address: str, home: str) -> Exception:
-    """How a registration for this home ends."""
+    """The result of a registration for this home."""
     with party(address, "relayed") as rank:
         wanted = rank.registration()
         wanted.home = home
@@ -502,11 +503,11 @@ def relayed(address: str, home: str) -> Exception:
 
 
 @pytest.mark.parametrize("home", ["10.255.255.1:1", "127.example.org:80", "metadata.internal:80", "[fd00::1]:1"])
-def test_a_home_off_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, home: str) -> None:
+def test_relay_to_another_host_is_refused_to_a_stranger(server: Kvferryd, home: str) -> None:
     assert isinstance(relayed(server.address, home), InvalidField)
 
 
-def test_a_socket_of_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, tmp_path: Path) -> None:
+def test_relay_to_a_socket_of_this_host_is_refused_to_a_stranger(server: Kvferryd, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as service:
         service.bind(str(tmp_path / "service"))
         service.listen()
@@ -517,16 +518,16 @@ def test_a_socket_of_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, t
 
 
 @pytest.mark.slow
-def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
+def test_relays_connect_only_to_named_homes(tmp_path: Path) -> None:
     arguments = ["--unix", str(tmp_path / "node.sock"), "--listen", "", "--relay-homes", "node*:7423, 127.0.0.1:9"]
     with Kvferryd(*arguments) as node:
         assert isinstance(relayed(node.address, "127.0.0.1:10"), InvalidField)
-        # It is dialled, and nobody is there.
+        # The server connects to the home, which does not exist.
         assert isinstance(relayed(node.address, "127.0.0.1:9"), Unreachable)
 
 
 @pytest.mark.slow
-def test_answers_that_nobody_takes_are_bounded() -> None:
+def test_answers_that_clients_do_not_take_are_bounded() -> None:
     with (
         Kvferryd("--listen", "127.0.0.1:0", "--unix", "", "--drain", "0") as server,
         connect(server.advertise) as channel,
@@ -547,20 +548,21 @@ def test_answers_that_nobody_takes_are_bounded() -> None:
         assert IntrospectionStub(channel).GetEngine(asked, timeout=60).ByteSize() > 2 << 20
         calls = 60
         with Connection(server.advertise) as stranger:
-            # He opens no window, and so takes nothing.
+            # The client opens no window, and so takes nothing.
             stranger.send(http2.settings({4: 0}))
             for stream in range(1, 2 * calls, 2):
                 head = request_headers("/kvferry.v1.Introspection/GetEngine", grpc_timeout=None)
                 stranger.send(frame(http2.HEADERS, http2.END_HEADERS, stream, head))
                 stranger.send(*data(stream, message(asked.SerializeToString())))
-            # Answers of this size are made one after another. The last is refused, long before he loses his connection.
+            # Answers of this size are made one after another. The last is refused, long before the client is
+            # disconnected.
             assert stranger.ended(2 * calls - 1)
             assert not stranger.closed
-            # Small answers are not refused, and who takes nothing loses his connection.
+            # Small answers are not refused, and a client that takes nothing loses its connection.
             assert IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=20).engines
             assert stranger.ended(1)
             assert stranger.closed
-        # What gRPC kept for him is free again.
+        # The memory that gRPC kept for the client is free again.
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             with suppress(grpc.RpcError):
@@ -568,5 +570,5 @@ def test_answers_that_nobody_takes_are_bounded() -> None:
                 break
         assert time.monotonic() < deadline
         watch.cancel()
-        # Answers that could not be sent are no failures of this server's.
+        # Answers that could not be sent are no failures of the server.
         assert "ExecuteBatchError" not in server.log

@@ -1,4 +1,4 @@
-"""TLS: who gets in and who does not, and what those are told who do not."""
+"""TLS: which clients are accepted, and the errors of rejected clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def mutual(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvferryd]:
-    """Asks clients for a certificate; its UNIX socket does not."""
+    """A server that asks clients for a certificate, but not on its UNIX socket."""
     path = tmp_path_factory.mktemp("mutual") / "node.sock"
     # Off loopback, which TLS allows.
     flags = ["--listen", "0.0.0.0:0", "--advertise", "127.0.0.1", "--unix", str(path), *tls_flags(ours.issue("node"))]
@@ -47,17 +47,17 @@ def rejected(address: str, tls: TlsConfig | None) -> bool:
     return caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_client_of_our_authority_gets_in(mutual: Kvferryd, ours: Authority) -> None:
+def test_client_of_the_servers_authority_is_accepted(mutual: Kvferryd, ours: Authority) -> None:
     assert serves(mutual.advertise, ours.issue("client"))
 
 
-def test_the_unix_socket_needs_no_certificate(mutual: Kvferryd, ours: Authority) -> None:
+def test_unix_socket_needs_no_certificate(mutual: Kvferryd, ours: Authority) -> None:
     assert serves(mutual.address, None)
     # A client has one configuration for all addresses.
     assert serves(mutual.address, ours.issue("client"))
 
 
-def test_everybody_else_is_rejected_and_the_server_goes_on(
+def test_clients_without_a_valid_certificate_are_rejected_and_the_server_goes_on(
     mutual: Kvferryd, ours: Authority, theirs: Authority
 ) -> None:
     stranger = theirs.issue("client")
@@ -67,18 +67,18 @@ def test_everybody_else_is_rejected_and_the_server_goes_on(
     assert serves(mutual.advertise, ours.issue("client"))
 
 
-def test_a_server_of_another_authority_is_not_talked_to(mutual: Kvferryd, ours: Authority, theirs: Authority) -> None:
+def test_client_refuses_a_server_of_another_authority(mutual: Kvferryd, ours: Authority, theirs: Authority) -> None:
     own = ours.issue("client")
     assert rejected(mutual.advertise, TlsConfig(ca=theirs.certificate, cert=own.cert, key=own.key))
 
 
-def test_a_name_that_the_certificate_does_not_have_is_not_talked_to(mutual: Kvferryd, ours: Authority) -> None:
+def test_client_refuses_a_server_whose_certificate_lacks_the_name(mutual: Kvferryd, ours: Authority) -> None:
     port = mutual.advertise.rpartition(":")[2]
     assert serves(f"localhost:{port}", ours.issue("client"))
     assert rejected(f"127.0.0.2:{port}", ours.issue("client"))
 
 
-def test_without_an_authority_clients_need_no_certificate(ours: Authority) -> None:
+def test_clients_need_no_certificate_without_an_authority(ours: Authority) -> None:
     files = ours.issue("node")
     flags = tls_flags(TlsConfig(cert=files.cert, key=files.key))
     with Kvferryd("--listen", "127.0.0.1:0", "--unix", "", *flags) as server:
@@ -86,7 +86,7 @@ def test_without_an_authority_clients_need_no_certificate(ours: Authority) -> No
         assert rejected(server.address, None)
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_unusable_tls_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="tls_key"):
         TlsConfig(cert=tmp_path / "cert.pem")
     empty = tmp_path / "ca.pem"
@@ -117,7 +117,7 @@ def elsewhere(ours: Authority) -> Iterator[Kvferryd]:
 
 
 Make = Callable[[Authority, Authority], "TlsConfig | None"]
-"""Makes a caller's files from our authority and theirs."""
+"""Makes a caller's files from the server's authority and from another."""
 
 
 def wrong_authority(ours: Authority, theirs: Authority) -> TlsConfig:
@@ -178,7 +178,7 @@ def ask(address: str, tls: TlsConfig | None) -> None:
         ("mutual", no_tls, ["likely to differ", "without TLS", "tls.ca (--tls-ca)", "tls.cert and tls.key"]),
     ],
 )
-def test_who_does_not_get_in_is_told_which_setting_to_look_at(
+def test_rejected_client_gets_an_error_that_names_the_setting(
     server: str, files: Make, says: list[str], ours: Authority, theirs: Authority, request: pytest.FixtureRequest
 ) -> None:
     found: Kvferryd = request.getfixturevalue(server)
@@ -191,11 +191,11 @@ def test_who_does_not_get_in_is_told_which_setting_to_look_at(
         assert [part for part in (found.advertise, *says) if part not in told] == []
         assert "Socket closed" not in told
         assert "Is kvferryd running there?" not in told
-    # A node server that relays passes the message on, and there it is cut.
+    # A relaying node server passes the message on, and cuts it.
     assert len(caught.value.message.encode()) <= MESSAGE_BYTES
 
 
-def test_whatever_closes_connections_at_once_is_told_as_what_it_may_be(ours: Authority) -> None:
+def test_peer_that_closes_connections_at_once_gets_an_error_with_possible_causes(ours: Authority) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         Thread(target=close_all, args=(listener,), daemon=True).start()
         for tls in (None, ours.issue("client")):
@@ -211,7 +211,7 @@ def close_all(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
-def test_a_server_that_is_not_there_is_no_matter_of_tls(ours: Authority) -> None:
+def test_missing_server_is_not_reported_as_a_tls_failure(ours: Authority) -> None:
     for tls in (None, ours.issue("client")):
         with pytest.raises(Unreachable, match="Is kvferryd running there") as caught:
             ask(f"127.0.0.1:{free_port()}", tls)
