@@ -111,8 +111,9 @@ class ComputedPublishing:
     ) -> Publication:
         """Publish the remaining blocks of a finished request as soon as they are computed: with the payload, and the
         marks of the prompt with the first blocks. Errors as `SchedulerPort.publish` and
-        `SchedulerPort.publish_more`.""" now, publication = outgoing.step <= min(self._computed.values()),
-        outgoing.publication if publication is None:
+        `SchedulerPort.publish_more`."""
+        now, publication = outgoing.step <= min(self._computed.values()), outgoing.publication
+        if publication is None:
             publication = self._port.publish(
                 outgoing.request_id,
                 blocks if now else {},
