@@ -71,7 +71,7 @@ def go_on(engines: list[ContinuousEngine]) -> None:
         assert report.failures == []
 
 
-def test_no_read_fails_while_all_node_servers_are_restarted_in_turn(
+def test_reads_survive_a_restart_of_all_node_servers_in_turn(
     nodes: list[Node], engines: list[ContinuousEngine]
 ) -> None:
     go_on(engines)

@@ -51,7 +51,7 @@ def said(instance: Instance, *pictures: int, **more: Any) -> Any:
     return instance.post("/generate", {"text": TEXT, "image_data": images, "sampling_params": sampling, **more})
 
 
-def test_images_are_told_apart_by_what_they_show(instances: list[Instance], server: NodeServerProcess) -> None:
+def test_images_are_distinguished_by_their_content(instances: list[Instance], server: NodeServerProcess) -> None:
     """Two images of as many tokens, and the same two the other way round, are other prompts; the same ones are not."""
     single, prefill, decode = instances
     wanted = [(1, 2), (2, 1), (1, 3)]

@@ -190,7 +190,7 @@ def test_vllm_prefills_for_sglang(tp: int, page: int, heads_first: bool) -> None
         check(destination, mine, range(TOKENS), layer)
 
 
-def test_latents_of_vllm_are_read_by_sglang() -> None:
+def test_vllms_latents_are_read_by_sglang() -> None:
     group = Group("full", block_tokens=32, num_blocks=12, null_block=0)
     wanted = torch.arange(TOKENS * (LATENT + ROPE)).float().reshape(TOKENS, 1, LATENT + ROPE)
     theirs, caches = [5, 2, 9], {}

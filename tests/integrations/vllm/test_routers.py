@@ -135,7 +135,7 @@ def test_a_router_for_vllms_own_connector_is_used_unchanged(
     until(lambda: pinned(home) == 0)
 
 
-def test_several_samples_of_a_prompt_are_published_and_read_once(pair: Pair, home: NodeServerProcess) -> None:
+def test_samples_of_a_prompt_are_published_and_read_once(pair: Pair, home: NodeServerProcess) -> None:
     """Routers forward ``n`` to both sides, and vLLM makes a request of each sample."""
     tokens = prompt(400, 90)
     before = [
@@ -162,7 +162,7 @@ def test_several_samples_of_a_prompt_are_published_and_read_once(pair: Pair, hom
     until(lambda: pinned(home) == 0)
 
 
-def test_a_sample_that_comes_late_takes_the_blocks_of_the_others(pair: Pair, home: NodeServerProcess) -> None:
+def test_late_sample_takes_the_blocks_of_the_others(pair: Pair, home: NodeServerProcess) -> None:
     """vLLM's front end sends one sample after the other, and the first may have been read before the last arrives. The
     server's policy would fail it, because the publication is released."""
     tokens = prompt(410, 90)
@@ -251,7 +251,7 @@ def test_a_router_asks_both_servers_at_the_same_time(pair: Pair, home: NodeServe
     until(lambda: pinned(home) == 0)
 
 
-def test_one_server_is_prefill_and_decode_of_a_request(pair: Pair, home: NodeServerProcess) -> None:
+def test_server_can_be_prefill_and_decode_of_a_request(pair: Pair, home: NodeServerProcess) -> None:
     """A router that takes turns gives both to the same server at times. The server's policy would fail what cannot be
     read; it reads nothing, and takes the prompt from vLLM's prefix cache."""
     server = pair.prefill
@@ -269,7 +269,7 @@ def test_one_server_is_prefill_and_decode_of_a_request(pair: Pair, home: NodeSer
     until(lambda: pinned(home) == 0)
 
 
-def test_a_router_declines_what_prefill_refuses(pair: Pair, home: NodeServerProcess) -> None:
+def test_router_declines_requests_that_prefill_refuses(pair: Pair, home: NodeServerProcess) -> None:
     """vLLM's front end refuses a request before the connector hears of it. Decode waits until the router says so."""
     tokens, reference = prompt(610, 90), router_reference(home.address, "p")
     refused = pair.body(tokens, max_tokens=-1, kv_transfer_params={**ASKED, "kvferry_reference": reference})
@@ -284,7 +284,7 @@ def test_a_router_declines_what_prefill_refuses(pair: Pair, home: NodeServerProc
             decoded.result(60)
 
 
-def test_nothing_that_a_client_sends_ends_an_engine(pair: Pair, home: NodeServerProcess) -> None:
+def test_engine_survives_any_parameters_of_clients(pair: Pair, home: NodeServerProcess) -> None:
     """What cannot be a reference is refused like one that is damaged, by the server's policy; what else has a wrong
     type is ignored."""
     tokens, wrong = prompt(620, 40), (17, True, ["kvf1."], {"a": [1]}, "kvf1.\n\x00", "x" * 5000)
