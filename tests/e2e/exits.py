@@ -70,7 +70,7 @@ def forked_child(address: str) -> None:
     opened(address)
     child = os.fork()
     if child == 0:
-        # It ends as Python ends, which is not how it should.
+        # The process ends as Python ends, which is wrong here.
         sys.exit(0)
     _, status = os.waitpid(child, 0)
     if status:

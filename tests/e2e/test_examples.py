@@ -1,4 +1,4 @@
-"""What the README shows works."""
+"""The examples of the README work."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_router_routes_and_declines(
 
     port = free_port()
     urls = [answering(prefill).url, f"{answering(lambda _: None).url},{answering(decode).url}"]
-    # It declines at a node server that is not the source's home.
+    # The router declines at a node server that is not the source's home.
     command = ["node", str(compiled / "router.js"), str(port), *urls, homes[1], str(ROOT / "protos")]
     router = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:

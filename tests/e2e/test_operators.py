@@ -1,4 +1,4 @@
-"""What a real engine sees of an operator."""
+"""The effects of an operator's commands on a real engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_evicted_engine_gets_an_error_and_its_blocks_back_once(engine: MakeEngin
         held = source.session.publish("held", {"full": Blocks([1])})
         ref = pb.EngineRef(engine_id=source.spec.engine_id, incarnation=source.session.token.incarnation)
         AdminStub(channel).EvictEngine(admin_pb2.EvictEngineRequest(engine=ref), timeout=10)
-        # Its name is free while its process still runs.
+        # The engine's name is free while its process still runs.
         successor = engine(home.address, model, shards(4, 1), engine_id=source.spec.engine_id).ready()
         with pytest.raises(PeerRestarted):
             source.session.publish("refused", {"full": Blocks([2])})

@@ -51,7 +51,7 @@ def open_again(client: Client) -> Exception | None:
 
 @pytest.fixture(scope="module")
 def fabric() -> Iterator[Fabric]:
-    """One whose home has been up for long: it takes no second incarnation of an engine."""
+    """A fabric whose home has been up for long: the home takes no second incarnation of an engine."""
     with Fabric(engine_ttl=ENGINE_TTL) as made:
         first = made.client()
         first.open_engine(spec("probe"))

@@ -49,7 +49,7 @@ class Seen:
 
 
 class Collector:
-    """What stands for a collector of OpenTelemetry: takes spans by OTLP over HTTP."""
+    """A stand-in for a collector of OpenTelemetry: takes spans by OTLP over HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -242,7 +242,7 @@ def test_tracing_imports_and_sends_nothing_unless_configured(collector: Collecto
 
 
 def test_engines_that_instrument_all_of_grpc_still_read(recorded: Recorded, tmp_path: Path) -> None:
-    """Its instrumentation hides what ends a stream, and would show each Watch as a span of hours."""
+    """OpenTelemetry's instrumentation hides the `cancel` of streams, and would show each Watch as a span of hours."""
     made: Any = GrpcInstrumentorClient
     instrumentor = made()
     instrumentor.instrument(tracer_provider=recorded.provider)

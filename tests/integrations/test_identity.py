@@ -1,4 +1,4 @@
-"""What engines of all makes compare before one reads from another."""
+"""The identity of a cache, which engines of all makes compare before a read."""
 
 from __future__ import annotations
 

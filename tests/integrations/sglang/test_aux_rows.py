@@ -1,4 +1,4 @@
-"""What SGLang hands over beside the KV cache."""
+"""SGLang's rows beside the KV cache, as payloads of publications."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_first_token_payloads_are_distinguished_from_others() -> None:
 
 
 def test_a_row_that_is_longer_than_its_buffer_writes_nothing() -> None:
-    """Whoever publishes writes the payload; an error of another kind would end SGLang's scheduler."""
+    """Any publisher may write the payload; an error of another kind would end SGLang's scheduler."""
     theirs = Buffers()
     rows = [struct.pack("<II", 64, 65) + bytes(65), struct.pack("<II", 512, 0), struct.pack("<II", 64, 1) + b"\1"]
     with pytest.raises(BadPayload, match="longer"):

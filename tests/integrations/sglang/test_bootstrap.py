@@ -86,7 +86,7 @@ def test_an_instance_that_was_forgotten_is_asked_again(server: KvferryBootstrapS
 
 
 def test_sources_do_not_wait_for_an_answer() -> None:
-    """Nobody answers at this address; a step that asks goes on."""
+    """This address never answers; a step that asks goes on."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)

@@ -129,7 +129,7 @@ def test_decode_does_not_start_if_sglang_would_not_hold_pages(monkeypatch: pytes
     wrapped(monkeypatch)
     assert held.enable_deferred_kv_release
     assert math.isinf(held.deferred_kv_release_timeout)
-    # They go on, to what this test does not play.
+    # Both calls go on, to code that this test does not provide.
     for mode in (DisaggregationMode.DECODE, DisaggregationMode.PREFILL):
         with pytest.raises(AttributeError):
             KvferryManager(SimpleNamespace(), mode, None)
@@ -213,7 +213,7 @@ def test_a_request_that_is_repeated_at_prefill_fails_and_the_first_is_published(
     assert first.poll() == KVPoll.Failed
     with pytest.raises(Exception, match="ABORTED"):
         first.failure_exception()
-    # It has ended, so that the next one is none that is under way.
+    # The request has ended, so the next request with this room is not refused.
     assert KvferrySender(manager, "127.0.0.1:8998", ROOM).poll() == KVPoll.WaitingForInput
 
 
@@ -279,7 +279,7 @@ def test_window_is_read_only_from_a_source_that_states_the_length_of_its_prompt(
 
 
 def test_prompt_of_unknown_length_is_not_read() -> None:
-    """Its last page may be another's: lengths that differ by less than a page need the same pages."""
+    """Lengths that differ by less than a page need the same pages, so the last page may be that of another prompt."""
     manager = PlayedManager()
     receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
     receiver.init(0)

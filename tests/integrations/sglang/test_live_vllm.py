@@ -40,7 +40,7 @@ TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
 
 
 def carried(reference: str) -> dict[str, Any]:
-    """What a router adds to SGLang's request: the reference, and nothing of vLLM's answer."""
+    """Return a router's additions to SGLang's request: the reference, without vLLM's answer."""
     return {"bootstrap_host": reference, "bootstrap_port": 1, "bootstrap_room": some_room()}
 
 
@@ -170,7 +170,7 @@ def test_sglang_has_no_log_probability_of_the_first_token(pair: Pair) -> None:
 
 
 def test_sglang_reads_the_cache_of_the_whole_prompt(pair: Pair) -> None:
-    """It computes nothing of the prompt: each token of it has come from vLLM."""
+    """SGLang computes no token of the prompt: the cache of each token has come from vLLM."""
     for tokens in PROMPTS:
         before = pair.sglang.counted("kvferry_reader_bytes")
         pair.dispatch(tokens)
@@ -204,7 +204,7 @@ def test_a_prompt_that_differs_in_one_token_is_refused(pair: Pair, token: int) -
 def test_partial_prompt_fails_by_name(pair: Pair) -> None:
     for other in (PROMPTS[0], PROMPTS[1][:-1]):
         assert "PromptMismatch" in str(pair.dispatch(PROMPTS[1], other=other))
-    # What begins with all of it is no other prompt, but needs more, also if it has as many pages.
+    # A longer prompt with this beginning matches the marks, but needs more tokens, even with equally many pages.
     longer = pair.dispatch(PROMPTS[1], other=[*PROMPTS[1], 7])
     assert "a prompt of 33 tokens" in str(longer) or "BlocksShort" in str(longer), longer
     # Of an answer of several tokens, the cache has more than the prompt.

@@ -83,7 +83,7 @@ def test_pair_answers_many_requests_at_once(pair: Pair) -> None:
 
 
 def test_decode_reads_the_cache_of_the_whole_prompt(pair: Pair) -> None:
-    """It computes nothing of the prompt: each token of it has come from prefill."""
+    """Decode computes no token of the prompt: the cache of each token has come from prefill."""
     for tokens in PROMPTS:
         before = pair.decode.counted("kvferry_reader_bytes")
         served(pair.prefill, pair.decode, some_room(), tokens)

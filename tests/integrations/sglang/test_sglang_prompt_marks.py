@@ -1,4 +1,4 @@
-"""What a router has confused is refused by both of SGLang's sides, and leaves nothing in a prefix cache."""
+"""Requests that a router has confused are refused by both of SGLang's sides, and leave prefix caches unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(900)
 
 HOLD = 3
-"""Seconds for which prefill keeps what nobody has read, and then answers."""
+"""Seconds for which prefill keeps unread publications before it answers."""
 
 ASKED, OTHER = prompt(0, 100), prompt(1, 100)
 ONE_TOKEN = [*ASKED[:50], (ASKED[50] + 1) % 512, *ASKED[51:]]

@@ -1,4 +1,4 @@
-"""What a prompt is made of, of SGLang's requests, and what becomes of a read that is of another one."""
+"""Prompts of SGLang's requests, and the ends of reads of another prompt."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def told(tokens: list[int], names: dict[str, str] | None = None, **more: Any) ->
 
 
 def image(content: int, length: int) -> list[int]:
-    """What SGLang writes in the place of an image's tokens."""
+    """The ids that SGLang writes in place of an image's tokens."""
     item = MultimodalDataItem(modality=Modality.IMAGE, feature=np.full(12, content, np.float32))
     item.set_pad_value()
     return list(item.padding_sequence(length))
@@ -119,7 +119,7 @@ def test_sender_and_receiver_hand_over_the_prompt_of_sglang() -> None:
 def test_publication_of_another_prompt_is_not_declined(
     address: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own reader may still come. It may be found out by the reference already, before anything is asked."""
+    """The publication's own reader may still come. The reference's marks may show the other prompt before any call."""
     manager = PlayedManager()
     mismatch = PromptMismatch("it is of another prompt")
     receiver = KvferryReceiver(manager, address, ROOM)

@@ -1,4 +1,4 @@
-"""What an operator sets."""
+"""An operator's settings of the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backend refuses before it serves."""
+"""The backend refuses unsupported settings before it serves."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
 def concurrently(
     prefill: Node, decode: Node, asked: list[tuple[dict[str, Any], dict[str, Any]]], *others: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """What decode says of requests that both get at the same time; prefill gets the others first."""
+    """Return decode's answers to requests that both get at the same time; prefill gets `others` first."""
     decode.send("generate", *(theirs for _, theirs in asked))
     prefill.generate(*others, *(mine for mine, _ in asked))
     answers: list[dict[str, Any]] = decode.answer()
@@ -131,7 +131,7 @@ def test_prefill_may_end_before_decode_asks(router: Router, pair: tuple[Node, No
     tokens = prompt(1, 200)
     mine, theirs = router.request("prefill", tokens)
     _, other = computed_as_another(prefill, tokens, mine)
-    # It has read prefill's cache.
+    # Decode has read prefill's cache.
     assert said(decode.generate(theirs)) == alone(prefill, [other])
 
 
@@ -172,7 +172,7 @@ def decode_aborts(router: Router, pair: tuple[Node, Node], tokens: list[int], st
     prefill.call("begin", mine, 2)
     decode.call("abort", theirs, steps)
     prefill.call("end_begun")
-    # Its blocks are whole again.
+    # The blocks of the aborted request can be used again.
     assert alone(decode, [tokens]) == alone(prefill, [tokens])
     freed(router.home, prefill)
 
@@ -271,9 +271,9 @@ FEW: dict[str, Any] = {"kv_cache_memory_bytes": 2 << 20, "max_model_len": 320, "
 @pytest.mark.parametrize(
     ("name", "length", "others", "withdrawn"),
     [
-        # It finds its blocks in the prefix cache again, where they are held.
+        # The preempted request finds its held blocks in the prefix cache again.
         pytest.param("prefill-cached", 289, 3, False, id="same-blocks"),
-        # It is computed in other blocks, while the first ones are held.
+        # The preempted request is computed in other blocks, while the first blocks are held.
         pytest.param("prefill-few", 190, 5, False, id="other-blocks"),
         # There are not as many: 10, beside those that are held.
         pytest.param("prefill-few", 289, 3, True, id="no-blocks"),

@@ -187,7 +187,7 @@ def test_request_can_be_aborted_before_during_and_after_its_read(
         expected = alone(prefill, [tokens])
         [params] = offered(prefill, [tokens])
         decode.call("abort", request(tokens, 12, params), steps)
-        # Its blocks are whole again: the next one is right.
+        # The blocks of the aborted request can be used again: the next answer is right.
         [params] = offered(prefill, [tokens])
         assert said(decode.generate(request(tokens, 12, params))) == expected
     until(lambda: pinned(home) == 0)
@@ -233,7 +233,7 @@ def test_decode_can_be_killed_and_started_again(home: NodeServerProcess, node: C
     decode.send("generate", *requests)
     decode.close(signal.SIGKILL)
     decode = ready(node("consumer", again=True))
-    # What the dead one had in hand is given back in time; what it had not is still there.
+    # Publications that the dead engine was reading are released in time; all others are still there.
     until(lambda: pinned(home) == 0)
     params = offered(prefill, prompts)
     requests = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]

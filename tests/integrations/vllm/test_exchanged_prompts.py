@@ -36,7 +36,7 @@ class Pair:
         return [self.decode.call("metric", f"vllm:kvferry_{name}") for name in ("read", "failures")]
 
     def alone(self, asked: list[dict[str, Any]]) -> list[list[int]]:
-        """What one engine says of requests, without anybody's help."""
+        """Return the answers of one engine without reads."""
         return said(self.prefill.generate(*({**each, "params": None} for each in asked)))
 
     def check_read(self, *asked: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def test_cache_of_another_prompt_is_not_taken(pair: Pair, case: str) -> None:
     published, mine = CASES[case](seed(pair, 10 * [*CASES].index(case)))
     [params] = offered(pair.prefill, [published])
     pair.check_refused(request(mine, 12, params))
-    # Nobody has declined it.
+    # The publication was not declined.
     pair.check_read(request([*published, 5], 12, params))
 
 
@@ -158,7 +158,8 @@ def test_exchanged_requests_sent_to_both_at_once_are_refused(pair: Pair, home: N
 
 
 def test_parameters_chosen_by_a_client_are_refused(pair: Pair) -> None:
-    """Whoever knows the reference of somebody's prompt learns nothing of it, and takes nothing from its reader."""
+    """A client that knows the reference of another client's prompt gets no token of it, and does not disturb its
+    reader."""
     somebodys = prompt(seed(pair, 240), 200)
     [params] = offered(pair.prefill, [somebodys])
     chosen = {**READS, "kvferry_reference": params["kvferry_reference"]}
@@ -197,7 +198,7 @@ def test_cache_of_another_adapter_is_not_taken(pair: Pair, tmp_path: Path) -> No
 
 
 def test_generated_tokens_of_prefill_are_read_by_a_continuation(pair: Pair) -> None:
-    """It is marked as well as the prompt."""
+    """The generated tokens are marked as well as the prompt."""
     tokens = prompt(seed(pair, 300), 100)
     [turn] = pair.prefill.generate(request(tokens, 40, PREFILL))
     whole = [*tokens, *turn["tokens"], *prompt(seed(pair, 301), 20)]

@@ -127,7 +127,7 @@ def test_first_token_waits_with_the_blocks_for_the_device(routed: bool) -> None:
 
 
 def test_answer_of_several_tokens_has_no_first_token_payload() -> None:
-    """Its publication has more than the prompt, and what follows that is not its first token."""
+    """The publication has more than the prompt, and the token behind it is not the first of the answer."""
     prefill = Prefill()
     prefill.run(6, answer=3)
     assert prefill.published[-1] == (True, b"")

@@ -147,9 +147,9 @@ def test_window_blocks_in_decodes_prefix_cache_are_whole(
     earlier sees tokens of the first such block that the prompt that was read does not need."""
     settings = {"disable_hybrid_kv_cache_manager": False, "block": 32}
     prefill, decode = pair(make_model(tmp_path / "model", kv_heads=4, window=64), settings, settings)
-    # Its window begins at token 85, in the block of tokens 64 to 95.
+    # The window begins at token 85, in the block of tokens 64 to 95.
     whole = prompt(900, 149)
-    # It has four blocks of the first in common, and sees its tokens from 65 on.
+    # The second prompt has four blocks in common with the first, and sees the first prompt's tokens from 65 on.
     other = [*whole[:128], *prompt(901, 3)]
     expected = [answer["tokens"] for answer in prefill.generate(request(whole), request(other))]
     [params] = [answer["params"] for answer in prefill.generate(request(whole, 1, PREFILL))]

@@ -482,7 +482,7 @@ def test_engine_takes_its_own_publication_from_its_prefix_cache(fabric: Fabric, 
     scheduler.allocated("reader", (blocks,), 0)
 
     def freed() -> bool:
-        """It is declined: nothing is pinned for a reader that will not come."""
+        """The publication is declined: no blocks stay pinned for a reader that will not come."""
         scheduler.step({})
         return all(pool.blocks[block].ref_cnt == 1 for block in blocks)
 

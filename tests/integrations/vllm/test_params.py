@@ -1,4 +1,4 @@
-"""What comes with a request, from routers and from whoever else reaches the server: what is taken, and what is not."""
+"""Parameters of requests, from routers and from any client that reaches the server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_malformed_traceparent_is_dropped() -> None:
 
 
 def test_names_from_clients_stay_within_their_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    """It may give its request a name, and make a reference."""
+    """A client may choose the name of its request, and make a reference."""
     reference = format_reference(
         pb.Reference(home="home:1\nERROR", engine_id="prefill\nERROR forged", router_key="key\nERROR", key=bytes(16))
     )

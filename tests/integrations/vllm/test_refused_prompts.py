@@ -1,4 +1,4 @@
-"""A publication is of another prompt than the request that reads it: what becomes of both.
+"""The ends of a request and of a publication with another prompt that the request reads.
 
 The home and the connector's scheduler are real, vLLM's steps are played. With real engines: test_exchanged_prompts.py.
 """
@@ -77,7 +77,7 @@ def test_publication_of_another_prompt_is_refused_before_a_byte_moves_and_kept(
 def test_publication_of_another_prompt_is_not_declined_if_vllm_has_all_blocks(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler]
 ) -> None:
-    """Its reference says so already."""
+    """The reference's marks show the other prompt."""
     scheduler = decode()
     with fabric.client() as client:
         source = prefill(client)

@@ -138,7 +138,7 @@ def test_aborted_request_keeps_the_blocks_of_its_readers(prefill: Prefill) -> No
     prefill.port.take()
     assert prefill.finish(request, RequestStatus.FINISHED_ABORTED) is None
     assert prefill.port.take() == [("abort", 1)]
-    # What was not published is free.
+    # Unpublished blocks are free.
     assert prefill.used == 2
     prefill.ended(later)
     assert prefill.port.take() == []
@@ -235,7 +235,7 @@ def test_part_may_be_refused_before_its_release_is_received(prefill: Prefill) ->
 
 
 def test_a_reference_that_is_in_use_is_not_taken_from_its_user(prefill: Prefill) -> None:
-    """Nor is it declined: its other request is being read."""
+    """The reference is not declined: its other request is being read."""
     prefill.port.refuses = RouterKeyUsed("publication 1 has the key")
     request = prefill.request("r", 14)
     prefill.run(request, 14)
@@ -347,7 +347,7 @@ def test_stuck_requests_are_withdrawn_one_after_the_other(prefill: Prefill) -> N
 
 
 def test_vllm_without_its_pool_publishes_once_at_the_end() -> None:
-    """It cannot hold blocks over a preemption. vLLM keeps those of the finished request."""
+    """Without the pool, blocks cannot be held over a preemption. vLLM keeps those of the finished request."""
     prefill = Prefill(bound=False)
     request = prefill.request("r", 14)
     prefill.run(request, 9)
@@ -361,7 +361,7 @@ def test_vllm_without_its_pool_publishes_once_at_the_end() -> None:
 
 
 def test_blocks_that_a_drafter_may_write_again_are_not_published() -> None:
-    """One of several modules: what it has of the last tokens is not final, and vLLM does not cache it either."""
+    """A drafter of several modules: its cache of the last tokens is not final, and vLLM does not cache it either."""
     prefill = Prefill(rewritten=2)
     request = prefill.request("r", 14)
     prefill.run(request, 9)
@@ -388,7 +388,7 @@ def test_a_request_id_is_used_again_while_its_blocks_are_held(prefill: Prefill) 
 
 
 def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
-    """So a preempted request finds its own blocks again, and needs no others."""
+    """A preempted request finds its own blocks again, and needs no others."""
     prefill = Prefill(caching=True)
     request = prefill.request("r", 14)
     prefill.run(request, 9)

@@ -101,7 +101,7 @@ def loaded(path: str) -> ModuleType:
     return module
 
 
-# What is right passes.
+# Right planes pass.
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def with_scales(folder: Path, layout: str) -> tuple[Rank, list[Plane]]:
     modules = attention(config, count=1, heads=2, backend=triton_attn.TritonAttentionBackend)
     rank = bound(config, modules, layout=layout, specify=triton_attn.TritonAttentionBackend.customize_spec)
     [layer] = rank.layers
-    # What the backend does when it is first used: it sets all scales to one.
+    # The backend sets all scales to one at its first use.
     modules[layer.name].impl._ensure_scale_caches(layer.cache)
     axes, parts = ("block", "head", "token", "content"), {"key": 32, "key_scale": 4, "value": 32, "value_scale": 4}
     return rank, list(planes_of_tensor(layer.cache, axes, layer.group, layer.name, parts, layer.heads))
@@ -307,7 +307,7 @@ def test_kind_is_unwritten_if_either_layer_cannot_be_written(tmp_path: Path) -> 
     assert "no kernel" in kind.unwritten
 
 
-# What is wrong is refused.
+# Wrong planes are refused.
 
 
 def swapped(one: str, other: str) -> Callable[[Plane], Plane]:
@@ -423,7 +423,7 @@ def test_keys_declared_by_token_are_refused_with_the_changed_bytes(tmp_path: Pat
     config = config_of(tmp_path)
     rank = bound(config, attention(config))
     values = refused(rank, [WRONG_CPU["K by token"](plane) for plane in declared(rank)]).values
-    # What was there before vLLM wrote another token, and what it made of it.
+    # The bytes before vLLM wrote another token, and the bytes afterwards.
     assert (values["component"], values["expected"][:8]) == ("key", "a5a5a5a5")
     assert values["found"] != values["expected"]
     assert len(values["found"]) == len(values["expected"])
@@ -510,7 +510,7 @@ def test_layers_in_the_same_memory_are_refused(tmp_path: Path) -> None:
     first, second = rank.layers
     both = [first, replace(second, cache=first.cache)]
     planes = [plane for layer in both for plane in layer_planes(layer)]
-    # What follows the self-check: nothing of such a rank is registered.
+    # After a failed self-check, the rank does not register its caches.
     spec = EngineSpec("prefill", (first.group,))
     caches: Any = {layer.name: layer.cache for layer in both}
     with Fabric() as fabric:
@@ -520,7 +520,7 @@ def test_layers_in_the_same_memory_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_vllm_does_not_write_to_is_refused(tmp_path: Path) -> None:
-    """What vLLM handed over is not what its layers are bound to."""
+    """vLLM handed over other tensors than those of its layers."""
     config = config_of(tmp_path)
     modules = attention(config, count=1)
     rank = bound(config, modules)

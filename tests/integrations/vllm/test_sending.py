@@ -1,4 +1,4 @@
-"""The end of a request in prefill: which of its tokens are published, and what becomes of its blocks if none can be.
+"""The end of a request in prefill: its published tokens, and the end of its blocks if none can be published.
 
 vLLM's block pool is real; its scheduler and kvferry's port are played.
 """
@@ -26,7 +26,7 @@ def prefill() -> Iterator[Prefill]:
 
 @pytest.mark.parametrize("computed", [True, False], ids=["computed", "still-computed"])
 def test_refused_rest_withdraws_the_published_parts(prefill: Prefill, *, computed: bool) -> None:
-    """Its readers are told, and its blocks are free when they are done: not only when the hold ends."""
+    """Readers get an error, and the blocks are free when the readers are done: not only when the hold ends."""
     request = prefill.request("r", 14)
     prefill.run(request, 9)
     last = prefill.step((request, 5))

@@ -38,7 +38,7 @@ REFUSED = {
     "TURBOQUANT",
     "ULTRAQUANT",
 }
-"""Members of vLLM's registry that have no cache, or one that nobody has read yet."""
+"""Members of vLLM's registry without a cache, or with a cache that has not been examined."""
 
 
 def layer(spec: Any, backend: str, **of_the_module: Any) -> Layer:
