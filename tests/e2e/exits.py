@@ -70,7 +70,7 @@ def forked_child(address: str) -> None:
     opened(address)
     child = os.fork()
     if child == 0:
-        # The process ends as Python ends, which is wrong here.
+        # The child ends as Python ends, although it should call `os._exit`.
         sys.exit(0)
     _, status = os.waitpid(child, 0)
     if status:
