@@ -1,8 +1,7 @@
 """Checks and copies the arguments of public calls.
 
-A caller may change a list, a dict or a buffer as soon as its call has returned, while other threads still use the
-values. So each public call checks and copies its arguments first. Integers of numpy become Python's, because numpy's
-sums wrap.
+A caller may change a list, a dict or a buffer as soon as a call has returned, while other threads still use the values.
+So each public call checks and copies its arguments first. Integers of numpy become Python's, because numpy's sums wrap.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u20
 def takes(
     value: Callable[Given, Value],
 ) -> Callable[[Callable[[Caller, Value], Result]], Callable[Concatenate[Caller, Given], Result]]:
-    """Make a method that is given a value of this class take the arguments of the class instead."""
+    """Make a method that takes a value of this class take the arguments of the class instead."""
 
     def decorate(method: Callable[[Caller, Value], Result]) -> Callable[Concatenate[Caller, Given], Result]:
         def call(self: Caller, /, *given: Given.args, **options: Given.kwargs) -> Result:
             return method(self, value(*given, **options))
 
         made: Any = functools.update_wrapper(call, method)
-        # What asks for the signature gets the arguments of the class, and not the parameter of the method.
+        # `inspect.signature` returns the arguments of the class, and not the parameter of the method.
         del made.__wrapped__
         of: Any = value
         parameters, own = inspect.signature(of).parameters, inspect.signature(method)
         made.__signature__ = own.replace(parameters=(next(iter(own.parameters.values())), *parameters.values()))
-        # The fields of a dataclass may come from several modules, which the class knows and its constructor does not.
+        # The fields of a dataclass may come from several modules. The class has their hints, its constructor has not.
         hints = get_type_hints(of if is_dataclass(of) else of.__init__)
         made.__annotations__ = {name: hints[name] for name in parameters}
         made.__annotations__["return"] = get_type_hints(method)["return"]
@@ -56,17 +55,15 @@ def takes(
 
 
 def described(value: object) -> object:
-    """Return what an error may show of a wrong value: a number or short string as it is, and otherwise its type.
-
-    It never shows bytes, which may be a secret.
-    """
+    """Return a number or short string as it is, and the type of any other value: for errors, which never show bytes,
+    because they may be a secret."""
     if value is None or isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= 80):
         return value
     return type(value)
 
 
 def instance(name: str, value: object, kind: type[Value], expected: str) -> Value:
-    """Return the value if it has this type; raises `InvalidField`, which names the argument and what was expected."""
+    """Return the value if it has this type; raises `InvalidField`."""
     if not isinstance(value, kind):
         raise InvalidField(name, described(value), expected)
     return value
@@ -88,12 +85,12 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
 
 
 def check_fields(frozen: object) -> None:
-    """Check the fields of a frozen dataclass that are declared as a class, or as one or None. Integers and flags become
-    Python's. Raises `InvalidField`."""
+    """Check the fields of a frozen dataclass that are declared as a class, or as a class or None. Integers and flags
+    become Python's. Raises `InvalidField`."""
     dataclass: Any = type(frozen)
     for name, kind, optional, check in _checks(dataclass):
         value = getattr(frozen, name)
-        # Any value of the very class will do, but for strings that UTF-8 may not be able to encode.
+        # Any value of the very class is valid, except strings that UTF-8 may not be able to encode.
         if (type(value) is kind and (kind is not str or value.isascii())) or (value is None and optional):
             continue
         found = check(name, value)
@@ -103,7 +100,7 @@ def check_fields(frozen: object) -> None:
 
 @functools.cache
 def _checks(dataclass: type) -> tuple[tuple[str, Any, bool, Callable[[str, object], object]], ...]:
-    """The name and the class of each such field, whether None is allowed, and the check. Fractions have their own."""
+    """Name and class of each such field, whether None is allowed, and the check. Fractions are checked elsewhere."""
     own: dict[type, Callable[[str, object], object]] = {str: text, int: integer, bool: flag}
     found = []
     for name, hint in get_type_hints(dataclass).items():
@@ -124,7 +121,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def seconds(name: str, value: object, *, zero: bool = False) -> float:
-    """Convert a timeout in seconds, at most `MOST_SECONDS`, and 0 only if `zero` says so; raises `InvalidField`."""
+    """Convert a timeout in seconds, at most `MOST_SECONDS`, and 0 only with `zero`; raises `InvalidField`."""
     expected = f"{'0' if zero else 'more than 0'} to {MOST_SECONDS:.0e} seconds"
     try:
         found = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
@@ -146,13 +143,13 @@ def text(name: str, value: object, expected: str = "a string") -> str:
 
 
 SHOWABLE = "no line ends and other control characters"
-"""What `showable` expects, for errors."""
+"""The expectation of `showable`, for errors."""
 
 
 def showable(name: str) -> bool:
-    """Whether a name looks like no other where it is printed: it has no control characters, which begin new lines or
-    turn the text around. Python's own `isprintable` also refuses what people write: the spaces of Japanese, and emoji
-    that are joined, or newer than the interpreter."""
+    """Whether a name has no control characters, which begin new lines or turn the text around, so that a printed name
+    cannot look like another. Python's own `isprintable` also refuses text that people write: the spaces of Japanese,
+    and emoji that are joined, or newer than the interpreter."""
     return name.isprintable() or _CONTROLS.search(name) is None
 
 

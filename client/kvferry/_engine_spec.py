@@ -18,11 +18,11 @@ class EngineSpec:
         engine_id: stable name, 1 to 256 bytes, printable.
         groups: the KV-cache groups.
         num_ranks: number of ranks; each registers a cache.
-        identity: what the contents of the cache depend on: model, revision digest, quantisation, rope and the like. An
-            engine reads only from engines of equal identity.
+        identity: everything that the contents of the cache depend on: model, revision digest, quantisation, rope and
+            the like. An engine reads only from engines of equal identity.
         partial: the engine holds a part of the model: its ranks together need not hold every head (unit) and token of
-            each of their layers. Without it, the home refuses the last rank of an engine that does not, with
-            `BadGeometry`: most often, two ranks have declared the same heads.
+            each of their layers. If False, the home refuses the last rank of an engine with such a gap, with
+            `BadGeometry`; most often, two ranks have declared the same heads.
 
     Raises:
         InvalidField: a field has the wrong type or value.
@@ -48,7 +48,7 @@ class EngineSpec:
             raise InvalidField("groups", names, "names that differ")
 
     def group(self, name: str) -> Group:
-        """Return the group of this name; raises `InvalidField` if there is none."""
+        """Return the group of this name; raises `InvalidField` for an unknown name."""
         for group in self.groups:
             if group.name == name:
                 return group

@@ -1,4 +1,4 @@
-"""Shows Prometheus the metrics of a table (`kvferry.stats`). Needs the package prometheus-client."""
+"""Converts the metrics of a table (`kvferry.stats`) to families of the package prometheus-client."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogr
 def family(metric: Metric, found: Iterable[tuple[tuple[str, ...], Any]], common: tuple[str, ...] = ()) -> Family:
     """Return a metric as Prometheus collects it.
 
-    Args:
-        metric: its row of the table.
-        found: its values: numbers and distributions, or mappings to these by the values of its labels. Each comes with
-            the values of the `common` labels.
-        common: names of labels that stand before its own.
+    `found` has numbers and distributions, or mappings to these by the values of the metric's labels, each with the
+    values of the `common` labels, which stand before the metric's own.
     """
     made: Any = FAMILIES[metric.kind](metric.name, metric.documentation, labels=(*common, *metric.labels))
     for labels, value in found:

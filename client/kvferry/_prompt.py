@@ -1,4 +1,4 @@
-"""Prompts, and the marks that say whose tokens a publication's KV is (PROTOCOL, The right prompt)."""
+"""Prompts, and the marks that tie a publication's KV to its prompt (PROTOCOL, The right prompt)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from kvferry.errors import InvalidField
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 MARK_BYTES = 16
-"""Bytes of a mark's digest."""
 
 MAX_MARKS = 64
 """Most marks of a publication; the contract's limit."""
@@ -31,13 +30,14 @@ _WORD = 2**32
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """An input of a prompt that is not text, such as an image: its placeholder tokens say nothing of its content.
+    """An input of a prompt that is not text, such as an image: its placeholder tokens do not show its content.
 
     Attributes:
         offset: its first token.
         length: its number of tokens.
-        identifier: a hash of its content, or a name that source and destination are both given. Empty: there is none,
-            and the prompt is known up to `offset` only. One that each engine draws for itself is none.
+        identifier: a hash of the content, or a name that source and destination both receive. Empty: the input has no
+            identifier, and the prompt is known up to `offset` only. Do not use identifiers that each engine draws for
+            itself.
 
     Raises:
         InvalidField: an argument has the wrong type, or is out of range.
@@ -54,24 +54,24 @@ class PromptInput:
 
 
 class Prompt:
-    """What a request's KV is computed from: its tokens, the LoRA adapter, and inputs such as images.
+    """The inputs of a request's KV: its tokens, the LoRA adapter, and inputs such as images.
 
-    The source publishes with it, the destination reads with it, each from what it has itself. KV of another prompt is
-    then refused (`PromptMismatch`), whatever a router has confused. Making one takes about 1 ms per 128,000 tokens, so
-    make it when the request arrives. It does not change, and can be used in any thread.
+    The source publishes with its own prompt, the destination reads with its own. KV of another prompt is then refused
+    (`PromptMismatch`), whatever requests a router has confused. Making a prompt takes about 1 ms per 128,000 tokens, so
+    make it when the request arrives. A prompt is immutable, and can be used in any thread.
 
     Args:
-        token_ids: all tokens from the request's first one, as integers from 0 to 2**32 - 1.
+        token_ids: all tokens of the request from the first, as integers from 0 to 2**32 - 1.
         adapter: name of the LoRA adapter, the same at both engines; empty: none. Not a number that each engine chooses.
-        inputs: the inputs that are not text. Those whose content is in the token ids need not be here.
+        inputs: the inputs that are not text. Inputs whose content is in the token ids may be left out.
 
     Attributes:
-        unknown: the prompt of an engine that does not have its tokens, for example because it was given embeddings. Its
-            publications have no marks, and its reads compare none.
+        unknown: the prompt of an engine that does not have the tokens, for example because it received embeddings.
+            Publications of it have no marks, and reads of it compare none.
         adapter: see above.
         inputs: see above, in the order of the digest.
-        ends: where a source marks the prompt, rising: at its end, as far as it is known, and before that where the
-            prompts ended that `followed_by` continued.
+        ends: where a source marks the prompt, rising: at the end of its known part, and before that at the ends of the
+            prompts that `followed_by` continued.
 
     Raises:
         InvalidField: an argument has the wrong type, or is out of range.
@@ -88,8 +88,8 @@ class Prompt:
         name = self.adapter.encode()
         begun = hashlib.sha256(_BEGIN + struct.pack("<I", len(name)) + name)
         self._first = self._latest = self._furthest = (begun, 0)
-        """States of the digest, each after this number of tokens: of none, where it was asked for last, and of the most
-        so far. With the second, marks that lie close to each other, in their order, cost no more than one."""
+        """States of the digest, each after this number of tokens: none, those of the latest `digest`, and the most so
+        far. With the second state, rising marks that lie close to each other cost no more than one mark."""
         self._digests: dict[int, bytes] = {}
         for end in self.ends:
             self.digest(end)
@@ -111,12 +111,12 @@ class Prompt:
 
     @property
     def known(self) -> int:
-        """The number of tokens up to which everything is known: all, unless an input has no identifier."""
+        """The number of tokens of the known part: all, or those before the first input without an identifier."""
         return min((len(self), *(each.offset for each in self.inputs if not each.identifier)))
 
     def followed_by(self, token_ids: TokenIds) -> Prompt:
-        """Return this prompt with further tokens, for example those that the source has generated. What this prompt has
-        computed of its marks is used again. What follows an unknown prompt is unknown.
+        """Return this prompt with further tokens, for example those that the source has generated. Digests that this
+        prompt has computed are used again. An unknown prompt stays unknown.
 
         Raises:
             InvalidField: see the class.
@@ -133,7 +133,7 @@ class Prompt:
         return made
 
     def continues(self, other: Prompt) -> bool:
-        """Whether this prompt begins with all that is known of the other one."""
+        """Whether this prompt begins with the known part of the other prompt."""
         return other.known <= self.known and (not other.known or self.digest(other.known) == other.digest(other.known))
 
     def digest(self, end: int) -> bytes:
@@ -182,23 +182,19 @@ def _unpickled(tokens: bytes, adapter: str, inputs: tuple[PromptInput, ...], end
 
 
 def check_within(prompt: object, tokens: tuple[int, int] | None) -> None:
-    """Check that an argument is a prompt, and that the tokens to read are within it.
-
-    Raises:
-        InvalidField: it is not, or they are not.
-    """
+    """Raise `InvalidField` unless an argument is a prompt, and the tokens to read are within the prompt."""
     known = arguments.instance("prompt", prompt, Prompt, "a Prompt")
     if known and tokens is not None and tokens[1] > len(known):
         raise InvalidField("tokens", tokens, f"at most the prompt's {len(known)} tokens")
 
 
 def _place(given: PromptInput) -> tuple[int, int, str]:
-    """Where an input stands in the digest."""
+    """Sort key of inputs: their order in the digest."""
     return given.offset, given.length, given.identifier
 
 
 def _words(token_ids: object) -> bytes:
-    """Copy token ids to little-endian words of four bytes; raises `InvalidField`, which shows none of them."""
+    """Copy token ids to little-endian words of four bytes; raises `InvalidField`, which shows no token."""
     try:
         if hasattr(token_ids, "__array__"):
             words = np.asarray(token_ids)
@@ -209,8 +205,8 @@ def _words(token_ids: object) -> bytes:
             # An array converts a list in a third of the time that numpy takes.
             return np.frombuffer(array("I", token_ids), np.uint32).astype("<u4").tobytes()
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        # What numpy, torch and `array` raise for what is no row of integers. It is not chained: its text may have
-        # tokens in it.
+        # Raised by numpy, torch and `array` for other values than a row of integers. Not chained, because the text may
+        # contain tokens.
         pass
     raise InvalidField("token_ids", type(token_ids), f"one row of integers from 0 to {_WORD - 1}")
 

@@ -1,10 +1,10 @@
-"""Spans of a trace, without a tracing library: `kvferry.integrations.otel` says how spans are made, for this process.
+"""Spans of a trace, without a tracing library: `kvferry.integrations.otel` sets how this process makes spans.
 
-Until it does, spans are `Span`s, which do nothing but pass the traceparent on that they were given: an engine without
-tracing between two that trace leaves the trace whole.
+Until then, a span is a `Span`, which only passes its traceparent on: an engine without tracing between two engines that
+trace leaves the trace whole.
 
-A traceparent is that of W3C Trace Context, ``00-<trace id>-<span id>-<flags>``. It names nothing but the trace: it is
-no secret and no capability.
+A traceparent is that of W3C Trace Context, ``00-<trace id>-<span id>-<flags>``. It names only the trace, and is neither
+a secret nor a capability.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from kvferry._threads import guarded
 Attributes: TypeAlias = Mapping[str, "str | int"]
 
 FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,400})?")
-"""Of a traceparent: those of later versions may go on after the 55 characters of version 00."""
+"""Form of a traceparent: later versions may go on after the 55 characters of version 00."""
 
 _calling: ContextVar[str] = ContextVar("kvferry-traceparent", default="")
 
 
 class Span:
-    """A span that is not recorded, and the base of those that are.
-
-    Attributes:
-        traceparent: what spans below it get as their parent; empty: there is no trace.
-    """
+    """A span that is not recorded, and the base of recorded spans. `traceparent` is the parent of the spans below this
+    one; empty: there is no trace."""
 
     __slots__ = ("traceparent",)
 
@@ -39,41 +36,31 @@ class Span:
 
     @contextmanager
     def calling(self) -> Generator[None]:
-        """Make calls within the ``with`` block part of this span. They are, if it is recorded."""
+        """Make calls within the ``with`` block part of this span, if the span is recorded."""
         yield
 
     def end(self, error: BaseException | None = None, **attributes: str | int) -> None:
-        """End it. Idempotent. Never raises: no read fails because it is traced.
-
-        Args:
-            error: with what it failed. Only its class is recorded: messages may name what is secret.
-            attributes: what is known by now.
-        """
+        """End the span. Idempotent. Never raises: tracing must not fail a read. Of `error` only the class is recorded,
+        because messages may contain secrets."""
 
 
 NO_SPAN = Span()
 
 Start: TypeAlias = Callable[[str, str, Attributes], Span]
-"""Starts a span: its name, the traceparent of its parent (empty: that of the thread, if it has one), and its
-attributes."""
+"""Starts a span from its name, the traceparent of its parent (empty: that of the thread, if any), and attributes."""
 
 _start: Start | None = None
 
 
 def use(start: Start | None) -> None:
-    """Start the spans of this process in this way from now on; None: record none."""
+    """Start the spans of this process with this function from now on; None: record no spans."""
     global _start
     _start = start
 
 
 def start_span(name: str, parent: str = "", **attributes: str | int) -> Span:
-    """Start a span. Never raises: no read fails because it is traced.
-
-    Args:
-        name: of the span, e.g. ``kvferry.publish``.
-        parent: traceparent of the span above; one that is malformed is ignored, as W3C demands.
-        attributes: what is known already. No secrets.
-    """
+    """Start a span, e.g. ``kvferry.publish``. Never raises: tracing must not fail a read. A malformed traceparent as
+    `parent` is ignored, as W3C demands. `attributes` must not contain secrets."""
     known = parent if FORM.fullmatch(parent) else ""
     start = _start
     if start is not None:
@@ -94,12 +81,12 @@ def calling_under(traceparent: str) -> Generator[None]:
 
 
 def passed_on(traceparent: str) -> str:
-    """Return the traceparent for calls that are made because of another one: of the span around this code if there is
-    one, else what that call came with, unless it is malformed."""
+    """Return the traceparent for calls that another call causes: that of the span around this code, or else
+    `traceparent`, which came with the other call, unless it is malformed."""
     return _calling.get() or (traceparent if FORM.fullmatch(traceparent) else "")
 
 
 def call_metadata() -> tuple[tuple[str, str], ...] | None:
-    """Return the gRPC metadata of a call that is started now; None: there is nothing to say."""
+    """Return the gRPC metadata of a call that is started now; None: there is no trace."""
     traceparent = _calling.get()
     return (("traceparent", traceparent),) if traceparent else None

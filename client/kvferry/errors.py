@@ -10,13 +10,13 @@
     │   ├── BadBlock
     │   ├── BlocksShort
     │   └── PartiesMismatch
-    ├── WrongState                     the call comes at the wrong time; the message says what to do first
+    ├── WrongState                     the call comes at the wrong time; the message names the missing step
     ├── Refused                        the peer rejects the request and gives a reason
     │   ├── Incompatible               .mismatches names every field with both values
     │   ├── WrongKey
     │   ├── WrongSession
     │   ├── WrongIdentity
-    │   ├── NotAllowed                 the node server's policy does not let this caller do it
+    │   ├── NotAllowed                 the node server's policy forbids the call
     │   ├── CacheDiffers
     │   ├── EngineIdInUse              retry after .retry_after seconds
     │   ├── PeerRestarted
@@ -32,7 +32,7 @@
     │   └── NotImplementedHere
     ├── NotFound
     │   ├── EngineUnknown
-    │   ├── EngineNotListed            the directory does not list it
+    │   ├── EngineNotListed            the directory does not list the engine
     │   ├── PublicationStale
     │   └── PublicationReleased
     ├── Unavailable                    retry as is
@@ -52,7 +52,7 @@
     │   ├── TransferStuck
     │   ├── DataLoss                   integrity mode: the bytes do not match the source's checksums
     │   ├── PromptMismatch             the publication is of another prompt
-    │   └── PromptUnmarked             nothing says whose prompt it is, and the client requires that
+    │   └── PromptUnmarked             the publication has no mark of its prompt, and the client requires one
     ├── NixlError                      a call to NIXL failed
     ├── NixlMissing                    NIXL is not installed
     ├── WrongThread                    a reading agent was used by a thread that does not own it
@@ -78,22 +78,22 @@ _BY_REASON: dict[str, type[KvferryError]] = {}
 class KvferryError(Exception):
     """Base of all errors of kvferry.
 
-    Next step: look in the log of the node server that the message names. Only errors that no other class fits are
-    of this one, such as those of a peer of a later version.
+    Next step: look in the log of the node server that the message names. Only an error that no other class fits is of
+    this class, such as that of a peer of a later version.
 
     Attributes:
         reason: name of the `kvferry.v1.ErrorReason` without its prefix, e.g. ``"BAD_BLOCK"``; empty for errors that
             never cross the wire.
-        code: name of the gRPC status code that carries it.
+        code: name of the gRPC status code.
         values: every dynamic value of the message, as strings.
-        retry_after: seconds after which repeating the same call makes sense; None if it does not, or at once is fine.
+        retry_after: seconds after which to repeat the same call; None: at once, or never.
     """
 
     reason: str = ""
     code: ClassVar[str] = "UNKNOWN"
 
     def __init_subclass__(cls, *, reason: str = "", code: str = "") -> None:
-        # A class without a reason or a code of its own has that of its base.
+        # A class without its own reason or code has those of its base.
         super().__init_subclass__()
         cls.reason, cls.code = reason or cls.reason, code or cls.code
         _BY_NAME.setdefault(cls.__name__, cls)
@@ -115,10 +115,8 @@ class KvferryError(Exception):
     def rebuilt(
         cls: type[Rebuilt], message: str, values: Mapping[str, str], retry_after: float | None = None
     ) -> Rebuilt:
-        """Rebuild an error of this class that another process raised, with every attribute that the class has.
-
-        Errors are never rebuilt by calling the class, because the constructors of many classes compose the message.
-        """
+        """Rebuild an error of this class that another process raised, with all attributes. Calling the class does not
+        do that, because the constructors of many classes compose the message."""
         error = cls.__new__(cls)
         KvferryError.__init__(error, message, retry_after=retry_after)
         error.values = dict(values)
@@ -126,14 +124,14 @@ class KvferryError(Exception):
         return error
 
     def _set_attributes(self) -> None:
-        """Set the further attributes of this class from the message and the values."""
+        """Set further attributes from the message and the values."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # The state is applied last, so attributes that do not follow from the values are kept.
         return (type(self).rebuilt, (self.message, self.values, self.retry_after), self.__dict__)
 
 
-# Its subclasses enter themselves.
+# Subclasses are entered by `__init_subclass__`.
 _BY_NAME["KvferryError"] = KvferryError
 
 
@@ -246,8 +244,8 @@ class WrongIdentity(Refused, reason="WRONG_IDENTITY", code="PERMISSION_DENIED"):
 
 
 class NotAllowed(Refused, reason="NOT_ALLOWED", code="PERMISSION_DENIED"):
-    """The policy of the node server does not let this caller do that. Values: identity, the names in its certificate;
-    role, what it lacks; engine_id, for which engine, if it is about one; method."""
+    """The policy of the node server does not allow the call to this caller. Values: identity, the names in the caller's
+    certificate; role, the missing role; engine_id, of the engine, if the call is about an engine; method."""
 
 
 class CacheDiffers(Refused, reason="CACHE_DIFFERS", code="ALREADY_EXISTS"):
@@ -255,13 +253,13 @@ class CacheDiffers(Refused, reason="CACHE_DIFFERS", code="ALREADY_EXISTS"):
 
 
 class EngineIdInUse(Refused, reason="ENGINE_ID_IN_USE", code="ALREADY_EXISTS"):
-    """Another incarnation of this engine_id is alive; `.retry_after` says when it may have ended. Values: engine_id,
-    incarnation."""
+    """Another incarnation of this engine_id is alive; it may have ended after `.retry_after` seconds. Values:
+    engine_id, incarnation."""
 
 
 class PeerRestarted(Refused, reason="PEER_RESTARTED"):
-    """The message names an incarnation of the engine that has ended: another took its place, or an operator evicted it.
-    Values: engine_id, incarnation, current."""
+    """The message names an incarnation of the engine that has ended: a new incarnation has replaced it, or an operator
+    evicted it. Values: engine_id, incarnation, current."""
 
 
 class LeaseEnded(Refused, reason="LEASE_ENDED"):
@@ -273,8 +271,8 @@ class PublicationAborted(Refused, reason="PUBLICATION_ABORTED"):
 
 
 class NotPublished(Refused, reason="NOT_PUBLISHED"):
-    """The source has given the publication up, because its home did not take it. Values: engine_id, publication; 0 for
-    a router's reference."""
+    """The source has given the publication up, because the home refused it. Values: engine_id, publication; 0 for a
+    router's reference."""
 
 
 class RouterKeyUsed(Refused, reason="ROUTER_KEY_USED", code="ALREADY_EXISTS"):
@@ -283,8 +281,8 @@ class RouterKeyUsed(Refused, reason="ROUTER_KEY_USED", code="ALREADY_EXISTS"):
 
 
 class ContractDiffers(Refused, reason="CONTRACT_DIFFERS"):
-    """Two programs whose revisions of the contract do not work together. Values: party, party_revision, 0 if it says
-    none, party_release; other, other_revision, other_release.
+    """Two programs whose revisions of the contract do not work together. Values: party, party_revision, 0 if the party
+    states none, party_release; other, other_revision, other_release.
 
     Next step: upgrade the older of the two; docs/operations.md says in which order.
     """
@@ -301,8 +299,8 @@ class RelayLoop(Refused, reason="RELAY_LOOP"):
 class HomeNotAllowed(Refused):
     """The reference names a home that this client may not connect to. Values: home.
 
-    Next step: if the address is one of your node servers, add it to the client's allowed_homes, use TLS, or a directory
-    that lists it; if not, ask where the reference came from.
+    Next step: if the address is that of one of your node servers, add it to the client's allowed_homes, use TLS, or use
+    a directory that lists it; if not, find out where the reference came from.
     """
 
 
@@ -311,10 +309,9 @@ class NotImplementedHere(Refused, reason="NOT_IMPLEMENTED", code="UNIMPLEMENTED"
 
 
 class NotFound(KvferryError, code="NOT_FOUND"):
-    """What the call names does not exist, and will not exist later.
+    """The call names something that does not exist, and will not exist later.
 
-    Next step: compute the request, or look whether its names are right; they may be those of an engine that has
-    ended.
+    Next step: compute the request, or check the names; they may be those of an engine that has ended.
     """
 
 
@@ -325,8 +322,8 @@ class EngineUnknown(NotFound, reason="ENGINE_UNKNOWN"):
 class EngineNotListed(NotFound):
     """The directory does not list the engine. Values: engine_id, directory.
 
-    Next step: see whether the engine's node server publishes in this directory and lists the engine
-    (`kvferry engines --all`). One that has just started is listed soon.
+    Next step: check that the engine's node server publishes in this directory and lists the engine
+    (`kvferry engines --all`). An engine that has just started is listed soon.
     """
 
 
@@ -342,14 +339,14 @@ class PublicationReleased(NotFound, reason="PUBLICATION_RELEASED"):
 class Unavailable(KvferryError, code="UNAVAILABLE"):
     """The call cannot be served now; the same call may succeed later.
 
-    Next step: repeat the call, after `retry_after` seconds if it has them. If it lasts, the message says what is
-    waited for.
+    Next step: repeat the call, after `retry_after` seconds if set. If the error lasts, the message names what is
+    missing.
     """
 
 
 class EngineIncomplete(Unavailable, reason="ENGINE_INCOMPLETE"):
-    """Some ranks of the engine are not registered: not yet, or no longer. Values: engine_id; missing, how many;
-    missing_ranks, the first 64 of them; nodes, the node servers that relayed for some of them."""
+    """Some ranks of the engine are not registered: not yet, or no longer. Values: engine_id; missing, their number;
+    missing_ranks, the first 64; nodes, the node servers that relayed for some of these ranks."""
 
 
 class HomeRecovering(Unavailable, reason="HOME_RECOVERING"):
@@ -367,7 +364,7 @@ class Unreachable(Unavailable, reason="UNREACHABLE"):
 class DirectoryUnavailable(Unavailable):
     """The directory cannot be read, and has not been read before; or cannot be written. Values: directory, problem.
 
-    Next step: the problem says what failed. Reads whose references carry an address go on without a directory.
+    Next step: see the problem. Reads whose references carry an address go on without a directory.
     """
 
 
@@ -377,10 +374,10 @@ class LimitReached(Unavailable, reason="LIMIT", code="RESOURCE_EXHAUSTED"):
 
 class MessageTooLarge(KvferryError, code="RESOURCE_EXHAUSTED"):
     """The message is larger than a node server accepts; or an answer is larger than the client accepts. Values: what,
-    size, limit; if gRPC itself found it: address.
+    size, limit; if gRPC itself refused the message: address.
 
-    Next step: publish or register in smaller parts: `what` says what is too large. If gRPC found it, caller and
-    node server may be of different versions.
+    Next step: publish or register in smaller parts: `what` names what is too large. If gRPC refused the message, caller
+    and node server may be of different versions.
     """
 
 
@@ -410,8 +407,8 @@ class Mismatch:
 
     Attributes:
         kind: ``identity``, ``group``, ``format``, ``uncovered``, ``held_twice``, ``indivisible``, ``granule`` ...
-        where: the plane, group or rank it is about.
-        field: the field that differs; empty where it is not about one field.
+        where: the plane, group or rank.
+        field: the field that differs; empty if the mismatch is not in one field.
         source: the source's value.
         destination: the destination's value.
         message: one sentence for people.
@@ -428,9 +425,9 @@ class Mismatch:
 class Incompatible(Refused, reason="INCOMPATIBLE"):
     """The destination cannot read the source's cache. `.mismatches` lists every reason.
 
-    The message, and what crosses the wire, combine mismatches that differ only in the place, because a wrong dtype is
+    The message, and the error on the wire, combine mismatches that differ only in the place, because a wrong dtype is
     usually wrong in every layer. They list at most 16; `.values["mismatches"]` is the number of all. `.lines` has the
-    sentences that the message is made of.
+    sentences of the message.
     """
 
     SPELLED_OUT = 16
@@ -454,7 +451,7 @@ class Incompatible(Refused, reason="INCOMPATIBLE"):
         self.mismatches = mismatches
 
     def _set_attributes(self) -> None:
-        """Set the mismatches that the values list. The message is composed again, because the wire may have cut it."""
+        """Set the mismatches from the values. The message is composed again, because the wire may have cut it."""
         told: list[tuple[Mismatch, int]] = []
         while f"mismatch.{len(told)}.kind" in self.values:
             index = len(told)
@@ -482,15 +479,15 @@ def _count_in(text: str) -> int:
 
 
 class TransferError(KvferryError):
-    """A read failed; what its destination blocks hold is not valid.
+    """A read failed; the contents of its destination blocks are not valid.
 
     Next step: compute the request, and reuse the destination blocks only when `quiet` is True.
 
     Attributes:
-        quiet: whether nothing can write to the destination blocks any more (R4). While it is False they must not be
-            reused; `Read.wait_quiet` waits until it is True. In the process that ran the transfer it becomes True by
-            itself; in a copy that was pickled or sent it does not change. In an error that was rebuilt from a message
-            without it, it is False.
+        quiet: whether no writes to the destination blocks are possible any more (R4). While `quiet` is False, do not
+            reuse the blocks; `Read.wait_quiet` waits until it is True. It becomes True in the process that ran the
+            transfer; in a copy that was pickled or sent it does not change. In an error that was rebuilt from a message
+            without this value, it is False.
     """
 
     def __init__(self, message: str, *, quiet: bool = True, **values: object) -> None:
@@ -510,15 +507,15 @@ class TransferFailed(TransferError, reason="TRANSFER_FAILED", code="ABORTED"):
 class TransferExpired(TransferError):
     """The lease ended before the read; its bytes do not count (R1).
 
-    Next step: compute the request. If it comes again, look for a reader that stands still for longer than
-    kvferryd's `--ttl`, or a home that it cannot reach.
+    Next step: compute the request. If the error comes again, look for a reader that stops for longer than kvferryd's
+    `--ttl`, or a home that the reader cannot reach.
     """
 
 
 class TransferCancelled(TransferError):
     """The read was cancelled.
 
-    Next step: nothing: the engine, or a close, asked for it.
+    Next step: nothing: the engine, or a close, cancelled the read.
     """
 
 
@@ -528,13 +525,13 @@ class TransferStuck(TransferError, reason="TRANSFER_STUCK", code="DEADLINE_EXCEE
 
 class DataLoss(TransferError, reason="DATA_LOSS", code="DATA_LOSS"):
     """The bytes that were read do not match the source's checksums (integrity mode). Values: plane, source_rank, place,
-    unit, source_block, destination_blocks, expected, computed: of the first mismatch; mismatches: how many."""
+    unit, source_block, destination_blocks, expected, computed: of the first mismatch; mismatches: their number."""
 
 
 class PromptMismatch(TransferError, reason="PROMPT_MISMATCH", code="FAILED_PRECONDITION"):
-    """The publication is of another prompt than the reader's: a router has confused two requests. Its bytes do not
-    count, and it was not declined. Values: request_id, tokens, reader; source_request_id, engine_id, publication,
-    marked, the ends of the source's marks."""
+    """The publication is of another prompt than the reader's: a router has confused two requests. The bytes do not
+    count, and the publication was not declined. Values: request_id, tokens, reader; source_request_id, engine_id,
+    publication, marked, the ends of the source's marks."""
 
 
 class PromptUnmarked(TransferError, reason="PROMPT_UNMARKED", code="FAILED_PRECONDITION"):
@@ -545,21 +542,20 @@ class PromptUnmarked(TransferError, reason="PROMPT_UNMARKED", code="FAILED_PRECO
 class NixlMissing(KvferryError):
     """NIXL is not installed, or cannot be loaded.
 
-    Next step: install 'kvferry[nixl]', for the CUDA version of torch; `problem` says why what is installed
-    cannot be loaded.
+    Next step: install 'kvferry[nixl]', for the CUDA version of torch; `problem` says why the installed NIXL cannot be
+    loaded.
     """
 
 
 class NixlError(KvferryError, reason="NIXL_FAILED", code="ABORTED"):
-    """A call to NIXL failed. It does not prove that a read which was posted has stopped writing. Values: call, peer,
-    problem."""
+    """A call to NIXL failed. A posted read may still be writing. Values: call, peer, problem."""
 
 
 class WrongState(KvferryError, code="FAILED_PRECONDITION"):
-    """The call comes at the wrong time: the arguments are valid, but something else has to be done first, or has
-    already been done. The message says what to do. Values: whatever the call was about, such as engine_id, rank.
+    """The call comes at the wrong time: the arguments are valid, but another step is missing, or was already done. The
+    message says what to do. Values: those of the call, such as engine_id, rank.
 
-    Next step: do first what the message says.
+    Next step: take the step that the message names.
     """
 
 
@@ -588,8 +584,8 @@ class Closed(KvferryError):
 def from_name(
     name: str, message: str, values: Mapping[str, str], *, retry_after: float | None = None, quiet: bool = False
 ) -> KvferryError:
-    """Rebuild an error that another process of the same engine raised, from the name of its class and its attributes;
-    an unknown name gives an `InternalError`. `quiet` is that of a `TransferError`."""
+    """Rebuild an error of another process of the same engine from the name of its class and its attributes; an unknown
+    name gives an `InternalError`. `quiet` is that of a `TransferError`."""
     error = _BY_NAME.get(name, InternalError).rebuilt(message, values, retry_after)
     if isinstance(error, TransferError):
         error.quiet = quiet
@@ -599,8 +595,8 @@ def from_name(
 def from_reason(
     reason: str, message: str, values: Mapping[str, str], retry_after: float | None = None
 ) -> KvferryError | None:
-    """Rebuild an error that a peer raised, from the name of its ErrorReason without the prefix, the message, the
-    ErrorInfo's metadata and RetryInfo's seconds; None for a reason that is not kvferry's."""
+    """Rebuild a peer's error from the name of its ErrorReason without the prefix, the message, the ErrorInfo's metadata
+    and RetryInfo's seconds; None for a reason that is not kvferry's."""
     cls = _BY_REASON.get(reason)
     return None if cls is None else cls.rebuilt(message, values, retry_after)
 

@@ -25,7 +25,7 @@ HUGE_PAGE = 2 << 20
 """Bytes of a transparent huge page on x86-64, and on aarch64 with pages of 4 KiB."""
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call by machine: libc has no function for it, and libnuma is not installed everywhere."""
+"""Numbers of the system call: libc has no function for it, and libnuma is not installed everywhere."""
 
 _MPOL_BIND = 2
 
@@ -33,7 +33,7 @@ _MPOL_BIND = 2
 class HostMemory:
     """A contiguous range of host memory, zeroed and with all its pages allocated.
 
-    It stays mapped as long as this object, or any view of `array`, is referenced. Pass it as `keep` to
+    The memory stays mapped as long as this object, or any view of `array`, is referenced. Pass this object as `keep` to
     `Client.register_cache`.
 
     Args:
@@ -42,8 +42,8 @@ class HostMemory:
         numa_node: index of the NUMA node to bind the memory to; None: the system chooses.
 
     Attributes:
-        array: the bytes, ``uint8[size]``. ``torch.from_numpy(memory.array).view(...)`` makes a tensor of them.
-        region: the memory's address and size, for `Client.register_cache`.
+        array: the bytes, ``uint8[size]``. ``torch.from_numpy(memory.array).view(...)`` makes a tensor.
+        region: address and size, for `Client.register_cache`.
 
     Raises:
         InvalidField: the size is not positive, or this machine has no such NUMA node.
@@ -68,8 +68,8 @@ class HostMemory:
 
         Args:
             fd: file descriptor of `HostMemory.fd` in this process: inherited by a fork or spawn, or received over a
-                UNIX socket. It is duplicated, so that the caller may close it.
-            size: bytes; the `size` that the memory was made with.
+                UNIX socket. The caller may close it afterwards.
+            size: bytes; the `size` of the `HostMemory`.
 
         Raises:
             InvalidField: the memory is smaller.
@@ -85,8 +85,8 @@ class HostMemory:
 
     @property
     def fd(self) -> int:
-        """The file descriptor of shared memory, for `attach` in another process; raises `WrongState` if it is not
-        shared."""
+        """The file descriptor of shared memory, for `attach` in another process; raises `WrongState` if the memory is
+        not shared."""
         if self._fd < 0:
             raise WrongState("this memory is not shared: make it with shared=True to attach it in another process")
         return self._fd
@@ -106,14 +106,14 @@ class HostMemory:
 
     def _map(self, fd: int, size: int, numa_node: int | None) -> None:
         self._fd = fd
-        # A huge page begins at a multiple of its size; the system aligns shared memory by itself.
+        # A huge page begins at a multiple of its size; the system aligns shared memory itself.
         self._length = _whole(size) + (HUGE_PAGE if fd < 0 else 0)
         flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapped = mmap.mmap(fd, self._length, flags=flags)
         everything = np.frombuffer(mapped, np.uint8)
         self._mapped = everything.ctypes.data
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Only a hint: without huge pages the memory works too.
+            # Only a hint: the memory also works without huge pages.
             mapped.madvise(mmap.MADV_HUGEPAGE)
         if numa_node is not None:
             _bind(self._mapped, self._length, numa_node)
@@ -127,7 +127,6 @@ class HostMemory:
 
 
 def _whole(size: int) -> int:
-    """Round a size up to whole huge pages."""
     return -(-size // HUGE_PAGE) * HUGE_PAGE
 
 

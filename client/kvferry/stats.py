@@ -1,8 +1,8 @@
-"""What a client counts and measures: `Client.stats` returns it as plain values.
+"""Counts and measurements of a client: `Client.stats` returns them as plain values.
 
 The classes are also the table of a client's metrics: a field has the name, the labels and the explanation that metrics
 systems show. `kvferry.integrations` and the documents take these from `METRICS`, so a new metric is one field here and
-one line where something happens. Nothing here needs a metrics library.
+one line at the event. No metrics library is needed.
 
 Totals only rise; the other values are of the moment.
 """
@@ -35,10 +35,10 @@ class Metric:
     Attributes:
         kind: as Prometheus names it.
         name: of counters, without ``_total``.
-        documentation: what it says.
-        labels: names of its labels, each with the values that are known: strings, or members of an enum, which are
-            shown by their names in lower case. If there is one label, these are there from the start, because a rate
-            needs a value to begin with.
+        documentation: one or two sentences for people.
+        labels: names of labels, each with the known values: strings, or members of an enum, which are shown by their
+            names in lower case. The values of an only label are exposed from the start, because a rate needs a first
+            value.
         bounds: of a histogram, the upper bounds of its buckets.
     """
 
@@ -50,12 +50,12 @@ class Metric:
 
     @property
     def values(self) -> Sequence[Any]:
-        """The known values of its only label; empty if there are several labels, or none."""
+        """The known values of the only label; empty if there are several labels, or none."""
         return next(iter(self.labels.values())) if len(self.labels) == 1 else ()
 
     @property
     def full_name(self) -> str:
-        """Its name as Prometheus shows it."""
+        """The name as Prometheus shows it."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
@@ -70,7 +70,7 @@ class Distribution:
 
     Attributes:
         bounds: upper bounds of the buckets, inclusive and rising.
-        counts: number of values in each bucket alone; one more than bounds, the last for values above all of them.
+        counts: number of values in each bucket alone; one more than bounds, the last for values above all bounds.
         sum: sum of the values.
     """
 
@@ -126,7 +126,7 @@ def metrics_of(kind: Any) -> dict[str, Metric]:
 
 
 def total(kind: type[Stats], parts: Iterable[Stats]) -> Stats:
-    """Add values of a class that has numbers, and numbers by name."""
+    """Add up objects of a dataclass whose fields are numbers, and numbers by name."""
     found = kind()
     for part in parts:
         for each in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -192,12 +192,12 @@ class ReadStats:
 
 @dataclass(slots=True)
 class TransportGauges:
-    """What the transport of a cache is doing, and has done: `Cache.gauges`.
+    """The present and past work of a cache's transport: `Cache.gauges`.
 
     Attributes:
         uncertain: transfers that ended and are not quiet; their destination blocks are in quarantine.
         quiesced: transfers that were uncertain and became quiet, since the start.
-        bytes_moved: since the start, those of transfers that failed included.
+        bytes_moved: since the start, failed transfers included.
         chunks_in_flight: posted and not seen DONE.
         peers: peers added to agents.
     """
@@ -226,7 +226,7 @@ class TransportGauges:
 
 @dataclass(slots=True)
 class RankStats(TransportGauges):
-    """What the ranks of this process read into their memory, by all of its caches; with the sums of their gauges."""
+    """The reads of this process's ranks into their memory, of all caches together; with the sums of the gauges."""
 
     handshake: Distribution = histogram(
         "kvferry_reader_handshake_seconds",
@@ -284,7 +284,7 @@ class CallStats:
 
 @dataclass(slots=True)
 class ClientStats:
-    """What a client has counted and measured: its reads, the transfers of its ranks, its publications and calls."""
+    """Counts and measurements of a client: its reads, the transfers of its ranks, its publications and calls."""
 
     reads: ReadStats
     ranks: RankStats

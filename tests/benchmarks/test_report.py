@@ -27,7 +27,7 @@ def test_the_documents_are_current(results: Results) -> None:
     assert tables(results) == TABLES.read_text(), "run: python -m benchmarks.report"
 
 
-def test_no_placeholder_is_left(results: Results) -> None:
+def test_documents_have_no_placeholders_left(results: Results) -> None:
     assert "{{" not in performance(results)
 
 
@@ -36,7 +36,7 @@ def test_the_results_have_every_topic_and_survive_being_written(results: Results
     assert Results.parse(results.dump()) == results
 
 
-def test_every_goal_that_is_missed_is_explained(results: Results) -> None:
+def test_missed_goals_are_all_explained(results: Results) -> None:
     """Whatever a run finds: each goal has its remark."""
     assert set(REMARKS) == {goal.key for goal in GOALS} | {"vllm", "vllm concurrent"}
     for goal in GOALS:
@@ -81,7 +81,7 @@ def test_the_line_of_both_asked_at_once_says_what_is_left_without_vllms_own_step
     assert (found, missed) == ("1.50, without vLLM's own step 1.30", "1.15 ×")
 
 
-def test_the_worst_cell_counts(results: Results) -> None:
+def test_worst_cell_decides_a_goal(results: Results) -> None:
     topic = results.topics["paths"]
     cell = next(found for name, found in topic.measures.items() if name.startswith("chosen, "))
     slow: Summary = replace(cell, median=100 * topic.measures[cell.against].median)
@@ -90,7 +90,7 @@ def test_the_worst_cell_counts(results: Results) -> None:
     assert goal.value(worse) == pytest.approx(100)
 
 
-def test_a_busy_machine_and_several_revisions_are_said(results: Results) -> None:
+def test_report_mentions_a_busy_machine_and_several_revisions(results: Results) -> None:
     quiet = replace(
         results, topics={name: replace(topic, load=(1.0, 1.5), revision="a") for name, topic in results.topics.items()}
     )

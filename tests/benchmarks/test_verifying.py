@@ -62,13 +62,13 @@ def test_chunks_cover_a_list_once() -> None:
 
 
 @pytest.mark.parametrize("run", [1, 2, 4])
-def test_runs_of_blocks_are_distinct_and_as_long_as_said(run: int) -> None:
+def test_runs_of_blocks_are_distinct_and_of_the_given_length(run: int) -> None:
     ids = blocks_in_runs(LAYOUT, 8, run, 1)
     assert len(set(ids.tolist())) == 8
     assert (np.diff(ids.reshape(-1, run), axis=1) == 1).all()
 
 
-def test_an_action_that_did_not_do_its_work_ends_the_run() -> None:
+def test_action_without_its_result_ends_the_run() -> None:
     said: list[str] = []
 
     def wrong() -> None:
@@ -80,7 +80,7 @@ def test_an_action_that_did_not_do_its_work_ends_the_run() -> None:
     assert said == ["prepare", "run"]
 
 
-def test_warm_rounds_do_not_count_and_actions_take_turns() -> None:
+def test_warm_rounds_are_not_measured_and_actions_take_turns() -> None:
     said: list[str] = []
     actions = {name: Action(lambda name=name: said.append(name)) for name in "ab"}  # type: ignore[misc]
     times = interleaved(actions, 2, warm=1)
@@ -94,12 +94,12 @@ def frame(kind: int, length: int) -> bytes:
 
 
 @pytest.mark.parametrize("piece", [1, 2, 9, 10_000])
-def test_calls_are_counted_however_their_bytes_arrive(piece: int) -> None:
+def test_calls_are_counted_for_any_fragmentation_of_their_bytes(piece: int) -> None:
     sent = PREFACE + frame(4, 0) + frame(1, 40) + frame(0, 300) + frame(1, 0) + frame(8, 4) + frame(1, 7)
     frames = Frames()
     assert sum(frames.feed(sent[at : at + piece]) for at in range(0, len(sent), piece)) == 3
 
 
-def test_what_is_not_http2_is_not_counted() -> None:
+def test_bytes_of_other_protocols_than_http2_are_not_counted() -> None:
     with pytest.raises(ValueError, match="HTTP/2"):
         Frames().feed(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")

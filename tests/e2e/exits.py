@@ -70,7 +70,7 @@ def forked_child(address: str) -> None:
     opened(address)
     child = os.fork()
     if child == 0:
-        # It ends as Python ends, which is not how it should.
+        # The child ends as Python ends, although it should call `os._exit`.
         sys.exit(0)
     _, status = os.waitpid(child, 0)
     if status:

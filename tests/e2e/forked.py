@@ -81,7 +81,7 @@ def static(cls: type) -> list[tuple[str, Any]]:
 
 
 def wrong_in_child(made: dict[type, Any]) -> list[str]:
-    """What does not say `ForkedClient`, or, being an end, does something."""
+    """Return the calls that do not raise `ForkedClient`, and the closing calls that have an effect."""
     wrong = []
     for cls, each in made.items():
         for name, method in members(each):

@@ -1,4 +1,4 @@
-"""What the README shows works."""
+"""The examples of the README work."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_guide_to_testing_shows_tests_that_pass(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_every_grpcurl_line_says_what_the_server_understands() -> None:
+def test_grpcurl_lines_are_all_understood_by_the_server() -> None:
     text = (ROOT / "examples" / "grpcurl.md").read_text().replace("\\\n", " ")
     calls = re.findall(r"^grpcurl .*?-d '(\{.*\})'\s+\$NODE (\S+)/(\S+)$", text, re.MULTILINE)
     assert len(calls) == text.count(" -d '")
@@ -155,7 +155,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["dispatch.js", "look.js", "router.js"])
-def test_the_programs_in_typescript_say_what_they_need(compiled: Path, program: str) -> None:
+def test_typescript_programs_print_their_usage(compiled: Path, program: str) -> None:
     done = subprocess.run(
         ["node", str(compiled / program), "x"], capture_output=True, text=True, timeout=60, check=False
     )
@@ -291,7 +291,7 @@ def test_router_routes_and_declines(
 
     port = free_port()
     urls = [answering(prefill).url, f"{answering(lambda _: None).url},{answering(decode).url}"]
-    # It declines at a node server that is not the source's home.
+    # The router declines at a node server that is not the source's home.
     command = ["node", str(compiled / "router.js"), str(port), *urls, homes[1], str(ROOT / "protos")]
     router = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -383,7 +383,7 @@ def test_router_asks_both_at_once_and_tries_the_next_prefill(
             router.stdout.close()
 
 
-def test_router_declines_what_a_decode_engine_answered_with_nonsense(
+def test_router_declines_a_request_that_decode_answers_with_nonsense(
     homes: tuple[str, str],
     one_to_one: tuple[Engine, Engine],
     answering: Callable[[Callable[[Any], Any]], Answering],

@@ -21,7 +21,7 @@ FORKS = {state: {"GRPC_ENABLE_FORK_SUPPORT": "0"} for state in ("forked_child", 
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_process_ends_in_whatever_state_it_is(tmp_path: Path, state: str) -> None:
+def test_process_ends_in_every_state(tmp_path: Path, state: str) -> None:
     command = [sys.executable, "-m", "tests.e2e.exits", state]
     pipe = subprocess.PIPE
     with (

@@ -12,7 +12,7 @@ from tests.support.repository import ROOT
 pytestmark = pytest.mark.slow
 
 
-def test_every_method_in_a_child_while_the_parent_reads_on(homes: tuple[str, str]) -> None:
+def test_methods_in_a_child_raise_forked_client_while_the_parent_reads_on(homes: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "tests.e2e.forked", homes[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

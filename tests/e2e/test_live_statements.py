@@ -92,7 +92,7 @@ def test_04_source_frees_after_all_distinct_consumers_and_not_before(home: Home)
     assert [(read.reported, read.parties) for read in release.reads] == [(3, 3)]
 
 
-def test_08_one_failed_rank_fails_the_read_once_and_a_retry_finds_the_blocks(home: Home) -> None:
+def test_08_failed_rank_fails_the_read_once_and_a_retry_finds_the_blocks(home: Home) -> None:
     publication = home.publish("eight")
     lease = home.lease(publication, "first", parties=2)
     home.report(lease, 0, FAILED)
@@ -112,7 +112,7 @@ def test_09_hold_ends_under_the_sources_request_id(home: Home) -> None:
     assert [release.request_id for release in home.released(1)] == ["the source's own name"]
 
 
-def test_11_nothing_waits_for_a_timeout_in_the_good_case(home: Home) -> None:
+def test_11_good_case_waits_for_no_timeout(home: Home) -> None:
     # The home's times are the defaults: a lease of 30 s, a hold of 120 s. `released` comes without either.
     publication = home.publish("eleven")
     home.report(home.lease(publication, "r", parties=1), 0)

@@ -1,4 +1,4 @@
-"""What a real engine sees of an operator."""
+"""The effects of an operator's commands on a real engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.mark.slow
-def test_an_evicted_engine_is_told_and_gets_its_blocks_back_once(engine: MakeEngine, tmp_path: Path) -> None:
+def test_evicted_engine_gets_an_error_and_its_blocks_back_once(engine: MakeEngine, tmp_path: Path) -> None:
     model = Model()
     with (
         NodeServerProcess(tmp_path / "home", final=1, ttl=1, max_ttl=1, drain=0) as home,
@@ -32,7 +32,7 @@ def test_an_evicted_engine_is_told_and_gets_its_blocks_back_once(engine: MakeEng
         held = source.session.publish("held", {"full": Blocks([1])})
         ref = pb.EngineRef(engine_id=source.spec.engine_id, incarnation=source.session.token.incarnation)
         AdminStub(channel).EvictEngine(admin_pb2.EvictEngineRequest(engine=ref), timeout=10)
-        # Its name is free while its process still runs.
+        # The engine's name is free while its process still runs.
         successor = engine(home.address, model, shards(4, 1), engine_id=source.spec.engine_id).ready()
         with pytest.raises(PeerRestarted):
             source.session.publish("refused", {"full": Blocks([2])})
@@ -43,7 +43,7 @@ def test_an_evicted_engine_is_told_and_gets_its_blocks_back_once(engine: MakeEng
         assert successor.release_of(offered).outcome is not None
 
 
-def test_a_drained_node_server_still_tells_of_releases(engine: MakeEngine, tmp_path: Path) -> None:
+def test_drained_node_server_still_reports_releases(engine: MakeEngine, tmp_path: Path) -> None:
     with NodeServerProcess(tmp_path / "home", hold=2, drain=0) as home, connect(home.address) as channel:
         source = engine(home.address, Model(), shards(4, 1)).ready()
         offered = source.session.publish("offered", {"full": Blocks([1])})

@@ -14,14 +14,14 @@ from tests.support.pairwise import FACTORS, INFEASIBLE, Row
 ROWS = pairwise.rows()
 
 
-def test_every_pair_of_levels_that_can_be_is_covered() -> None:
+def test_possible_pairs_of_levels_are_all_covered() -> None:
     levels = {(a, x, b, y) for (a, xs), (b, ys) in itertools.combinations(FACTORS.items(), 2) for x in xs for y in ys}
     covered = set().union(*(pairwise.pairs(row) for row in ROWS))
     assert levels - covered == set(INFEASIBLE)
     assert all(INFEASIBLE.values())
 
 
-def test_a_level_that_is_no_level_is_in_no_row() -> None:
+def test_rows_have_only_declared_levels() -> None:
     for row in ROWS:
         assert list(row) == list(FACTORS)
         assert all(level in FACTORS[factor] for factor, level in row.items())
@@ -89,7 +89,7 @@ def tokens_inside(token: int, source: EngineGeometry, destination: EngineGeometr
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row.values()).replace(" ", "_"))
-def test_a_row_is_what_it_says(row: Row) -> None:
+def test_row_is_the_declared_case(row: Row) -> None:
     source, destination = (parse(document) for document in pairwise.documents(row))
     both = source, destination
     (theirs, *_), (mine, *_) = attention(source)[0], attention(destination)[0]

@@ -53,7 +53,7 @@ def plan(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
 
 
-def test_live_engines_are_planned_from_what_they_registered(live: dict[str, str]) -> None:
+def test_live_engines_are_planned_from_their_registrations(live: dict[str, str]) -> None:
     result = plan("--source-engine", live["p"], "--destination-engine", live["d"], "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
@@ -64,7 +64,7 @@ def test_live_engines_are_planned_from_what_they_registered(live: dict[str, str]
     assert found["totals"]["bytes_per_token"] == 2 * HEADS * CONTENT
 
 
-def test_the_text_of_a_rank_and_the_picture(live: dict[str, str], tmp_path: Path) -> None:
+def test_plan_has_the_text_of_a_rank_and_a_picture(live: dict[str, str], tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     result = plan("--source-engine", live["p"], "--destination-engine", live["d"], "--rank", "1", "--svg", str(picture))
     assert result.returncode == 0, result.stderr
@@ -83,7 +83,7 @@ def test_an_impossible_pair_exits_2_and_names_both_values(live: dict[str, str]) 
     ]
 
 
-def test_an_engine_that_does_not_exist_is_said_so(live: dict[str, str]) -> None:
+def test_unknown_engine_is_named_in_the_error(live: dict[str, str]) -> None:
     address = live["p"].partition("@")[2]
     result = plan("--source-engine", f"nobody@{address}", "--destination-engine", live["d"])
     assert result.returncode not in (0, 2)

@@ -72,7 +72,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_child_of_a_fork_is_told_and_parent_goes_on(homes: tuple[str, str]) -> None:
+def test_child_of_a_fork_gets_an_error_and_the_parent_goes_on(homes: tuple[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", FORK, homes[0]], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
@@ -148,7 +148,7 @@ async def test_cancelled_await_cancels_the_read(engine: MakeEngine, homes: tuple
     assert transfer.lease_remaining.ToNanoseconds() == 0
 
 
-def test_closed_client_says_so(homes: tuple[str, str]) -> None:
+def test_closed_client_raises_closed(homes: tuple[str, str]) -> None:
     client = Client(homes[0])
     client.close()
     with pytest.raises(Closed):

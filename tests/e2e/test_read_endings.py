@@ -67,7 +67,7 @@ def test_close_that_does_not_wait_ends_every_read(cache: Cache, one_to_one: Pair
         assert read.wait_quiet(60)
 
 
-def test_callback_may_wait_for_another_read_also_where_threads_are_short(
+def test_callback_may_wait_for_another_read_also_with_few_threads(
     cache: Cache, one_to_one: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def few(run: Callable[[], object], name: str) -> threading.Thread:
@@ -98,7 +98,7 @@ def test_callback_may_wait_for_another_read_also_where_threads_are_short(
 
 
 @pytest.mark.parametrize("given_up", ["cancelled", "timed out"])
-def test_rank_that_gives_up_waiting_takes_the_lease_from_no_other(
+def test_rank_that_stops_waiting_leaves_the_lease_to_the_others(
     engine: MakeEngine, homes: Homes, given_up: str
 ) -> None:
     model = Model()

@@ -38,7 +38,7 @@ def pair(
     [(4, 2, 2), (4, 1, 2), (4, 2, 1), (6, 3, 2), (2, 4, 2)],
     ids=["equal", "d>p", "p>d", "3-to-2", "replicated-source"],
 )
-def test_every_byte_arrives_and_no_other_is_touched(
+def test_read_moves_every_byte_and_touches_no_other(
     engine: MakeEngine, homes: Homes, ucx_tls: str, heads: int, source_tp: int, destination_tp: int
 ) -> None:
     model = Model(heads=heads)
@@ -134,7 +134,7 @@ def test_prefix_that_the_destination_holds_is_left_out(engine: MakeEngine, homes
         assert np.array_equal(memory.cells, expect(memory, request, ours, (37, tokens)))
 
 
-def test_many_requests_at_once_do_not_mix(engine: MakeEngine, homes: Homes, ucx_tls: str) -> None:
+def test_requests_at_once_do_not_mix(engine: MakeEngine, homes: Homes, ucx_tls: str) -> None:
     model = Model(num_blocks=64)
     source, destination = pair(engine, homes, model, 2, 1, ucx_tls)
     (rank,), (memory,) = destination.ranks, destination.memories
@@ -159,7 +159,7 @@ def test_many_requests_at_once_do_not_mix(engine: MakeEngine, homes: Homes, ucx_
     assert sorted(release.publication for release in released) == list(range(1, 11))
 
 
-def test_asking_for_more_than_was_published_fails_and_writes_nothing(one_to_one: Pair) -> None:
+def test_read_of_more_than_was_published_fails_and_writes_nothing(one_to_one: Pair) -> None:
     source, destination = one_to_one
     reference = source.session.publish("short", {"full": Blocks([1, 2], end_token=20)}).reference
     with pytest.raises(BlocksShort) as caught:
@@ -170,7 +170,7 @@ def test_asking_for_more_than_was_published_fails_and_writes_nothing(one_to_one:
     assert destination.ranks[0].read(reference, [1, 2], (0, 20)).confirmed
 
 
-def test_second_read_of_a_publication_made_for_one_is_told_so(one_to_one: Pair) -> None:
+def test_second_read_of_a_publication_for_one_read_fails_by_name(one_to_one: Pair) -> None:
     source, destination = one_to_one
     reference = source.session.publish("once", {"full": Blocks([1])}).reference
     destination.ranks[0].read(reference, [1], None)
@@ -179,7 +179,7 @@ def test_second_read_of_a_publication_made_for_one_is_told_so(one_to_one: Pair) 
         destination.ranks[0].read(reference, [2], None)
 
 
-def test_n_way_sampling_is_released_after_the_last_read(one_to_one: Pair) -> None:
+def test_publication_for_n_samples_is_released_after_the_last_read(one_to_one: Pair) -> None:
     source, destination = one_to_one
     publication = source.session.publish("sampled", {"full": Blocks([1])}, expected_reads=3)
     for block in (1, 2):

@@ -53,7 +53,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 
 @pytest.fixture
 def engines(nodes: list[Node]) -> Iterator[list[ContinuousEngine]]:
-    """One on each node; each reads what the one before it publishes."""
+    """One engine on each node; each engine reads the publications of the previous one."""
     queues: list[Any] = [LOADED.Queue(AT_ONCE) for _ in nodes]
     made = [
         ContinuousEngine(node.server.address, unique_id("engine"), queues[index], queues[(index + 1) % NODES])
@@ -71,14 +71,14 @@ def go_on(engines: list[ContinuousEngine]) -> None:
         assert report.failures == []
 
 
-def test_no_read_fails_while_all_node_servers_are_restarted_in_turn(
+def test_reads_survive_a_restart_of_all_node_servers_in_turn(
     nodes: list[Node], engines: list[ContinuousEngine]
 ) -> None:
     go_on(engines)
     for index, node in enumerate(nodes):
         epoch = node.server.epoch
         node.stop()
-        # What its engine has published waits for it. All other requests are read, also by its engine.
+        # Publications of this node's engine wait for the node server. All other requests are read, also by that engine.
         waiting = engines[(index + 1) % NODES]
         go_on([engine for engine in engines if engine is not waiting])
         node.start()

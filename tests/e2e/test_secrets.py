@@ -251,7 +251,7 @@ def test_secrets_are_found_in_every_form() -> None:
     assert not found({"s": secret}, {"x": os.urandom(4096)})
 
 
-def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_secrets_are_seen_by_no_other_party(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     session, secrets = scene.source.session, scene.secrets
     prompt = Prompt(range(40))

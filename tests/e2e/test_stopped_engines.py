@@ -52,7 +52,7 @@ def open_again(client: Client) -> Exception | None:
 
 @pytest.fixture(scope="module")
 def fabric() -> Iterator[Fabric]:
-    """One whose home has been up for long: it takes no second incarnation of an engine."""
+    """A fabric whose home has been up for long: the home takes no second incarnation of an engine."""
     with Fabric(engine_ttl=ENGINE_TTL) as made:
         first = made.client()
         first.open_engine(spec("probe"))
@@ -76,7 +76,7 @@ def test_a_closed_engine_starts_again_at_once(fabric: Fabric) -> None:
     fabric.client().open_engine(spec("again"), timeout=WITHIN)
 
 
-def test_a_read_goes_on_when_its_source_stops_and_the_next_start_knows_until_when(fabric: Fabric) -> None:
+def test_read_goes_on_when_its_source_stops_and_the_next_start_gets_its_end(fabric: Fabric) -> None:
     source, reader = fabric.client(), fabric.client()
     scheduler, worker = SchedulerPort(source, spec("p")), WorkerPort(source, spec("p"))
     tensors, mine = memory(), memory()
@@ -99,7 +99,7 @@ def test_a_read_goes_on_when_its_source_stops_and_the_next_start_knows_until_whe
     worker.close()
 
 
-def test_a_read_goes_on_when_a_renewal_tells_that_its_source_has_stopped() -> None:
+def test_read_goes_on_when_a_renewal_reports_a_stopped_source() -> None:
     with Fabric(ttl=9.0, max_ttl=9.0) as fabric:
         source, tensors, mine = fabric.client(), memory(), memory()
         scheduler, worker = SchedulerPort(source, spec("p")), WorkerPort(source, spec("p"))
@@ -119,7 +119,7 @@ def test_a_read_goes_on_when_a_renewal_tells_that_its_source_has_stopped() -> No
         worker.close()
 
 
-def test_a_successor_that_waits_for_its_memory_changes_nothing_under_a_read() -> None:
+def test_successor_that_waits_for_its_memory_changes_no_bytes_of_a_read() -> None:
     """The next start takes over the same memory, which is its own after `reuse_after`."""
     with Fabric(ttl=2.0, max_ttl=2.0, engine_ttl=1.0) as fabric:
         source, tensors, mine = fabric.client(), memory(), memory()
@@ -144,7 +144,7 @@ def test_a_successor_that_waits_for_its_memory_changes_nothing_under_a_read() ->
         worker.close()
 
 
-def test_only_the_session_secret_retires_an_engine_and_a_late_word_harms_no_successor(fabric: Fabric) -> None:
+def test_session_secret_is_needed_to_retire_an_engine_and_a_late_notice_harms_no_successor(fabric: Fabric) -> None:
     client, name = fabric.client(), "secret"
     session = client.open_engine(spec(name))
     control = BlockingControl(fabric.address, control=client._homes.own)

@@ -49,7 +49,7 @@ class Seen:
 
 
 class Collector:
-    """What stands for a collector of OpenTelemetry: takes spans by OTLP over HTTP."""
+    """A stand-in for a collector of OpenTelemetry: takes spans by OTLP over HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -225,7 +225,7 @@ def test_a_call_that_is_relayed_stays_in_its_trace(collector: Collector, relay_t
 
 
 @pytest.mark.slow
-def test_nothing_is_imported_or_sent_unless_it_is_configured(collector: Collector, tmp_path: Path) -> None:
+def test_tracing_imports_and_sends_nothing_unless_configured(collector: Collector, tmp_path: Path) -> None:
     """A trace that others have begun passes through, so that it does not break here."""
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with NodeServerProcess(tmp_path, tcp=True, drain=0) as server:
@@ -242,7 +242,7 @@ def test_nothing_is_imported_or_sent_unless_it_is_configured(collector: Collecto
 
 
 def test_engines_that_instrument_all_of_grpc_still_read(recorded: Recorded, tmp_path: Path) -> None:
-    """Its instrumentation hides what ends a stream, and would show each Watch as a span of hours."""
+    """OpenTelemetry's instrumentation hides the `cancel` of streams, and would show each Watch as a span of hours."""
     made: Any = GrpcInstrumentorClient
     instrumentor = made()
     instrumentor.instrument(tracer_provider=recorded.provider)
@@ -286,7 +286,7 @@ def test_a_token_that_opentelemetry_cannot_parse_is_not_logged(tmp_path: Path, m
         assert "secret" not in server.log
 
 
-def test_variables_of_opentelemetry_that_contradict_each_other_are_told_in_a_line(
+def test_contradicting_variables_of_opentelemetry_are_named_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
@@ -296,7 +296,7 @@ def test_variables_of_opentelemetry_that_contradict_each_other_are_told_in_a_lin
 
 
 @pytest.mark.slow
-def test_a_server_whose_collector_is_gone_serves_and_stops_in_time(tmp_path: Path) -> None:
+def test_server_without_its_collector_serves_and_stops_in_time(tmp_path: Path) -> None:
     endpoint = "http://127.0.0.1:9/v1/traces"
     with NodeServerProcess(tmp_path, drain=0, trace_endpoint=endpoint) as server, connect(server.address) as channel:
         metadata = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),)

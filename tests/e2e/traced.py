@@ -21,7 +21,7 @@ AXES = ("kv", "block", "head", "token", "content")
 
 
 def trace(endpoint: str, name: str) -> Any:
-    """What an application does to trace; returns what to shut down at the end."""
+    """Set tracing up like an application; return the provider to shut down at the end."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider

@@ -1,4 +1,4 @@
-"""What engines of all makes compare before one reads from another."""
+"""The identity of a cache, which engines of all makes compare before a read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def identity(model: str = "/models/here/llama", config: dict[str, Any] | None = 
     return cache_identity(model, config=config or CONFIG, **given)
 
 
-def test_it_does_not_depend_on_the_host() -> None:
+def test_identity_does_not_depend_on_the_host() -> None:
     """Neither on the model's path nor on the version of transformers, which adds both to the configuration."""
     there = {**CONFIG, "transformers_version": "5.0.0", "_name_or_path": "/models/there"}
     assert identity("/models/there/llama", there) == identity()
@@ -36,5 +36,5 @@ def test_it_does_not_depend_on_the_host() -> None:
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_it_depends_on_all_that_the_values_depend_on(changed: dict[str, Any]) -> None:
+def test_identity_depends_on_everything_that_the_values_depend_on(changed: dict[str, Any]) -> None:
     assert identity(**changed) != identity()

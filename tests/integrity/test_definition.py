@@ -21,21 +21,21 @@ def test_sum_is_as_defined(text: bytes) -> None:
     assert numpy_sum(text) == sum_of(text)
 
 
-def test_sums_stay_what_they_are() -> None:
+def test_sums_are_the_same_in_every_release() -> None:
     """Engines of different versions compare them: these values are part of the contract."""
     assert sum_of(b"\0") == 0x61BC8EA8
     assert sum_of(bytes(range(256))) == 0x467EF0C9
 
 
 @given(st.binary(min_size=1, max_size=64), st.data())
-def test_any_changed_byte_changes_the_sum(text: bytes, data: st.DataObject) -> None:
+def test_sum_changes_with_any_byte(text: bytes, data: st.DataObject) -> None:
     at, change = data.draw(st.integers(0, len(text) - 1)), data.draw(st.integers(1, 255))
     changed = bytearray(text)
     changed[at] ^= change
     assert sum_of(bytes(changed)) != sum_of(text)
 
 
-def test_the_highest_bits_count_too() -> None:
+def test_sum_depends_on_the_highest_bits() -> None:
     """Sums that wrap forget them easily: two flipped signs must not cancel out."""
     text = bytes(range(64))
     found = {sum_of(text)}
@@ -48,13 +48,13 @@ def test_the_highest_bits_count_too() -> None:
     assert len(found) == 1 + 64 * 63 // 2
 
 
-def test_length_and_order_count() -> None:
+def test_sum_depends_on_length_and_order() -> None:
     assert len({sum_of(bytes(count)) for count in range(1, 100)}) == 99
     assert sum_of(b"abcdefghABCDEFGH") != sum_of(b"ABCDEFGHabcdefgh")
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_sample_has_its_share_and_larger_ones_hold_it(share: float) -> None:
+def test_sample_has_its_share_and_is_part_of_larger_samples(share: float) -> None:
     places = np.arange(20_000)
     for publication in (1, 2, 2**40):
         chosen = sampled(publication, places, share)
@@ -65,7 +65,7 @@ def test_sample_has_its_share_and_larger_ones_hold_it(share: float) -> None:
     assert not np.array_equal(sampled(1, places, share), sampled(2, places, share))
 
 
-def test_everything_and_nothing() -> None:
+def test_sample_can_be_everything_or_nothing() -> None:
     places = np.arange(1000)
     assert sampled(7, places, 1.0).all()
     assert not sampled(7, places, 0.0).any()

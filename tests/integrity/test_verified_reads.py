@@ -87,7 +87,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_good_bytes_are_verified_whatever_the_geometries(sources: Sources, case: Case) -> None:
+def test_good_bytes_are_verified_for_all_geometries(sources: Sources, case: Case) -> None:
     order = Order(document(case.source), case.tokens, FULL, ucx_tls=case.ucx_tls)
     with (
         sources.publish(order) as published,
@@ -111,7 +111,7 @@ def test_good_bytes_are_verified_whatever_the_geometries(sources: Sources, case:
     ],
     ids=["tp", "first-and-last", "nhd-to-large-blocks", "large-blocks-to-nhd", "state"],
 )
-def test_one_overwritten_byte_is_data_loss_and_named(
+def test_overwritten_byte_is_data_loss_and_named(
     sources: Sources,
     source: dict[str, Any],
     destination: dict[str, Any],
@@ -149,7 +149,7 @@ def test_one_overwritten_byte_is_data_loss_and_named(
         assert all(read.exception() is None for index, read in enumerate(reads) if index != reader)
 
 
-def test_sampled_verifies_a_share_of_the_blocks(sources: Sources) -> None:
+def test_mode_sampled_verifies_a_share_of_the_blocks(sources: Sources) -> None:
     half = IntegrityOptions("sampled", rate=0.5, patience=30)
     engine = document({})
     counts = []
@@ -169,7 +169,7 @@ def test_sampled_verifies_a_share_of_the_blocks(sources: Sources) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_off_asks_nothing_and_sums_nothing(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_off_asks_for_nothing_and_sums_nothing(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(Control, "read_checksums", lambda *arguments: asked.append(arguments))
     with (
@@ -191,7 +191,7 @@ def test_source_without_sums_leaves_everything_unverified(sources: Sources) -> N
         assert read.result(30).verification == Verification(0, 8 * 8 * 5)
 
 
-def test_sums_may_overtake_the_steps_that_they_are_of(tmp_path: Path) -> None:
+def test_sums_may_arrive_before_their_steps(tmp_path: Path) -> None:
     """A scheduler's port and its ranks talk to the home side by side."""
     group, axes = Group("full", block_tokens=16, num_blocks=8), ("kv", "block", "head", "token", "content")
     memory = np.arange(2 * 8 * 16 * 8, dtype=np.uint8).reshape(2, 8, 1, 16, 8)
@@ -217,7 +217,7 @@ def test_sums_may_overtake_the_steps_that_they_are_of(tmp_path: Path) -> None:
         assert cache.checksum(1, {"full": Blocks([3])}, timeout=1e6).result(60) == 2
 
 
-def test_sums_of_a_publication_that_never_arrives_hold_up_no_others(tmp_path: Path) -> None:
+def test_sums_of_a_publication_that_never_arrives_delay_no_others(tmp_path: Path) -> None:
     group, axes = Group("full", block_tokens=16, num_blocks=8), ("kv", "block", "head", "token", "content")
     memory = np.zeros((2, 8, 1, 16, 8), np.uint8)
     with NodeServerProcess(tmp_path / "home") as server, Client(server.address, integrity=FULL) as client:
@@ -246,7 +246,7 @@ def test_reader_waits_for_sums_that_are_announced(sources: Sources) -> None:
         assert read.result(60).verification == Verification(8 * 8 * 5, 0)
 
 
-def test_rank_that_never_sums_costs_no_more_than_the_patience(sources: Sources) -> None:
+def test_rank_that_never_sums_delays_a_read_by_the_patience_only(sources: Sources) -> None:
     with (
         sources.publish(Order(document({"tp_size": 2}), 75, FULL, sum_ranks=(1,))) as published,
         sources.destination(document({}), IntegrityOptions("full", patience=0.05)) as held,
@@ -255,7 +255,7 @@ def test_rank_that_never_sums_costs_no_more_than_the_patience(sources: Sources) 
         assert read.result(30).verification == Verification(8 * 4 * 5, 8 * 4 * 5)
 
 
-def test_cancelled_while_it_waits_for_sums(sources: Sources) -> None:
+def test_read_can_be_cancelled_while_it_waits_for_sums(sources: Sources) -> None:
     with (
         sources.publish(Order(document({}), 75, FULL, sum_ranks=())) as published,
         sources.destination(document({}), FULL) as held,
@@ -268,7 +268,7 @@ def test_cancelled_while_it_waits_for_sums(sources: Sources) -> None:
         assert read.state is ReadState.CANCELLED
 
 
-def test_sums_that_a_restarted_home_has_lost_are_no_error(tmp_path: Path) -> None:
+def test_sums_lost_by_a_restarted_home_are_no_error(tmp_path: Path) -> None:
     server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=20, ttl=4, max_ttl=4).start()
     try:
         with sources_at(server) as sources, sources.publish(Order(document({}), 75, FULL)) as published:

@@ -167,7 +167,7 @@ def brute_counts(plan: ReadPlan, world: World) -> tuple[Counter[tuple[str, str, 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), st.data())
-def test_reader_finds_the_sums_of_the_source_and_nothing_else(world: World, data: st.DataObject) -> None:
+def test_reader_computes_the_sums_of_the_source(world: World, data: st.DataObject) -> None:
     geometry, memories, _ = source_memories(world.source, world.source_blocks, world.length)
     placed = at_home(geometry, dict(enumerate(memories)))
     truth = source_sums(placed, world.source_blocks)
@@ -231,13 +231,13 @@ def test_sampled_sums_are_some_of_all(world: World, share: float) -> None:
     assert {place for place in every if place[2] in chosen} == some.keys()
 
 
-def test_blocks_beyond_the_pieces_that_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_cover_blocks_beyond_one_batch_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.planner.summed_blocks.STATES_AT_ONCE", 1)
     monkeypatch.setattr("kvferry._memory.host.BYTES_AT_ONCE", 1)
-    test_reader_finds_the_sums_of_the_source_and_nothing_else()
+    test_reader_computes_the_sums_of_the_source()
 
 
-def test_unequal_bytes_at_one_place_are_noticed_by_the_test_itself() -> None:
+def test_check_of_this_test_notices_unequal_bytes_at_one_place() -> None:
     assert sum_of(np.zeros(8, np.uint8).tobytes()) != sum_of(np.ones(8, np.uint8).tobytes())
 
 

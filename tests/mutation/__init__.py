@@ -1,1 +1,1 @@
-"""Which decisions of the code no test would miss: `make mutate`."""
+"""Finds decisions of the code that no test checks: `make mutate`."""

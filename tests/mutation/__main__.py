@@ -1,4 +1,4 @@
-"""Change one decision at a time, and see whether a test notices.
+"""Changes one decision at a time, and checks whether a test fails.
 
 python -m tests.mutation --seed 7 --sample 8 --only kvferry_server
 
@@ -28,7 +28,7 @@ from tests.support.repository import ROOT
 
 @dataclass
 class Row:
-    """What came of the mutants of a file."""
+    """The results of a file's mutants."""
 
     file: str
     all: int
@@ -43,7 +43,7 @@ class Row:
 
 
 class Copy:
-    """The packages in a folder of their own, where mutants take the place of their files."""
+    """A copy of the packages, in which mutants replace files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class Copy:
         """Whether these tests pass with what is in the copy; tests that take longer have failed."""
         paths = [str(self._folder / part) for part in ("client", "server")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-        # Whether a test fails is all that is asked.
+        # Only the exit status counts.
         environment["KVFERRY_SHRINK"] = "0"
         environment["KVFERRY_EXAMPLES"] = "full"
         # Warnings are errors in our own environment only, as in `make test-vllm`.
@@ -73,7 +73,7 @@ class Copy:
         except subprocess.TimeoutExpired:
             return False
         finally:
-            # With whatever it started.
+            # The child processes, too.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -90,7 +90,7 @@ class Copy:
 
 
 def python_of(target: Target) -> str | None:
-    """The Python that runs a target's tests; None: it is not set up."""
+    """Return the Python for a target's tests; None: its environment is not set up."""
     if target.environment == Target.environment:
         return sys.executable
     python = ROOT / target.environment / "bin" / "python"
@@ -98,7 +98,7 @@ def python_of(target: Target) -> str | None:
 
 
 def limits(copy: Copy, stages: Sequence[Sequence[str]], python: str) -> list[tuple[Sequence[str], float]]:
-    """Each stage with the seconds that a mutant may take in it: several times what the original takes."""
+    """Return each stage with the most seconds of a mutant: several times those of the original."""
     found = []
     for tests in stages:
         began = time.monotonic()
@@ -127,7 +127,7 @@ def row(copy: Copy, file: str, target: Target, python: str, turns: random.Random
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What came of it, in Markdown."""
+    """Return the results in Markdown."""
     lines = ["| file | mutants | tried | killed | survived | equivalent |", "|---|--:|--:|--:|--:|--:|"]
     for one in rows:
         counts = one.all, one.tried, one.killed, len(one.survived), len(one.equivalent)

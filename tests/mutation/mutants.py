@@ -1,4 +1,4 @@
-"""The mutants of a file: each is the file with one decision made otherwise.
+"""The mutants of a file: each is the file with one changed decision.
 
 Not mutated: type annotations, docstrings, what only makes a text (f-strings, `__str__`, the arguments of what is
 raised or logged), and the defaults and fields of dataclasses.

@@ -1,4 +1,4 @@
-"""Which tests must notice the mutants of which file, and which mutants are no mistakes."""
+"""Files, the tests that must fail for their mutants, and the mutants that are not mistakes."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ VLLM_STEPS = (
     "tests/integrations/vllm/test_waiting.py",
     "tests/integrations/vllm/test_order.py",
 )
-"""What needs vLLM's block managers, and no engine."""
+"""Tests that need vLLM's block managers, and no engine."""
 WITHOUT_SGLANG = {
     "aux_rows": ("tests/integrations/sglang/test_aux_rows.py",),
     "bootstrap": ("tests/integrations/sglang/test_bootstrap.py",),
     "settings": ("tests/integrations/sglang/test_sglang_settings.py",),
     "support": ("tests/integrations/sglang/test_support.py",),
 }
-"""What needs no SGLang; by module."""
+"""Tests that need no SGLang; by module."""
 WITH_SGLANG = {
     "pools": ("tests/integrations/sglang/test_pools.py",),
     "hooks": ("tests/integrations/sglang/test_endings.py",),
@@ -116,7 +116,7 @@ WITH_SGLANG = {
     "sender": ("tests/integrations/sglang/test_endings.py",),
     "manager": ("tests/integrations/sglang/test_endings.py",),
 }
-"""What needs SGLang's classes, and no engine; by module."""
+"""Tests that need SGLang's classes, and no engine; by module."""
 
 
 @dataclass(frozen=True)

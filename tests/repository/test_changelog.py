@@ -13,7 +13,7 @@ KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 LINES = (ROOT / "CHANGELOG.md").read_text().splitlines()
 
 
-def test_topmost_section_is_of_this_version_and_says_something() -> None:
+def test_topmost_section_is_of_this_version_and_not_empty() -> None:
     sections = [line for line in LINES if line.startswith("## ")]
     parsed = [SECTION.match(line) for line in sections]
     assert None not in parsed, sections

@@ -102,11 +102,11 @@ STATED = {
 
 
 @pytest.mark.parametrize("field", STATED)
-def test_a_stated_limit_is_the_servers(field: str) -> None:
+def test_stated_limits_are_those_of_the_server(field: str) -> None:
     assert STATED[field] in COMMENTS[field]
 
 
-def test_the_longest_name_of_a_group() -> None:
+def test_group_name_has_the_stated_limit() -> None:
     Group("n" * 128, GroupKind.TOKENS, 16, 8)
     with pytest.raises(BadGeometry):
         Group("n" * 129, GroupKind.TOKENS, 16, 8)
@@ -128,7 +128,7 @@ def requests() -> Iterator[Descriptor]:
                 yield message
 
 
-def test_whatever_can_grow_in_a_request_states_its_limit() -> None:
+def test_growing_fields_of_requests_state_their_limits() -> None:
     grows = {FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES}
     silent = [
         f"{message.name}.{field.name}"
@@ -142,7 +142,7 @@ def test_whatever_can_grow_in_a_request_states_its_limit() -> None:
     assert silent == []
 
 
-def test_every_call_says_whether_it_may_be_repeated() -> None:
+def test_calls_all_state_whether_they_may_be_repeated() -> None:
     levels = {}
     for service in SERVICES:
         for method in service.methods:
@@ -157,12 +157,12 @@ def test_every_call_says_whether_it_may_be_repeated() -> None:
     assert not {"KVTransfer.Notify", "KVTransfer.ReadBlocks", "KVTransfer.Watch"} & safe
 
 
-def test_every_file_has_one_go_package() -> None:
+def test_proto_files_all_have_one_go_package() -> None:
     files = [descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb) for file in FILES]
     assert {file.options.go_package for file in files} == {"kvferry/v1;kvferryv1"}
 
 
-def test_the_revision_of_the_contract_rises_with_what_is_added_after_a_release() -> None:
+def test_contract_revision_rises_with_additions_after_a_release() -> None:
     assert len(RELEASED) <= version.CONTRACT_REVISION <= len(RELEASED) + 1
 
 
@@ -189,7 +189,7 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.skipif(not BUF.exists(), reason="tests/support/nodejs is not installed: npm was missing at set-up")
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_would_break_callers_of_the_last_release_is_found(change: str, tmp_path: Path) -> None:
+def test_changes_that_break_callers_of_the_last_release_are_found(change: str, tmp_path: Path) -> None:
     for name in ("protos", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "buf.yaml", tmp_path)

@@ -154,7 +154,7 @@ def folders(package: Path) -> set[str]:
     return {top for top, _ in files(package)}
 
 
-def test_every_folder_has_a_rule() -> None:
+def test_folders_all_have_a_rule() -> None:
     assert folders(CLIENT) | {"v1"} == set(RULES)
     assert folders(SERVER) == set(SERVER_RULES)
 
@@ -199,7 +199,7 @@ def test_imports_of_the_server_point_downwards(folder: str) -> None:
 
 
 @pytest.mark.parametrize("package", [CLIENT, SERVER], ids=["client", "server"])
-def test_no_module_imports_itself_by_way_of_others(package: Path) -> None:
+def test_imports_have_no_cycles(package: Path) -> None:
     graph: dict[str, set[str]] = {}
     for _, path in files(package):
         name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
@@ -231,14 +231,14 @@ def test_nixl_is_imported_in_one_file() -> None:
 
 
 @pytest.mark.parametrize("package", [CLIENT, SERVER], ids=lambda path: path.name)
-def test_no_two_classes_have_the_same_name(package: Path) -> None:
+def test_class_names_are_unique(package: Path) -> None:
     """A name stands for one thing wherever it is read."""
     sources = [path for path in package.rglob("*.py") if path.parent.name != "v1"]
     names = Counter(name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE))
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_nobody_imports_grpc_tools() -> None:
+def test_grpc_tools_is_never_imported() -> None:
     for folder in ("client", "server", "tests", "benchmarks", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
             if "node_modules" not in path.parts:
@@ -249,7 +249,7 @@ def test_nobody_imports_grpc_tools() -> None:
     "statement",
     ["import kvferry", "from kvferry import Client", "import kvferry._cli", "import kvferry.planner"],
 )
-def test_importing_the_sdk_needs_neither_torch_nor_nixl(statement: str) -> None:
+def test_import_of_the_sdk_needs_neither_torch_nor_nixl(statement: str) -> None:
     heavy = "('torch', 'nixl', 'nixl_cu12', 'nixl_cu13')"
     code = f"{statement}\nimport sys\nprint([name for name in sys.modules if name.split('.')[0] in {heavy}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

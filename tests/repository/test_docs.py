@@ -54,7 +54,7 @@ def snippets(document: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_link_leads_somewhere(document: str) -> None:
+def test_links_of_documents_have_targets(document: str) -> None:
     dead = []
     for image, words, link in LINK.findall(prose(document)):
         if re.match(r"\w+:", link):
@@ -72,7 +72,7 @@ def test_every_link_leads_somewhere(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *SETTINGS])
-def test_every_cited_path_exists(document: str) -> None:
+def test_cited_paths_exist(document: str) -> None:
     cited = {path.rstrip("/.") for path in CITED.findall(text_of(document))}
     # What is built, not kept.
     cited -= {
@@ -84,7 +84,7 @@ def test_every_cited_path_exists(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if snippets(name)])
-def test_snippets_are_python_and_import_what_there_is(document: str) -> None:
+def test_snippets_are_python_and_import_existing_names(document: str) -> None:
     for snippet in snippets(document):
         for node in ast.walk(ast.parse(snippet)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "kvferry":
@@ -116,7 +116,7 @@ def described() -> list[str]:
     return [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
 
 
-def test_the_python_reference_describes_what_there_is() -> None:
+def test_python_reference_describes_existing_names() -> None:
     def found(name: str) -> Any:
         try:
             return importlib.import_module(name)
@@ -128,7 +128,7 @@ def test_the_python_reference_describes_what_there_is() -> None:
         assert found(name) is not None
 
 
-def test_the_python_reference_describes_all_that_kvferry_exports() -> None:
+def test_python_reference_describes_all_exports_of_kvferry() -> None:
     names = described()
     # Errors are described with their module, ports under the name that they have there.
     missing = [name for name in kvferry.__all__ if not {f"kvferry.{name}", f"kvferry.engine.{name}"} & set(names)]
@@ -157,7 +157,7 @@ def test_the_rpc_reference_describes_every_declaration_with_a_comment() -> None:
     assert [one.name for one in everything if not one.comment] == []
 
 
-def test_links_within_the_rpc_reference_lead_somewhere() -> None:
+def test_links_within_the_rpc_reference_have_targets() -> None:
     page = rpc_reference.page()
     headings = Counter(re.findall(r"^#+ (\S+)$", page, re.MULTILINE))
     linked = set(re.findall(r"\[(\w+)\]\(#\w+\)", page))
@@ -169,7 +169,7 @@ def test_links_within_the_rpc_reference_lead_somewhere() -> None:
 DURATION = re.compile(r"^\| (.+) \| ([\d., +]*) \| `([\w/.]+\.py)`(?:: (.+))? \|$", re.MULTILINE)
 
 
-def test_durations_stand_where_the_architecture_says() -> None:
+def test_durations_are_set_where_the_architecture_says() -> None:
     """The row's names are there, with the row's values."""
     rows = DURATION.findall(text_of("docs/architecture.md"))
     assert len(rows) >= 10

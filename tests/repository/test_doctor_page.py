@@ -25,7 +25,7 @@ def test_table_of_findings_has_each_check_and_each_name_once() -> None:
     assert levels == {"ok", "warning", "problem", "unknown"}
 
 
-def test_each_finding_is_provoked_by_a_test() -> None:
+def test_findings_are_all_provoked_by_a_test() -> None:
     folders = (ROOT / "tests" / "doctor", ROOT / "tests" / "rdma" / "verbs")
     tests = "".join(path.read_text() for folder in folders for path in folder.glob("test_*.py"))
     assert [name for name in finding.table() if f'"{name}"' not in tests] == []

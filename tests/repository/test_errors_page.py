@@ -25,14 +25,14 @@ def test_the_page_is_made_from_the_protos_and_the_exceptions() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_reason_of_the_contract_has_an_entry() -> None:
+def test_reasons_of_the_contract_all_have_an_entry() -> None:
     reasons = {name.removeprefix("ERROR_REASON_") for name in list(errors_pb2.ErrorReason.keys())} - {"UNSPECIFIED"}
     assert len(reasons) > 30
     assert reasons - set(ENTRIES) == set()
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_an_entry_says_what_a_program_sees_and_what_to_do(cls: type[errors.KvferryError]) -> None:
+def test_entry_shows_the_status_of_programs_and_the_next_step(cls: type[errors.KvferryError]) -> None:
     entry = ENTRIES[cls.reason or cls.__name__]
     meaning, _, next_step = entry.partition("**Next step:** ")
     assert len(next_step.split()) >= 5

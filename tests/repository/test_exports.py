@@ -9,7 +9,7 @@ import pytest
 import kvferry
 
 
-def test_exported_names() -> None:
+def test_exports_are_the_listed_names() -> None:
     assert sorted(kvferry.__all__) == [
         "AsyncClient",
         "Blocks",
@@ -67,7 +67,7 @@ def test_exported_names() -> None:
     ]
 
 
-def test_every_exported_name_is_there_and_documented() -> None:
+def test_exported_names_all_exist_and_are_documented() -> None:
     for name in kvferry.__all__:
         value = getattr(kvferry, name)
         assert name == "__version__" or value.__doc__
@@ -82,7 +82,7 @@ PUBLIC = sorted(module.name for module in pkgutil.iter_modules(kvferry.__path__)
 
 
 @pytest.mark.parametrize("module", [name for name in PUBLIC if name != "v1"])
-def test_public_modules_are_there_without_an_import_of_their_own(module: str) -> None:
+def test_public_modules_are_available_without_an_import_of_their_own(module: str) -> None:
     program = f"""
 import sys
 import kvferry
@@ -95,7 +95,7 @@ assert not {{"torch", "nixl"}} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_name_that_is_misspelt_is_not_there_and_similar_ones_are_known() -> None:
+def test_misspelt_name_is_an_error_with_suggestions() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Clint'") as caught:
         kvferry.Clint  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("Clint", kvferry)

@@ -15,7 +15,7 @@ LINKS = re.findall(r"\[([^\]]+)\]\(([^)#]+)\)", TEXT)
 TESTS = sorted({(name.strip("`"), path) for name, path in LINKS if name.startswith("`test_")})
 
 
-def test_every_row_has_a_proof() -> None:
+def test_rows_all_have_a_proof() -> None:
     rows = [line for line in TEXT.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     assert [row for row in rows if "`test_" not in row] == []

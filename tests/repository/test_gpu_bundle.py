@@ -71,12 +71,12 @@ def needed() -> set[Path]:
     return found
 
 
-def test_every_file_that_is_imported_is_packed() -> None:
+def test_imported_files_are_all_packed() -> None:
     assert needed() - PACKED == set()
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.12"])
-def test_every_package_that_is_imported_is_packed(python: str) -> None:
+def test_imported_packages_are_all_packed(python: str) -> None:
     packed = set(gpu_bundle.wanted(python, ["cu13"], [])) | gpu_bundle.OF_THE_MACHINE
     names = packages_distributions()
     missing = set()
@@ -94,13 +94,13 @@ def test_every_package_that_is_imported_is_packed(python: str) -> None:
     assert missing == set()
 
 
-def test_a_flavour_of_cuda_is_a_choice() -> None:
+def test_cuda_flavour_is_a_choice() -> None:
     one, both = (set(gpu_bundle.wanted("3.12", cuda, [])) for cuda in (["cu12"], ["cu12", "cu13"]))
     assert both - one == {"nixl-cu13"}
     assert set(gpu_bundle.wanted("3.12", ["cu12"], ["numpy"])) - one == {"numpy"}
 
 
-def test_what_is_cut_from_a_wheel_is_cut_from_its_list(tmp_path: Path) -> None:
+def test_files_cut_from_a_wheel_are_cut_from_its_list(tmp_path: Path) -> None:
     wheel = tmp_path / "nixl_cu12-1-py3-none-any.whl"
     kept = ("nixl_cu12/_api.py", "nixl_cu12.libs/nixl/libplugin_UCX.so", "nixl_cu12.libs/ucx/libuct_cuda.so.0")
     cut = ("nixl_ep_cu12/x.so", "nixl_cu12.libs/nixl/libplugin_OBJ.so", "nixl_cu12.libs/libaws-c-s3-1.so")

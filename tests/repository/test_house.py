@@ -19,14 +19,14 @@ def test_the_picture_is_drawn_from_the_imports() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_the_page_names_is_there() -> None:
+def test_names_on_the_page_exist() -> None:
     named = set(re.findall(r"`([a-z_]+/[a-z_]+)`", PAGE)) - {"client/kvferry", "server/kvferry_server"}
     assert len(named) > 20
     missing = [name for name in named if not any((package / f"{name}.py").is_file() for package in PACKAGES)]
     assert missing == []
 
 
-def test_the_page_names_every_folder() -> None:
+def test_page_names_every_folder() -> None:
     for package in PACKAGES:
         for path in package.iterdir():
             if path.is_dir() and path.name not in ("v1", "__pycache__"):

@@ -48,7 +48,7 @@ def imported(path: Path) -> Iterator[str]:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_folder_of_the_code_has_a_folder_of_tests() -> None:
+def test_folders_of_the_code_all_have_a_folder_of_tests() -> None:
     client = folders(ROOT / "client" / "kvferry") - {"v1"}
     assert folders(TESTS) == client | API | SUITES | {"server", "support"}
     assert folders(TESTS / "server") == folders(ROOT / "server" / "kvferry_server")
@@ -69,13 +69,13 @@ def test_modules_import_no_tests_and_only_from_their_folder_and_from_support() -
     assert {path: modules for path, modules in wrong.items() if modules} == {}
 
 
-def test_no_two_modules_have_the_same_name() -> None:
+def test_module_names_are_unique() -> None:
     names = Counter(path.name for path in MODULES)
     shared = {"__init__.py", "__main__.py", "conftest.py"}
     assert [found for found, count in names.items() if count > 1 and found not in shared] == []
 
 
-def test_whoever_is_outside_imports_support_alone() -> None:
+def test_other_folders_import_only_support_from_tests() -> None:
     for folder in ("benchmarks", "examples", "scripts"):
         for path in (ROOT / folder).rglob("*.py"):
             assert [module for module in imported(path) if not module.startswith("tests.support.")] == [], path

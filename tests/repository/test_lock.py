@@ -27,12 +27,12 @@ def pins() -> dict[str, list[Version]]:
     return found
 
 
-def test_every_line_is_a_version_and_names_no_place() -> None:
+def test_lock_has_only_versions_and_no_urls() -> None:
     assert pins()
     assert not any(re.search(r"https?:|file:|--", line) for line in LINES)
 
 
-def test_what_pyproject_asks_for_is_pinned_within_its_range() -> None:
+def test_lock_pins_the_packages_of_pyproject_within_their_ranges() -> None:
     """`make lock` mends it."""
     pinned = pins()
     extras = PROJECT["optional-dependencies"]
@@ -43,6 +43,6 @@ def test_what_pyproject_asks_for_is_pinned_within_its_range() -> None:
         assert all(asked.specifier.contains(version) for version in versions), asked
 
 
-def test_torch_is_left_to_who_sets_up() -> None:
+def test_torch_is_not_pinned() -> None:
     """Another build of it has other parts: make setup TORCH=..."""
     assert [name for name in pins() if re.match(r"torch$|nvidia-|cuda-|triton", name)] == []

@@ -58,26 +58,26 @@ def test_the_tables_of_the_documents_are_made_from_the_code() -> None:
 
 
 @pytest.mark.parametrize("expressions", [in_the_board, in_the_alerts])
-def test_expressions_of_what_is_deployed_use_metrics_labels_and_values_that_are_there(expressions: Any) -> None:
+def test_deployed_expressions_use_existing_metrics_labels_and_values(expressions: Any) -> None:
     used = list(expressions())
     assert len(used) > 15
     assert {title: unknown(expression) for title, expression in used if unknown(expression)} == {}
 
 
-def test_a_wrong_name_label_or_value_in_an_expression_is_found() -> None:
+def test_wrong_names_labels_and_values_in_expressions_are_found() -> None:
     assert unknown('sum(rate(kvferry_released{outcome="read"}[5m]))') == ["kvferry_released"]
     assert unknown("kvferry_hold_seconds") == ["kvferry_hold_seconds"]
     assert unknown('kvferry_released_total{state="read"}') == ["kvferry_released_total: state=read"]
     assert unknown('kvferry_released_total{outcome="red",job="j"}') == ["kvferry_released_total: outcome=red"]
 
 
-def test_metrics_that_the_documents_name_are_there() -> None:
+def test_metrics_in_documents_exist() -> None:
     for page in sorted((ROOT / "docs").glob("*.md")):
         named = set(re.findall(r"`((?:vllm:)?kvferry_\w+_(?:total|seconds|bytes|in_progress))\b", page.read_text()))
         assert named - set(METRICS) == set(), page.name
 
 
-def test_names_follow_prometheus() -> None:
+def test_metric_names_follow_prometheus() -> None:
     """A counter's ``_total`` is Prometheus', a name stands once, and each metric has a sentence."""
     assert len(METRICS) == sum(map(len, TABLES.values()))
     for metric in METRICS.values():

@@ -11,7 +11,7 @@ def report(rank: int, outcome: pb.RankOutcome.ValueType, reason: errors_pb2.Erro
     return pb.RankReport(rank=rank, outcome=outcome, reason=reason)
 
 
-def test_ranks_are_counted_by_reason_and_those_that_did_not_fail_are_left_out() -> None:
+def test_failed_ranks_are_counted_by_reason_and_others_left_out() -> None:
     nothing, loss = errors_pb2.ERROR_REASON_UNSPECIFIED, errors_pb2.ERROR_REASON_DATA_LOSS
     failed = [report(rank, pb.RANK_OUTCOME_FAILED, loss) for rank in (9, 1, 3, 5, 7)]
     others = [

@@ -112,7 +112,7 @@ def engines(draw: st.DrawFn) -> EngineGeometry:
     return EngineGeometry(draw(names), tuple(declared), tuple(ranks), identity, incarnation, partial)
 
 
-def test_every_field_of_a_plane_group_and_region_is_sent() -> None:
+def test_planes_groups_and_regions_are_sent_with_every_field() -> None:
     group = Group("g", GroupKind.WINDOW, 32, 64, null_block=1, window_tokens=9, pool="p")
     plane = Plane(
         *("layer", "key", "g", "hnd", "bfloat16", MemoryKind.VRAM, 1, 1 << 30, 64),
@@ -147,7 +147,7 @@ def test_regions_survive_the_wire(region: MemoryRegion) -> None:
 
 
 @given(data=st.data(), engine=engines())
-def test_any_number_in_any_field_is_a_geometry_or_a_typed_error(data: st.DataObject, engine: EngineGeometry) -> None:
+def test_message_with_any_numbers_is_a_geometry_or_a_typed_error(data: st.DataObject, engine: EngineGeometry) -> None:
     message = engine_to_proto(engine)
     targets: list[Message] = [*message.groups, *(plane for rank in message.ranks for plane in rank.planes)]
     target = data.draw(st.sampled_from(targets))
@@ -161,7 +161,7 @@ def test_any_number_in_any_field_is_a_geometry_or_a_typed_error(data: st.DataObj
 
 
 @given(raw=st.binary(max_size=200))
-def test_any_bytes_that_parse_are_a_geometry_or_a_typed_error(raw: bytes) -> None:
+def test_message_of_any_bytes_is_a_geometry_or_a_typed_error(raw: bytes) -> None:
     message = pb.EngineGeometry()
     try:
         message.MergeFromString(raw)
@@ -232,7 +232,7 @@ def test_planes_that_contradict_themselves_are_refused(changes: dict[str, object
 
 
 @given(st.data())
-def test_planes_that_come_together_are_decoded_as_alone(data: st.DataObject) -> None:
+def test_planes_of_one_message_are_decoded_as_single_planes(data: st.DataObject) -> None:
     group = data.draw(groups())
     messages = []
     for plane in data.draw(st.lists(planes(group), min_size=1, max_size=3)):
@@ -257,7 +257,7 @@ def test_planes_that_come_together_are_decoded_as_alone(data: st.DataObject) -> 
     ],
     ids=str,
 )
-def test_a_plane_is_refused_also_after_one_that_is_almost_the_same(changes: dict[str, object]) -> None:
+def test_wrong_plane_is_refused_after_an_almost_equal_plane(changes: dict[str, object]) -> None:
     decoder = PlaneDecoder()
     assert decoder.decode(plane_to_proto(PLANE)) == PLANE
     message = plane_to_proto(PLANE)

@@ -38,13 +38,13 @@ def marks(*ends: int, digest: bytes = b"d" * 16) -> list[pb.PromptMark]:
 
 
 @pytest.mark.parametrize("ends", [(), (1,), (2**64 - 1, 1, 2, 3)])
-def test_round_trip(ends: tuple[int, ...]) -> None:
+def test_reference_survives_a_round_trip(ends: tuple[int, ...]) -> None:
     text = format_reference(reference(marks=marks(*ends)))
     assert text.startswith("kvf1.")
     assert parse_reference(text) == reference(marks=marks(*ends))
 
 
-def test_string_needs_no_quoting_in_urls_headers_and_json() -> None:
+def test_reference_needs_no_quoting_in_urls_headers_and_json() -> None:
     text = format_reference(reference(request_id="\u00e9" * 30))
     assert text.isascii()
     assert all(character.isalnum() or character in "._-" for character in text)
@@ -81,7 +81,7 @@ def test_incomplete_reference_is_refused(changes: dict[str, object], problem: st
         st.binary().map(lambda raw: "kvf1." + base64.urlsafe_b64encode(raw).decode().rstrip("=")),
     )
 )
-def test_anything_else_is_a_typed_error(text: str) -> None:
+def test_any_other_string_is_a_typed_error(text: str) -> None:
     try:
         parsed = parse_reference(text)
     except BadReference:
@@ -92,7 +92,7 @@ def test_anything_else_is_a_typed_error(text: str) -> None:
 @given(
     st.lists(st.builds(pb.PromptMark, end=st.integers(0, 3), digest=st.binary(min_size=14, max_size=18)), max_size=6)
 )
-def test_a_reference_has_few_whole_marks_or_is_refused(given_marks: list[pb.PromptMark]) -> None:
+def test_reference_with_many_or_incomplete_marks_is_refused(given_marks: list[pb.PromptMark]) -> None:
     good = len(given_marks) <= 4 and all(mark.end and len(mark.digest) == 16 for mark in given_marks)
     try:
         assert list(parse_reference(format_reference(reference(marks=given_marks))).marks) == given_marks
@@ -117,7 +117,7 @@ def engine_reference(**changes: object) -> pb.EngineReference:
     return pb.EngineReference(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_an_engine_reference_comes_back_and_is_no_reference_to_read() -> None:
+def test_engine_reference_survives_a_round_trip_and_cannot_be_read() -> None:
     text = format_engine_reference(engine_reference())
     assert text.startswith("kvf1e.")
     assert parse_engine_reference(text) == engine_reference()
@@ -133,7 +133,7 @@ def test_a_reference_may_leave_its_home_to_the_readers_directory() -> None:
 
 
 @pytest.mark.parametrize("field", ["engine_id", "incarnation", "key"])
-def test_an_engine_reference_needs_all_it_has(field: str) -> None:
+def test_engine_reference_needs_all_its_fields(field: str) -> None:
     missing = engine_reference()
     missing.ClearField(field)  # type: ignore[arg-type]
     with pytest.raises(BadReference):
@@ -141,7 +141,7 @@ def test_an_engine_reference_needs_all_it_has(field: str) -> None:
 
 
 @given(st.text(max_size=80), st.binary(max_size=80))
-def test_whatever_is_no_engine_reference_is_refused(text: str, body: bytes) -> None:
+def test_other_strings_are_refused_as_engine_references(text: str, body: bytes) -> None:
     for given_text in (text, "kvf1e." + text, "kvf1e." + base64.urlsafe_b64encode(body).decode()):
         try:
             parsed = parse_engine_reference(given_text)
@@ -158,7 +158,7 @@ def test_a_token_makes_the_engine_reference_that_its_home_checks() -> None:
     assert token.engine_reference not in repr(token)
 
 
-def test_a_source_is_named_by_an_engines_reference_or_a_publications() -> None:
+def test_source_reference_is_that_of_an_engine_or_a_publication() -> None:
     assert parse_source_reference(format_engine_reference(engine_reference())) == engine_reference()
     assert parse_source_reference(format_reference(reference())) == reference()
     by_router = pb.Reference(home="home:1", engine_id="prefill", key=b"k" * 16, router_key="key")
@@ -184,7 +184,7 @@ def test_a_source_is_named_by_an_engines_reference_or_a_publications() -> None:
         ("data_parallel_rank", 1.0),
     ],
 )
-def test_a_router_is_told_what_cannot_be_in_a_reference(field: str, value: object) -> None:
+def test_router_reference_refuses_wrong_arguments(field: str, value: object) -> None:
     """Otherwise its reference would be refused by everybody to whom it is sent."""
     with pytest.raises(InvalidField) as caught:
         router_reference(**{"home": "home:1", "engine_id": "prefill", field: value})  # type: ignore[arg-type]

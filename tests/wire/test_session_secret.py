@@ -11,7 +11,7 @@ from kvferry._wire.authority import engine_key, incarnation_of, new_session_secr
 SECRET = bytes(range(32))
 
 
-def test_values_are_those_of_the_contract() -> None:
+def test_derived_values_are_those_of_the_contract() -> None:
     def mac(message: bytes) -> bytes:
         return hmac.new(SECRET, message, hashlib.sha256).digest()[:16]
 
@@ -23,7 +23,7 @@ def test_values_are_those_of_the_contract() -> None:
     assert publication_key(SECRET, 1).hex() == "db54b5bf47f46449c649ed204b38be41"
 
 
-def test_everything_differs_by_secret_number_and_name() -> None:
+def test_derived_values_differ_by_secret_number_and_name() -> None:
     other = new_session_secret()
     values = [
         f(secret)

@@ -61,7 +61,7 @@ def make(cls: type[KvferryError], **values: object) -> KvferryError:
 @pytest.mark.parametrize(
     "cls", [cls for cls in with_reasons() if cls is not Incompatible], ids=lambda cls: cls.__name__
 )
-def test_an_error_comes_back_as_it_was(cls: type[KvferryError]) -> None:
+def test_error_survives_the_wire(cls: type[KvferryError]) -> None:
     error = make(cls, engine_id="decode", block=7)
     status = to_status(error)
     assert status.code.name == cls.code
@@ -79,7 +79,7 @@ def mismatches(count: int, text: str) -> tuple[Mismatch, ...]:
     return tuple(Mismatch("format", f"plane {i}", "format", text, f"{i} {text}", f"{i}: {text}") for i in range(count))
 
 
-def test_mismatches_come_back_one_by_one() -> None:
+def test_mismatches_survive_the_wire() -> None:
     sent = Incompatible(mismatches(3, "hnd"))
     back = from_rpc_error(Answer(to_status(sent)), ADDRESS)
     assert isinstance(back, Incompatible)
@@ -97,7 +97,7 @@ def test_mismatches_come_back_one_by_one() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_large_errors_fit_a_header_and_say_what_is_missing(error: KvferryError) -> None:
+def test_large_errors_fit_a_header_and_count_missing_values(error: KvferryError) -> None:
     status = to_status(error)
     details = dict(status.metadata)[DETAILS_KEY]
     percent_encoded = sum(1 if 0x20 <= byte < 0x7F else 3 for byte in status.message.encode())
@@ -109,7 +109,7 @@ def test_large_errors_fit_a_header_and_say_what_is_missing(error: KvferryError) 
         assert back.values["truncated"] == str(len(error.values) - len(back.values) + 1)
 
 
-def test_a_cut_refusal_still_says_how_many_fields_differ() -> None:
+def test_shortened_refusal_keeps_the_number_of_differing_fields() -> None:
     back = from_rpc_error(Answer(to_status(Incompatible(mismatches(200, "x" * 90)))), ADDRESS)
     assert isinstance(back, Incompatible)
     assert back.values["mismatches"] == "200"
@@ -130,7 +130,9 @@ def test_a_cut_refusal_still_says_how_many_fields_differ() -> None:
         (grpc.StatusCode.UNKNOWN, KvferryError, False),
     ],
 )
-def test_what_grpc_says_by_itself_is_typed_too(code: grpc.StatusCode, cls: type[KvferryError], retryable: bool) -> None:
+def test_errors_of_grpc_itself_become_typed_errors(
+    code: grpc.StatusCode, cls: type[KvferryError], retryable: bool
+) -> None:
     for metadata in ((), ((DETAILS_KEY, b"\xff\xff"),)):
         back = from_rpc_error(Answer(WireStatus(code, "text", metadata)), ADDRESS)
         assert type(back) is cls
@@ -146,7 +148,7 @@ def test_a_reason_of_a_later_version_keeps_its_code_and_its_retry() -> None:
     assert back.retry_after == 0.25
 
 
-def test_an_error_of_the_client_alone_is_not_sent() -> None:
+def test_error_without_a_reason_is_not_sent() -> None:
     with pytest.raises(TypeError, match="never crosses the wire"):
         to_status(errors.Closed("closed"))
 
@@ -156,7 +158,7 @@ UNTRUSTED = "failed to connect to all addresses; last error: CERTIFICATE_VERIFY_
 
 
 @pytest.mark.parametrize("tls", [None, TlsConfig()], ids=["plain", "tls"])
-def test_a_connection_that_is_closed_at_once_speaks_of_tls_only_if_none_was_answered_before(
+def test_connection_closed_at_once_names_tls_only_without_earlier_answers(
     tls: TlsConfig | None,
 ) -> None:
     assert "TLS settings are likely to differ" in tls_failure(CLOSED, "10.0.0.1:7611", tls)
@@ -168,7 +170,7 @@ def test_a_connection_that_is_closed_at_once_speaks_of_tls_only_if_none_was_answ
 
 
 @pytest.mark.parametrize("text", ["Socket closed", "Delayed close due to in-progress write (Wrap failed)"])
-def test_a_certificate_that_is_too_large_is_named_however_the_connection_was_closed(tmp_path: Path, text: str) -> None:
+def test_too_large_certificate_is_named_for_every_way_of_closing(tmp_path: Path, text: str) -> None:
     cert = tmp_path / "large.pem"
     cert.write_text(f"-----BEGIN CERTIFICATE-----\n{'A' * 12_000}\n-----END CERTIFICATE-----\n")
     assert "has 9000 bytes of certificates" in tls_failure(text, "10.0.0.1:7611", TlsConfig(cert=cert, key=cert))

@@ -1,9 +1,9 @@
 """The session secret of an engine, and the values derived from it (PROTOCOL, Authority).
 
-The process that opens an engine draws a random session secret. The incarnation is a digest of it, so that a home which
-has lost its records can verify the engine again. The keys of references are derived from it, so that a home can check
-them without storing any. The read_ids that ranks share are derived from it too: the ranks need no message to agree on
-one, and nobody else can guess it.
+The process that opens an engine draws a random session secret. The incarnation is a digest of the secret, so that a
+home which has lost its records can verify the engine again. The keys of references are derived from the secret, so that
+a home can check keys without storing any. The read_ids that ranks share are derived too: ranks agree on a read_id
+without a message, and other processes cannot guess the read_id.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import hashlib
 import hmac
 import secrets
 
-# Of a session secret, an incarnation, a reference's key and an agent's key.
+# KEY_BYTES: of a reference's key.
 SECRET_BYTES = 32
 INCARNATION_BYTES = 16
 KEY_BYTES = 16
 AGENT_KEY_BYTES = 32
 
 AGENT_PREFIX = "kvferry.agent/"
-"""Beginning of the name of an agent that has a key."""
+"""Prefix of the names of agents that have a key."""
 
 
 def new_session_secret() -> bytes:
@@ -38,22 +38,20 @@ def publication_key(session_secret: bytes, publication: int) -> bytes:
 
 
 class PublicationKeys:
-    """The keys in the references of one engine's publications: for who derives many of them, because OpenSSL takes
-    longer to begin an HMAC than to compute it."""
+    """The keys in the references of one engine's publications, for callers that derive many: OpenSSL takes longer to
+    begin an HMAC than to compute it."""
 
     def __init__(self, session_secret: bytes) -> None:
         self._begun = hmac.new(session_secret, b"kvferry publication 1", hashlib.sha256)
 
     def key(self, publication: int) -> bytes:
-        """Derive the key of a publication."""
         found = self._begun.copy()
         found.update(publication.to_bytes(8, "big"))
         return found.digest()[:KEY_BYTES]
 
 
 def read_id_of(session_secret: bytes, name: str) -> bytes:
-    """Derive the read_id that is sent to the home from the name that the ranks of a read share. The name is not
-    secret."""
+    """Derive the read_id for the home from the name that the ranks of a read share. The name is not secret."""
     return _derived(session_secret, b"kvferry read 1" + name.encode())
 
 
@@ -68,18 +66,18 @@ def new_agent_key() -> bytes:
 
 
 def agent_name(agent_key: bytes, engine_id: str, rank: int) -> str:
-    """Name an agent after its key. Readers know agents by name alone, and this name is its rank's only: homes register
-    it for nobody who does not have the key, which no reader is told."""
+    """Name an agent after its key. Readers identify agents by name alone. Homes register this name only with its key,
+    which readers never receive, so no other rank can take the name."""
     return f"{AGENT_PREFIX}{_agent_digest(agent_key)}/{engine_id}/{rank}"
 
 
 def has_agent_key(name: str) -> bool:
-    """Return whether an agent's name is one that homes register only with its key."""
+    """Return whether homes register this agent name only with its key."""
     return name.startswith(AGENT_PREFIX)
 
 
 def proves_agent(agent_key: bytes, name: str) -> bool:
-    """Return whether this is the key of an agent of this name, or the name needs none."""
+    """Return whether the key belongs to this agent name, or the name needs no key."""
     if not has_agent_key(name):
         return True
     digest = name.removeprefix(AGENT_PREFIX).partition("/")[0]

@@ -46,7 +46,7 @@ def runs_to_proto(runs: BlockRuns) -> pb.GroupBlocks:
 
 
 def runs_from_proto(message: pb.GroupBlocks) -> BlockRuns:
-    """Decode runs of blocks, which are as the sender gave them: see `BlockRuns.check`."""
+    """Decode runs of blocks without a check: see `BlockRuns.check`."""
     return BlockRuns(
         group=message.group,
         first_token=message.first_token,

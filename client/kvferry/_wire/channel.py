@@ -26,8 +26,8 @@ import grpc.aio
 from kvferry.errors import InvalidField
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""Bytes of the largest message that either side accepts, so that a peer cannot fill the other side's memory. Longer
-lists are split into pages."""
+"""Bytes of the largest message that either side accepts: a peer cannot fill the other side's memory. Longer lists are
+split into pages."""
 
 MAX_NOTIFY_BYTES = 1024 * 1024
 """Bytes of the largest NotifyRequest. Below that of other messages, because a node server acts on notifications on its
@@ -40,14 +40,14 @@ MAX_CONCURRENT_STREAMS = 16_384
 """Most simultaneous calls and streams of one connection: more than the guard of a server allows one peer."""
 
 MAX_PENDING = 4096
-"""Most calls of one method that gRPC queues for a busy server; it answers CANCELLED to further ones. It is larger than
-the bursts of a fleet, but not much: anybody can fill the queue with calls that are reset at once, and renewals wait
+"""Most calls of one method that gRPC queues for a busy server; gRPC answers CANCELLED to further calls. The limit is
+little above the bursts of a fleet: any peer can fill the queue with calls that it resets at once, and renewals wait
 behind them (4 s; with 16,384 calls 20 s, and leases are lost)."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A peer that vanished (power, network) closes no connection. Pings detect it within 15 s while calls or streams
-    # are open. A channel without any sends no pings, so that idle clients cost nothing.
+    # A peer that vanished (power, network) closes no connection. Pings detect the loss within 15 s while calls or
+    # streams are open. A channel without calls sends no pings, so that idle clients cost nothing.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
@@ -63,11 +63,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Node servers are inside one network. A proxy in an engine's http_proxy serves other purposes, and would see the
     # traffic.
     ("grpc.enable_http_proxy", 0),
-    # There is no retry policy in a service config: it knows neither RetryInfo nor kvferry's reasons, so it would
-    # repeat calls too early. `kvferry._control.retrying` repeats calls instead. Timeouts are set per call,
-    # because the `timeout` of a service config fires early.
+    # There is no service config: its retry policy knows neither RetryInfo nor kvferry's reasons and would repeat calls
+    # too early (`kvferry._control.retrying` repeats calls instead), and its `timeout` fires early, so timeouts are set
+    # per call.
 )
-"""Options of every channel."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -79,16 +78,15 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # How often clients may ping before they are disconnected ("too many pings"): more often than kvferry's own clients,
-    # which ping every 10 s, so that other libraries may too. gRPC ignores the spelling
-    # `min_recv_ping_interval_without_data_ms`.
+    # Clients that ping more often are disconnected ("too many pings"). kvferry's clients ping every 10 s; other
+    # libraries may ping more often. gRPC ignores the spelling `min_recv_ping_interval_without_data_ms`.
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
-    # Limits for calls that gRPC has received and the server has not taken yet. Beyond the first, gRPC cancels random
-    # calls of any peer; beyond the second, all of them (1,000 and 3,000 by default). The server's own limits count by
-    # peer, and their errors say what to do.
+    # Limits for calls that gRPC has received and the server has not taken yet. Beyond the first limit, gRPC cancels
+    # random calls of any peer; beyond the second, all calls (1,000 and 3,000 by default). The server's own limits count
+    # by peer, and their errors say what to do.
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
-    # Streams of one connection. A client holds further ones back until others end.
+    # A client holds further streams back until others end.
     ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
     # From the connection to the first HTTP/2 settings, TLS included. With the default of 120 s, a silent peer would
     # occupy a file descriptor that long.
@@ -97,7 +95,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # connection open.
     ("grpc.max_connection_idle_ms", 120_000),
 )
-"""Options of every server."""
 
 ONE_QUEUE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", 1024),
@@ -107,18 +104,18 @@ ONE_QUEUE_OPTIONS: tuple[tuple[str, int], ...] = (
 flood delays every method by 20 s and more, instead of 4 s."""
 
 MAX_CLIENT_CHAIN_BYTES = 8400
-"""Bytes of the certificates, in DER, that a client may show to a gRPC server. gRPC's server sends two session tickets
-at the end of the handshake, each of which holds the client's certificates, through a buffer of 17 KiB; if they do not
-fit, it closes the connection (measured with grpcio 1.85: 8,446 bytes pass, 8,495 do not). No channel option changes
-that. A server's certificates may have 100 kB."""
+"""Bytes of the certificates, in DER, that a client may show to a gRPC server. At the end of the handshake, gRPC's
+server sends two session tickets, each with the client's certificates, through a buffer of 17 KiB; if the tickets do not
+fit, the server closes the connection (measured with grpcio 1.85: 8,446 bytes pass, 8,495 do not). No channel option
+changes the buffer. A server's certificates may have 100 kB."""
 
 MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
-"""The option for the most connections of a listener; it closes further ones."""
+"""Option for the most connections of a listener, which closes further connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files for TLS. They are read when a channel or server is made, and again when they have changed.
+    """PEM files for TLS. The files are read when a channel or server is made, and again when they have changed.
 
     A client uses `ca` to verify the server (None: the system's authorities), and `cert` with `key` if the server asks
     for a client certificate. A server needs `cert` and `key`; with `ca` it accepts only clients with a certificate of
@@ -126,7 +123,7 @@ class TlsConfig:
 
     Attributes:
         ca: certificates of the authorities that must have signed the peer's certificate.
-        cert: the own certificate chain.
+        cert: this side's certificate chain.
         key: the private key of `cert`.
 
     Raises:
@@ -145,7 +142,7 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TlsContent:
-    """What the files of a `TlsConfig` have held together at one time. Has a private key: it is never printed."""
+    """The contents of a `TlsConfig`'s files at one time. Has no repr, because `key` is a private key."""
 
     ca: bytes | None
     cert: bytes | None
@@ -154,7 +151,7 @@ class TlsContent:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A parsed address: a UNIX socket's path, or a host and a port."""
+    """A UNIX socket's path, or a host and a port."""
 
     path: str = ""
     host: str = ""
@@ -162,7 +159,6 @@ class Address:
 
     @property
     def is_unix(self) -> bool:
-        """Whether it is a UNIX socket."""
         return bool(self.path)
 
     def __str__(self) -> str:
@@ -172,7 +168,7 @@ class Address:
 
 
 def parse_address(text: str, field: str = "address") -> Address:
-    """Parse an address. However a host and a port are written, equal ones give equal results.
+    """Parse an address. Equal hosts and ports give equal results, whatever their spelling.
 
     Args:
         text: ``unix:/path`` or ``host:port``.
@@ -232,27 +228,21 @@ Dial: TypeAlias = "Callable[[str, TlsContent | None], grpc.Channel]"
 
 
 def connect(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.Channel:
-    """Make a synchronous channel. It connects with its first call, and again whenever the connection is lost.
-
-    Args:
-        address: ``unix:/path`` or ``host:port``.
-        tls: credentials for TCP, as files or as what files held; None: no TLS. Ignored for UNIX sockets.
-
-    Raises:
-        InvalidField: the address is malformed, or the files of `tls` cannot be used.
-    """
+    """Make a synchronous channel, which connects with its first call, and again whenever the connection is lost. `tls`
+    is ignored for UNIX sockets; None: no TLS. Raises `InvalidField`: the address is malformed, or the files cannot be
+    used."""
     return _channel(address, tls, grpc.insecure_channel, grpc.secure_channel)
 
 
 def connect_async(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.aio.Channel:
-    """Make a channel for the running event loop, to which it then belongs; see `connect`."""
+    """Make a channel that belongs to the running event loop; see `connect`."""
     return _channel(address, tls, grpc.aio.insecure_channel, grpc.aio.secure_channel)
 
 
 def _channel(
     address: str, tls: TlsConfig | TlsContent | None, insecure: Callable[..., Channel], secure: Callable[..., Channel]
 ) -> Channel:
-    # Unwrapped: OpenTelemetry's instrumentation of gRPC, which an engine may have turned on for all channels, hands out
+    # Unwrapped: OpenTelemetry's instrumentation of gRPC, which an engine may have turned on for all channels, returns
     # streams without `cancel`, by which a Watch or a Handshake ends. kvferry's calls name their traces themselves.
     insecure, secure = unwrap(insecure), unwrap(secure)
     parsed = parse_address(address)
@@ -266,22 +256,15 @@ def _channel(
 
 
 def server_certificates(content: TlsContent) -> grpc.ServerCertificateConfiguration:
-    """Return the certificate that a listener shows, and the authorities whose clients it accepts, as gRPC takes them.
-
-    Raises:
-        InvalidField: the certificate is missing.
-    """
+    """Return a listener's certificate, and the authorities of the clients that it accepts, as gRPC takes them. Raises
+    `InvalidField`: the certificate is missing."""
     if content.cert is None or content.key is None:
         raise InvalidField("tls_cert", None, "a certificate for the server")
     return grpc.ssl_server_certificate_configuration([(content.key, content.cert)], root_certificates=content.ca)
 
 
 def read_tls(tls: TlsConfig) -> TlsContent:
-    """Read the files of a `TlsConfig`, which must fit each other.
-
-    Raises:
-        InvalidField: a file cannot be used; see `tls_problems`.
-    """
+    """Read the files of a `TlsConfig`, which must fit each other. Raises `InvalidField`, see `tls_problems`."""
     content, problems = _checked(tls)
     if problems:
         raise problems[0]
@@ -289,8 +272,8 @@ def read_tls(tls: TlsConfig) -> TlsContent:
 
 
 def tls_problems(tls: TlsConfig) -> list[InvalidField]:
-    """Return what is wrong with the files of a `TlsConfig`, by setting: a file cannot be read or is not PEM, a
-    certificate is damaged, the key is not the certificate's, or files change at this moment."""
+    """Return the problems of a `TlsConfig`'s files, by setting: a file cannot be read or is not PEM, a certificate is
+    damaged, the key is not the certificate's, or files change at this moment."""
     return _checked(tls)[1]
 
 
@@ -301,7 +284,7 @@ def chain_bytes(pem: bytes) -> int:
 
 
 def tls_stamp(tls: TlsConfig) -> tuple[object, ...]:
-    """Return what changes when a file of a `TlsConfig` is written or replaced, also through a link. Cheap."""
+    """Return a value that changes when a file of a `TlsConfig` is written or replaced, also through a link. Cheap."""
     return tuple(_stamp(path) for path in (tls.ca, tls.cert, tls.key) if path is not None)
 
 
@@ -318,9 +301,9 @@ def _checked(tls: TlsConfig) -> tuple[TlsContent, list[InvalidField]]:
     ca = _read("tls_ca", tls.ca, problems)
     cert, key = _read("tls_cert", tls.cert, problems), _read("tls_key", tls.key, problems)
     content = TlsContent(ca, cert, key)
-    # Only for what it checks. gRPC checks nothing of this before the first connection, and then says little.
+    # This context only checks the files: gRPC does not before the first connection, and its errors then say little.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Key sizes and digests are for gRPC to judge.
+    # gRPC decides about key sizes and digests.
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
     if ca is not None:
         try:
@@ -331,12 +314,12 @@ def _checked(tls: TlsConfig) -> tuple[TlsContent, list[InvalidField]]:
             )
     if tls.cert is not None and tls.key is not None and cert is not None and key is not None:
         try:
-            # A password would be asked for in the terminal.
+            # Without this, OpenSSL asks for a password in the terminal.
             context.load_cert_chain(tls.cert, tls.key, password=b"")
         except (ssl.SSLError, OSError, ValueError) as error:
             problems.append(_bad_pair(tls, cert, error))
         else:
-            # What was checked is what was read, unless somebody writes.
+            # OpenSSL has read the files again: they must be those that were read above.
             if (cert, key) != (_read("tls_cert", tls.cert, problems), _read("tls_key", tls.key, problems)):
                 problems.append(InvalidField("tls_cert", str(tls.cert), "a file that nobody is writing to"))
     return content, problems
@@ -353,7 +336,7 @@ def _bad_pair(tls: TlsConfig, cert: bytes, error: Exception) -> InvalidField:
 
 
 def _text(pem: bytes) -> str:
-    """Return a PEM file as ASCII, which is all that its certificates consist of."""
+    # Certificates in PEM are ASCII; a file may hold other text beside them.
     return pem.decode("latin-1").encode("ascii", "replace").decode()
 
 

@@ -1,7 +1,7 @@
-"""When certificates expire, and when to say so.
+"""The dates at which certificates expire, and when to warn of them.
 
-Python's `ssl` tells of the certificates of authorities that are given to it, and of a peer's. So one's own certificate
-is looked at from the other side of a handshake, in memory. That spares every engine a package for a date.
+Python's `ssl` shows the dates of authorities' certificates and of a peer's, not those of this side's own certificate.
+So the own certificate is read at the other end of a handshake in memory, which saves every engine a package.
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ from kvferry._wire.channel import TlsConfig
 
 EXPIRY_NOTICE = 14 * 86_400.0
 EXPIRY_SHARE = 0.25
-"""How long before a certificate expires it is first warned of, in seconds: at most this long, and at most this share of
-the time for which it was made, so that certificates that live for an hour are not warned of all the time."""
+"""The first warning comes at most so many seconds before a certificate expires, and at most this share of its lifetime:
+otherwise certificates that live for an hour would always be warned of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """From when until when certificates are valid, in seconds since 1970.
-
-    Attributes:
-        start, end: the times.
-        subject: whose certificate ends first; empty: one's own.
-    """
+    """The time in which certificates are valid, in seconds since 1970, and the subject of the certificate that ends
+    first; empty: this side's own."""
 
     start: float
     end: float
@@ -35,13 +31,9 @@ class Validity:
 
 
 class ExpiryNotice:
-    """When to say that certificates expire: first some time before, again whenever half of the remaining time has
-    passed, and once when they have expired.
-
-    Args:
-        validity: of the certificates.
-        least: seconds; with less left it is said only once more.
-    """
+    """The times of the warnings that certificates expire: first some time before, again whenever half of the remaining
+    time has passed, and once when they have expired. With less than `least` seconds left, only the last warning
+    follows."""
 
     def __init__(self, validity: Validity, least: float) -> None:
         self.validity = validity
@@ -49,7 +41,7 @@ class ExpiryNotice:
         self._below = min(EXPIRY_NOTICE, (validity.end - validity.start) * EXPIRY_SHARE)
 
     def due(self, wall: float) -> bool:
-        """Return whether it is to be said now, at `wall` seconds since 1970; after that, not until it is due again."""
+        """Return whether to warn now, at `wall` seconds since 1970; True once for each warning."""
         left = self.validity.end - wall
         if left > self._below:
             return False
@@ -57,17 +49,15 @@ class ExpiryNotice:
         return True
 
     def expired(self, wall: float) -> bool:
-        """Return whether they have expired at `wall`."""
         return wall >= self.validity.end
 
     def date(self) -> str:
-        """Return when they expire, in words."""
         return date(self.validity.end)
 
 
 def authorities_validity(pem: bytes) -> Validity | None:
-    """Return until when all authorities in a file are valid; None if it has none. Of certificates with the same
-    subject the one counts that ends last: an authority that was renewed keeps its name."""
+    """Return until when all authorities in a file are valid; None if the file has none. Of certificates with the same
+    subject, the one that ends last counts: an authority that was renewed keeps its name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
@@ -82,8 +72,8 @@ def authorities_validity(pem: bytes) -> Validity | None:
 
 
 def own_validity(tls: TlsConfig) -> Validity | None:
-    """Return until when one's own certificate, with the authorities that it is sent with, is valid; None if there is
-    none, or none that could be used now. Reads the files."""
+    """Return until when this side's certificate, with the authorities that are sent with it, is valid; None if there is
+    no certificate, or the certificate cannot be used now. Reads the files."""
     if tls.cert is None or tls.key is None:
         return None
     try:
@@ -97,17 +87,17 @@ def own_validity(tls: TlsConfig) -> Validity | None:
 
 
 def date(seconds: float) -> str:
-    """Return a time, in seconds since 1970, in words."""
+    """Format a time in seconds since 1970."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _shown_to_a_peer(cert: Path, key: Path) -> Validity:
-    """Shake hands with oneself. Raises `ssl.SSLError` for a certificate that no peer would take: expired, not valid
-    yet, or not for clients."""
+    """Make a handshake between two ends of this process. Raises `ssl.SSLError` for a certificate that no peer would
+    take: expired, not valid yet, or not for clients."""
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     server.verify_mode = ssl.CERT_REQUIRED
-    # Whoever has signed it: only its dates matter.
+    # Any signer will do: only the dates matter.
     server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     server.load_verify_locations(cadata=cert.read_bytes().decode("ascii", "ignore"))
     for context in (client, server):

@@ -14,7 +14,7 @@ from kvferry.v1 import geometry_pb2 as pb
 
 Kind = TypeVar("Kind", bound=IntEnum)
 
-# Fields with the same name and value in a message and in what it stands for.
+# Fields with the same name and value in a message and in its dataclass.
 GROUP_FIELDS = ("name", "block_tokens", "num_blocks", "window_tokens", "pool")
 PLANE_FIELDS = (
     *("layer", "component", "group", "format", "dtype", "device", "base", "num_blocks", "block_stride", "page_tokens"),
@@ -72,8 +72,8 @@ def plane_to_proto(plane: Plane) -> pb.Plane:
 
 
 class PlaneDecoder:
-    """Decodes planes that come together. Most of them differ from another one in their layer and address only: those
-    are made from it, and share its values."""
+    """Decodes the planes of one message. Most planes differ from an earlier one only in layer and address: they are
+    made from the earlier plane and share its values."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Plane] = {}
@@ -113,7 +113,7 @@ def rank_to_proto(rank: RankGeometry) -> pb.RankGeometry:
 
 
 def rank_from_proto(message: pb.RankGeometry, planes_of: PlaneDecoder | None = None) -> RankGeometry:
-    """Decode the geometry of a rank; raises `BadGeometry`. Ranks that come together share a decoder of planes."""
+    """Decode the geometry of a rank; raises `BadGeometry`. Ranks of one message share `planes_of`."""
     decode = (planes_of or PlaneDecoder()).decode
     planes = tuple(decode(plane) for plane in message.planes)
     return RankGeometry(rank=message.rank, planes=planes, labels=dict(message.labels))
@@ -137,8 +137,7 @@ def engine_to_proto(engine: EngineGeometry) -> pb.EngineGeometry:
 
 
 def engine_from_proto(message: pb.EngineGeometry, ranks: Iterable[RankGeometry] | None = None) -> EngineGeometry:
-    """Decode an engine; raises `BadGeometry`. `ranks` are those that have come by themselves, in place of the
-    message's."""
+    """Decode an engine; raises `BadGeometry`. `ranks` replace those of the message."""
     planes_of = PlaneDecoder()
     return EngineGeometry(
         engine_id=message.engine_id,

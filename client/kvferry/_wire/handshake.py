@@ -15,19 +15,14 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 MAX_RANKS = 4096
 MAX_BYTES = 1 << 30
 MAX_PLANES = 1 << 20
-"""Limits for one engine, so that a home cannot fill the reader's memory. A decoded plane takes thirty times the memory
-of its message."""
+"""Limits for one engine: a home must not fill the reader's memory. A decoded plane takes thirty times the memory of its
+message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handshaken:
-    """The result of a handshake.
-
-    Attributes:
-        geometry: geometry of the whole engine.
-        agents: serving agents by rank; a rank with ``serve=False`` has none.
-        has_agents: whether the home sent agents. If False, it sent the geometry only.
-    """
+    """The result of a handshake: the geometry of the whole engine, and its serving agents by rank. A rank with
+    ``serve=False`` has no agent. Without `has_agents`, the home sent the geometry only."""
 
     geometry: EngineGeometry
     agents: dict[int, geometry_pb2.Agent] = field(repr=False)

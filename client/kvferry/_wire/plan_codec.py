@@ -11,7 +11,7 @@ ALIKE = (
     *("source_rank", "source_labels", "group", "layers", "components", "bytes_per_token", "bytes_per_request"),
     *("descriptors_per_block", "path"),
 )
-"""Fields with the same name and value in a line of a plan and in its message."""
+"""Fields with the same name and value in a line of a plan and in a message."""
 
 
 def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:

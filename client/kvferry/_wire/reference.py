@@ -1,7 +1,7 @@
 """References: opaque strings, passed through routers, that name a publication or an engine.
 
-They are capabilities: who has the reference of a publication may read it, and who has the reference of an engine can
-reach the memory that its ranks registered.
+References are capabilities: the holder of a publication's reference may read the publication, and the holder of an
+engine's reference can reach the memory that the engine's ranks registered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENGINE_PREFIX = "kvf1e."
 MAX_NAME = 256
 """Most bytes of an address, of an engine_id and of a router's key."""
 MAX_REFERENCE_MARKS = 4
-"""Most marks in a reference: it goes through HTTP headers and bodies of routers."""
+"""Most marks in a reference: references go through HTTP headers and bodies of routers."""
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 
@@ -38,17 +38,17 @@ def format_reference(reference: pb.Reference) -> str:
 def router_reference(
     home: str, engine_id: str, *, router_key: str = "", key: bytes = b"", data_parallel_rank: int = 0
 ) -> str:
-    """Make a reference before there is a publication, as a router does that asks source and destination at once.
+    """Make a reference before there is a publication: for a router that asks source and destination at once.
 
-    The source publishes with it (`EngineSession.publish`, `SchedulerPort.publish`), the destination reads with it. Make
-    a new one for each request and each attempt of one. Like any reference it is a capability.
+    The source publishes with this reference (`EngineSession.publish`, `SchedulerPort.publish`), the destination reads
+    with it. Make a new reference for each request and each attempt. Like any reference it is a capability.
 
     Args:
-        home: address of the source's home; empty: the reader's directory says it.
+        home: address of the source's home; empty: the reader's directory has the address.
         engine_id: the source, or the deployment whose data-parallel engines are named ``{engine_id}_dp{n}``.
-        router_key: the request's name, 1 to 256 bytes, printable, unique at its source; empty: a random one.
-        key: 16 bytes that nobody else can guess; empty: random ones. Two routers that must make the same reference
-            without talking give the same.
+        router_key: the request's name, 1 to 256 bytes, printable, unique at its source; empty: a random name.
+        key: 16 bytes that others cannot guess; empty: random bytes. Two routers that must make the same reference
+            without talking to each other give equal bytes.
         data_parallel_rank: n, see `engine_id`.
 
     Raises:
@@ -73,7 +73,7 @@ def router_reference(
 
 
 def engine_ids(engine_id: str, data_parallel_rank: int) -> tuple[str, ...]:
-    """Return the names that the engine which a router means may have; see `Reference.data_parallel_rank`."""
+    """Return the possible names of the engine in a router's reference; see `Reference.data_parallel_rank`."""
     of_rank = f"{engine_id}_dp{data_parallel_rank}"
     return (of_rank,) if data_parallel_rank else (engine_id, of_rank)
 
@@ -111,11 +111,7 @@ def format_engine_reference(reference: pb.EngineReference) -> str:
 
 
 def parse_engine_reference(text: str) -> pb.EngineReference:
-    """Decode an engine's reference.
-
-    Raises:
-        BadReference: the string is not an engine's reference.
-    """
+    """Decode an engine's reference; raises `BadReference`."""
     reference = _decoded(text, ENGINE_PREFIX, pb.EngineReference)
     _check(reference.engine_id, reference.key)
     if len(reference.incarnation) != INCARNATION_BYTES:
@@ -124,11 +120,8 @@ def parse_engine_reference(text: str) -> pb.EngineReference:
 
 
 def parse_source_reference(text: str) -> pb.EngineReference | pb.Reference:
-    """Decode an engine's reference, or a publication's that names the incarnation of its engine.
-
-    Raises:
-        BadReference: the string is neither.
-    """
+    """Decode an engine's reference, or a publication's that names the incarnation of its engine; raises
+    `BadReference`."""
     if not isinstance(text, str) or not text.startswith(PREFIX):
         return parse_engine_reference(text)
     reference = parse_reference(text)
@@ -158,12 +151,12 @@ def to_base64(body: bytes) -> str:
 
 
 def from_base64(text: str) -> bytes:
-    """Decode what `to_base64` has made; raises `ValueError`."""
+    """Decode the text of `to_base64`; raises `ValueError`."""
     return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
 
 
 def _check(engine_id: str, key: bytes) -> None:
-    # Without a home, the reader's directory says where the engine's is.
+    # The home may be empty: the reader's directory then has its address.
     if not engine_id:
         raise BadReference("it names no engine")
     if len(key) != KEY_BYTES:

@@ -1,12 +1,11 @@
 """Converts a `KvferryError` to a gRPC status and back. Pure, and used by both sides.
 
-An error is sent as one status code, a message for people, and a `google.rpc.Status` in the trailing metadata. That has
-an `ErrorInfo` (domain ``kvferry``, the reason, every dynamic value), and a `RetryInfo` if repeating the call makes
-sense. Results of notifications carry the same in a `NotificationError`.
+An error is sent as one status code, a message for people, and a `google.rpc.Status` in the trailing metadata. The
+status has an `ErrorInfo` (domain ``kvferry``, the reason, every dynamic value), and a `RetryInfo` if repeating the call
+makes sense. Results of notifications carry the same in a `NotificationError`.
 
 Trailing metadata is a header. Peers drop a response whose headers exceed 8 KiB, and the caller would not see the error.
-So long values are cut: a text then ends in ``…(+N characters)``, and the value ``truncated`` counts the values that
-were left out.
+So long texts are cut and end in ``…(+N characters)``, and the value ``truncated`` counts the values that were left out.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ LONGEST_RETRY = 60.0
 """Most seconds that a peer may ask a caller to wait before it repeats a call."""
 
 NAMED_RANKS = 4
-"""Most ranks that are named for each reason; the others are counted."""
+"""Most ranks that a text names for each reason; the others are counted."""
 
 TOO_LARGE = "larger than max"
-"""Part of gRPC's text for a message over the size limit of either side; there is no status code for it."""
+"""Part of gRPC's text for a message over the size limit of either side, which has no status code of its own."""
 
 _PREFIX = "ERROR_REASON_"
 _REASONS: dict[int, str] = {
     number: name.removeprefix(_PREFIX) for name, number in errors_pb2.ErrorReason.items() if number
 }
 
-# The class for an error whose reason this version does not know, by its code.
+# The classes of errors whose reason this version does not know.
 _BY_CODE: dict[str, type[KvferryError]] = {
     "INVALID_ARGUMENT": InvalidInput,
     "FAILED_PRECONDITION": Refused,
@@ -84,7 +83,7 @@ _BY_CODE: dict[str, type[KvferryError]] = {
 
 @dataclass(frozen=True, slots=True)
 class WireStatus:
-    """An error as a server sends it; `metadata` is the trailing metadata."""
+    """An error as a server sends it, with the trailing metadata."""
 
     code: grpc.StatusCode
     message: str
@@ -92,8 +91,8 @@ class WireStatus:
 
 
 def to_status(error: KvferryError) -> WireStatus:
-    """Convert an error to a status; raises TypeError for an error without a reason, which is the client's own and must
-    not be sent."""
+    """Convert an error to a status; raises TypeError for a client's own error, which has no reason and is never
+    sent."""
     if not error.reason:
         raise TypeError(f"{type(error).__name__} never crosses the wire")
     code = grpc.StatusCode[error.code]
@@ -114,20 +113,17 @@ def from_rpc_error(
 
     An error with kvferry's `ErrorInfo` is rebuilt as the server raised it. Errors of gRPC itself become
 
-    - `Unreachable` for UNAVAILABLE; for DEADLINE_EXCEEDED, because every call of kvferry is idempotent, so that a
-      caller does the same without an answer as without a connection; and for CANCELLED, which a server causes that
-      stops, or that a hostile peer floods with resets (a caller that has cancelled the call knows that);
+    - `Unreachable` for UNAVAILABLE; for DEADLINE_EXCEEDED, because every call of kvferry is idempotent, and a caller
+      does the same without an answer as without a connection; and for CANCELLED, which comes from a server that stops,
+      or that a hostile peer floods with resets (a caller that has cancelled its call does not convert the error);
     - `MessageTooLarge` for a message over the limit of either side;
     - `NotImplementedHere`, `LimitReached` (without a retry, since the time is unknown) or `InternalError` for their
       codes;
     - the class for the code otherwise.
 
-    Args:
-        error: the error that a stub raised, synchronous or not.
-        address: address of the node server, for the message.
-        tls: the credentials of the channel; None: no TLS. The message says which TLS settings to look at, if they are
-            why the server cannot be reached.
-        answered: the server has answered this caller before, so that the settings were right then.
+    `error` may come from a synchronous or an asynchronous stub. `tls` are the channel's credentials: if they are the
+    cause, the message names the TLS settings to look at. `answered`: the server has answered this caller before, so the
+    settings were right then.
     """
     found = error_of_peer(error)
     if found is not None:
@@ -150,8 +146,7 @@ def from_rpc_error(
 
 
 def error_of_peer(error: grpc.RpcError) -> KvferryError | None:
-    """Return the error that a node server has sent as the end of a call; None if gRPC itself ended it, or another
-    program."""
+    """Return the error with which a node server ended a call; None if gRPC or another program ended the call."""
     metadata = cast(grpc.Call, error).trailing_metadata() if hasattr(error, "trailing_metadata") else None
     details = (value for key, value in metadata or () if key == DETAILS_KEY and isinstance(value, bytes))
     found: error_details_pb2.ErrorInfo | None = None
@@ -183,7 +178,7 @@ def _text_of(error: grpc.RpcError) -> str:
 
 
 def is_too_large(code: str, text: str) -> bool:
-    """Whether a call that failed with this code and text failed because a message is over the limit of either side."""
+    """Whether a call failed, with this code and text, because a message is over the limit of either side."""
     return code == "RESOURCE_EXHAUSTED" and TOO_LARGE in text
 
 
@@ -218,7 +213,7 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
 def _rebuilt(
     reason: str, code: str, message: str, values: Mapping[str, str], retry_after: float | None = None
 ) -> KvferryError:
-    """Return the error of this reason; of a reason that is not known here, that of the code."""
+    """Return the error of this reason; of a reason that is unknown here, the error of the code."""
     found = from_reason(reason, message, values, retry_after)
     return found if found is not None else _BY_CODE.get(code, KvferryError).rebuilt(message, values, retry_after)
 
@@ -234,7 +229,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _bounded(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the first values that fit into a header. A family (``mismatch.3.…``) is kept or left out as a whole."""
+    """Return the first values that fit into a header; a family (``mismatch.3.…``) as a whole or not at all."""
     families: dict[str, dict[str, str]] = {}
     for key, value in values.items():
         families.setdefault(key.rpartition(".")[0] or key, {})[key] = _cut(value, VALUE_BYTES)
@@ -253,18 +248,18 @@ def _bounded(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def reason_number(reason: str) -> errors_pb2.ErrorReason.ValueType:
-    """Return the `kvferry.v1.ErrorReason` of this name without its prefix; 0 for that of errors that are never sent."""
+    """Return the `kvferry.v1.ErrorReason` of a name without its prefix; 0 for an empty name."""
     return errors_pb2.ErrorReason.Value(f"{_PREFIX}{reason}") if reason else errors_pb2.ERROR_REASON_UNSPECIFIED
 
 
 def reason_name(number: int) -> str:
-    """Return the name of a `kvferry.v1.ErrorReason` without its prefix; empty if it is 0, or not known here."""
+    """Return the name of a `kvferry.v1.ErrorReason` without its prefix; empty for 0 and for unknown numbers."""
     return _REASONS.get(number, "")
 
 
 def failures_of(reports: Iterable[pb.RankReport]) -> str:
-    """Return why the ranks of a read failed, as ``TRANSFER_FAILED (ranks 1, 3), DATA_LOSS (rank 2)``; empty if none
-    did. A rank that was cancelled has not failed."""
+    """Return why the ranks of a read failed, as ``TRANSFER_FAILED (ranks 1, 3), DATA_LOSS (rank 2)``; empty if no rank
+    failed. A cancelled rank has not failed."""
     ranks: dict[str, list[int]] = {}
     for report in sorted(reports, key=lambda report: report.rank):
         if report.outcome not in (pb.RANK_OUTCOME_DONE, pb.RANK_OUTCOME_CANCELLED):

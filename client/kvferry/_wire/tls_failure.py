@@ -1,7 +1,7 @@
-"""What a failed connection says about the TLS settings of both sides, as far as gRPC tells.
+"""Explains a failed connection by the TLS settings of both sides, as far as gRPC's text shows them.
 
-gRPC's text names what the caller finds wrong with a server's certificate. A server that rejects a caller closes the
-connection without a word, so these messages say what is likely. They name settings of three places: ``tls.ca`` is
+gRPC's text names the caller's objection to a server's certificate. A server that rejects a caller closes the connection
+without a reason, so these messages name the likely cause. The settings are those of three places: ``tls.ca`` is
 `TlsConfig.ca` of a client and of the vLLM connector, ``--tls-ca`` the flag of `kvferry` and kvferryd.
 """
 
@@ -11,22 +11,18 @@ import re
 
 from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, TlsConfig, chain_bytes
 
-# Also of a server that accepts the connection and closes it before it has sent anything.
+# Also if a server accepts a connection and closes it before it has sent anything.
 _NEVER_CONNECTED = "failed to connect"
-# "Wrap failed": a connection that was closed while gRPC still wrote to it.
+# "Wrap failed": the connection was closed while gRPC was writing.
 _CLOSED = re.compile(r"Socket closed|Connection reset|Broken pipe|Wrap failed")
 _UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ?([^:]*)")
 
 
 def tls_failure(text: str, address: str, tls: TlsConfig | None, *, answered: bool = False) -> str:
-    """Return what is wrong with the TLS settings and which to look at; empty if TLS did not fail.
+    """Return the problem of the TLS settings, with the settings to look at; empty if TLS did not fail.
 
-    Args:
-        text: what gRPC says of a call that ended with UNAVAILABLE.
-        address: address of the node server.
-        tls: the caller's credentials; None: no TLS.
-        answered: the node server has answered the caller before: then a connection that is closed without a word says
-            nothing of TLS.
+    `text` is gRPC's text for a call that ended with UNAVAILABLE. `answered`: the node server has answered this caller
+    before, so a connection that is closed without a reason does not point to TLS.
     """
     if address.startswith("unix:"):
         return ""
@@ -53,7 +49,6 @@ def tls_failure(text: str, address: str, tls: TlsConfig | None, *, answered: boo
 
 
 def _shown_bytes(tls: TlsConfig) -> int:
-    """Return the bytes of the certificates that the caller shows."""
     try:
         return 0 if tls.cert is None else chain_bytes(tls.cert.read_bytes())
     except OSError:

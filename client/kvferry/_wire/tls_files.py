@@ -1,8 +1,7 @@
-"""TLS files that are replaced while a process runs: what they held when they could last be used, and a warning before
-that expires.
+"""TLS files that are replaced while a process runs: their last usable contents, and a warning before these expire.
 
-One `TlsFiles` serves all connections with the same files, so that a connection to a new home does not fail because the
-files are being written just then. It has no lock: two threads that read at once read the same.
+One `TlsFiles` serves all connections with the same files, so that a connection to a new home does not fail while the
+files are being written. No lock is needed: two threads that read at once read the same.
 """
 
 from __future__ import annotations
@@ -21,16 +20,11 @@ from kvferry.errors import InvalidField
 logger = logging.getLogger(__name__)
 
 TLS_POLL = 1.0
-"""At least between two looks at whether the files have changed, in seconds."""
+"""Least seconds between two checks whether the files have changed."""
 
 
 class TlsFiles:
-    """The files of one `TlsConfig`. Thread-safe. See the module.
-
-    Args:
-        tls: the files.
-        wall_clock: returns the seconds since 1970.
-    """
+    """The files of one `TlsConfig`. Thread-safe. `wall_clock` returns the seconds since 1970."""
 
     def __init__(self, tls: TlsConfig, wall_clock: Callable[[], float] = time.time) -> None:
         self._tls = tls
@@ -41,28 +35,25 @@ class TlsFiles:
         self._next_look = -math.inf
 
     def content(self) -> TlsContent:
-        """Return what the files held when they could last be used: the same object as long as that is the same.
-
-        Raises:
-            InvalidField: they could never be used.
-        """
+        """Return the last usable contents of the files: the same object until the contents change. Raises
+        `InvalidField`: the files were never usable."""
         stamp, content = self._read
         if content is None or now() >= self._next_look:
             self._next_look = now() + TLS_POLL
             found = tls_stamp(self._tls)
             if content is None or found != stamp:
                 content, usable = self._newer(content)
-                # What cannot be used is tried again: a file that becomes readable has not changed.
+                # Unusable files are read again each time: a file that becomes readable has an unchanged stamp.
                 self._read = found if usable else None, content
             self._warn()
         return content
 
     def look_soon(self) -> None:
-        """Look at the files with the next call of `content`: a connection has failed."""
+        """Check the files at the next call of `content`, because a connection has failed."""
         self._next_look = -math.inf
 
     def _newer(self, content: TlsContent | None) -> tuple[TlsContent, bool]:
-        """Return what the files hold, or else `content`, and whether they can be used."""
+        """Return the new contents and True, or `content` and False if the files are unusable."""
         try:
             newer = read_tls(self._tls)
         except InvalidField as error:
@@ -95,5 +86,5 @@ class TlsFiles:
 
 @functools.cache
 def tls_files(tls: TlsConfig) -> TlsFiles:
-    """Return what all connections of this process with these files share."""
+    """Return the object that all connections of this process with these files share."""
     return TlsFiles(tls)

@@ -13,7 +13,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class EngineToken:
-    """Names one incarnation of an engine, and proves to node servers that a process belongs to it. Secret.
+    """Names one incarnation of an engine, and proves to node servers that a process belongs to that engine. Secret.
 
     The process that opens the engine makes the token. ``str`` and `parse` convert it to and from a string.
 
@@ -30,7 +30,8 @@ class EngineToken:
     PREFIX: ClassVar[str] = "kvt1."
 
     def __str__(self) -> str:
-        """Encode the token for environment variables and pipes. Secret: who has the string can act as the engine."""
+        """Encode the token for environment variables and pipes. Secret: a holder of the string can act as the
+        engine."""
         body = self.session_secret + f"{self.engine_id}\0{self.home}".encode()
         return self.PREFIX + to_base64(body)
 
@@ -55,8 +56,8 @@ class EngineToken:
 
     @property
     def engine_reference(self) -> str:
-        """The engine's reference, which routers give to readers for `Cache.warm`. A capability: who has it can reach
-        the memory that the engine's ranks registered."""
+        """The engine's reference, which routers give to readers for `Cache.warm`. A capability: a holder can reach the
+        memory that the engine's ranks registered."""
         return format_engine_reference(
             pb.EngineReference(
                 home=self.home,

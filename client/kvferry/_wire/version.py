@@ -1,4 +1,4 @@
-"""Versions: which releases of kvferry work together (PROTOCOL, Versions). The only place that decides it."""
+"""Decides which releases of kvferry work together (PROTOCOL, Versions)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CONTRACT_REVISION = 2
 """The revision of kvferry.v1 in protos/. Raised with the first addition to the protos after each release."""
 
 OLDEST_REVISION = 2
-"""The oldest revision that this release works with. Raised only where working with an older one would cost more than
-to upgrade a whole fleet at once."""
+"""The oldest revision that this release works with. Raised only if support of older revisions costs more than upgrading
+a whole fleet at once."""
 
 CALLER = "the caller"
 
@@ -31,12 +31,12 @@ class Speaks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What a program says of the contract that it speaks.
+    """A program's statement about the contract that it speaks.
 
     Attributes:
-        revision: of the contract; 0: it says none, as kvferry before 0.2.0.
-        oldest: the oldest revision that it works with; 0: it leaves that to the other side.
-        release: of kvferry, or what another program calls itself; for people.
+        revision: of the contract; 0: not stated, as by kvferry before 0.2.0.
+        oldest: the oldest revision that the program works with; 0: the other side decides.
+        release: of kvferry, or the name of another program; for people.
     """
 
     revision: int
@@ -45,16 +45,14 @@ class Version:
 
     @classmethod
     def from_proto(cls, message: pb.Version | pb.RelayVersion) -> Version:
-        """Decode it; an absent message says nothing."""
-        # Peers may say anything, and people read it.
+        # Peers may send any text as their release, and people read it.
         return cls(message.contract_revision, message.oldest_revision, ascii(message.release[:MAX_RELEASE])[1:-1])
 
     def to_proto(self) -> pb.Version:
-        """Encode it."""
         return pb.Version(contract_revision=self.revision, oldest_revision=self.oldest, release=self.release)
 
     def works_with(self, other: Version) -> bool:
-        """Whether neither is too old for the other."""
+        """Whether neither program is too old for the other."""
         return self.revision >= other.oldest and other.revision >= self.oldest
 
     def __str__(self) -> str:
@@ -65,9 +63,9 @@ class Version:
 
 OURS = Version(CONTRACT_REVISION, OLDEST_REVISION, __version__)
 OURS_ENCODED = OURS.to_proto()
-"""What requests and answers carry; to be copied, never changed."""
+"""The version in requests and answers; to be copied, never changed."""
 OURS_AS_RELAY = pb.RelayVersion(contract_revision=OURS.revision, oldest_revision=OURS.oldest, release=OURS.release)
-"""What a relay adds to the versions of the messages that it passes on."""
+"""The version that a relay adds to the messages that it passes on."""
 
 
 def introduce(request: Speaks) -> None:
@@ -95,11 +93,8 @@ def check_together(one: Version, who: str, other: Version, whom: str) -> None:
 
 
 def check_caller(message: pb.Version, relayed_by: str = "") -> Version:
-    """Check at a node server who calls it, and who relayed the call. Returns the caller's version.
-
-    Raises:
-        ContractDiffers: one of them and this node server do not work together.
-    """
+    """Check, at a node server, the versions of a caller and of the call's relay; return the caller's version. Raises
+    `ContractDiffers`."""
     here = "this node server"
     if relayed_by:
         check_together(Version.from_proto(message.relay), "the relay", OURS, here)
@@ -109,11 +104,8 @@ def check_caller(message: pb.Version, relayed_by: str = "") -> Version:
 
 
 def check_server(message: pb.Version, address: str, us: str = "this client") -> None:
-    """Check who answered at an address, and who relayed the answer.
-
-    Raises:
-        ContractDiffers: one of them and this program do not work together.
-    """
+    """Check the versions of the node server that answered at an address, and of the answer's relay. Raises
+    `ContractDiffers`."""
     check_together(Version.from_proto(message), f"the node server {address}", OURS, us)
     if message.HasField("relay"):
         check_together(Version.from_proto(message.relay), f"the relay {address}", OURS, us)

@@ -1,5 +1,5 @@
-"""The first token of a request's answer, as the payload of a publication: for engines that decode from the token that
-prefill has sampled, and read from another make of engine."""
+"""The first token of a request's answer, as the payload of a publication: for engines that read from another make of
+engine, and decode from the token that prefill has sampled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ _MAX = 2**31 - 1
 
 
 class FirstToken(NamedTuple):
-    """The token that prefill has sampled.
-
-    Attributes:
-        token: the token.
-        prompt_tokens: how many tokens the prompt has that it follows; None: prefill did not say.
-    """
+    """The token that prefill has sampled, and the number of tokens of the prompt before it; None: prefill did not state
+    the number."""
 
     token: int
     prompt_tokens: int | None = None
@@ -29,7 +25,7 @@ def first_token_payload(token: int, prompt_tokens: int | None = None) -> bytes:
 
 
 def first_token(payload: bytes) -> FirstToken | None:
-    """Decode the token; None: the payload is another one."""
+    """Decode the token; None: the payload is not that of a first token."""
     if not payload.startswith(_MAGIC):
         return None
     written = payload.removeprefix(_MAGIC).split(b" ", 2)

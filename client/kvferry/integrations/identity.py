@@ -17,18 +17,18 @@ def cache_identity(
     cache_dtype: object,
     quantization: object,
 ) -> dict[str, str]:
-    """Return the identity of a cache's contents. It has the model's name and configuration, not its path, which may
+    """Return the identity of a cache's contents: with the model's name and configuration, not its path, which may
     differ between hosts.
 
     Args:
         model: path or name of the model.
-        revision: its revision; None: none was asked for.
-        config: its own configuration, as transformers writes it.
-        dtype: what the model computes in, as torch names it.
-        cache_dtype: the engine's setting for what the cache holds.
-        quantization: how the model is quantized; None: it is not.
+        revision: of the model; None: unspecified.
+        config: the model's own configuration, as transformers writes it.
+        dtype: type in which the model computes, as torch names it.
+        cache_dtype: the engine's setting for the type of the cache.
+        quantization: of the model; None: not quantized.
     """
-    # transformers adds its own version: two sides that are upgraded in turn still go together.
+    # transformers adds its own version, which must not keep two sides apart that are upgraded in turn.
     left_out = {"transformers_version"}
     described = {key: value for key, value in config.items() if not key.startswith("_") and key not in left_out}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""Traces with OpenTelemetry what the SDK does in this process. Needs opentelemetry-api (``kvferry[otel]``).
+"""Traces the SDK in this process with OpenTelemetry. Needs opentelemetry-api (``kvferry[otel]``).
 
     from kvferry.integrations import otel
 
     otel.trace()  # once, after the application has set its tracer provider
 
 The application owns the SDK of OpenTelemetry: sampling, processors and exporters. Spans end on threads that other reads
-need, so that an exporter must not block them: use a ``BatchSpanProcessor``.
+need, so an exporter must not block: use a ``BatchSpanProcessor``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvferry._tracing import Attributes, calling_under
 _propagator = TraceContextTextMapPropagator()
 
 _KINDS = {"kvferry.publish": SpanKind.PRODUCER, "kvferry.read": SpanKind.CONSUMER}
-"""The two ends of what passes through a router; all other spans are internal."""
+"""The two ends of a reference's way through a router; all other spans are internal."""
 
 
 def trace(provider: TracerProvider | None = None) -> None:
@@ -64,12 +64,12 @@ class _RecordedSpan(_tracing.Span):
         )
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, otel_trace.set_span_in_context(self._span, Context()))
-        # There is none if nobody has set a provider, and the span has no parent.
+        # Without a provider and a parent there is no traceparent.
         super().__init__(carrier.get("traceparent", ""))
 
     @contextmanager
     def calling(self) -> Generator[None]:
-        # Current for OpenTelemetry, too: its instrumentation of gRPC then makes its spans below this one.
+        # Also the current span of OpenTelemetry: its instrumentation of gRPC then makes its spans below this span.
         with (
             otel_trace.use_span(self._span, record_exception=False, set_status_on_exception=False),
             calling_under(self.traceparent),
@@ -77,7 +77,7 @@ class _RecordedSpan(_tracing.Span):
             yield
 
     def end(self, error: BaseException | None = None, **attributes: str | int) -> None:
-        # A processor of the application that fails must not end a read or a release half way.
+        # An error of the application's processor must not end a read or a release half way.
         guarded(partial(self._end, error, attributes), "ending a span")
 
     def _end(self, error: BaseException | None, attributes: Attributes) -> None:

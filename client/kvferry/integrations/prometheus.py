@@ -1,11 +1,12 @@
-"""Shows Prometheus what clients count and measure. Needs the package prometheus-client (``kvferry[prometheus]``).
+"""Exposes clients' counts and measurements to Prometheus. Needs the package prometheus-client
+(``kvferry[prometheus]``).
 
     from prometheus_client import REGISTRY
     from kvferry.integrations.prometheus import ClientCollector
 
     REGISTRY.register(ClientCollector(client))
 
-Each scrape takes `Client.stats`; between scrapes nothing is done.
+Each scrape calls `Client.stats`; there is no work between scrapes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ClientCollector(Collector):
     Threading: scraped on any thread. In a child of a fork, where a client cannot be used, it collects no values.
 
     Args:
-        clients: the client; or several, by a name that their metrics get as the label ``client``.
+        clients: the client; or several clients by name. The name becomes the label ``client`` of their metrics.
 
     Raises:
         InvalidField: the argument is neither.
@@ -47,11 +48,11 @@ class ClientCollector(Collector):
         self._clients = [((name,), client) for name, client in clients.items()]
 
     def collect(self) -> Iterable[Family]:
-        """Return the metrics of the moment."""
+        """Return the present values of all metrics."""
         return self._families(list(self._stats()))
 
     def describe(self) -> Iterable[Family]:
-        """Return the metrics without values: by them, a registry refuses a second collector of the same names."""
+        """Return the metrics without values, by which a registry refuses a second collector of the same names."""
         return self._families([])
 
     def _stats(self) -> Iterator[tuple[tuple[str, ...], ClientStats]]:

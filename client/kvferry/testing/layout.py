@@ -1,5 +1,5 @@
-"""Checks that planes say where an engine's cache is, by the engine itself: its own kernels write, and their bytes are
-found at the declared addresses, and nowhere else.
+"""Checks planes against an engine: the engine's own kernels write, and their bytes must be at the declared addresses,
+and nowhere else.
 
 An engine can check each rank when it starts: before its first request, and before it captures graphs of its device.
 Needs torch.
@@ -23,25 +23,25 @@ from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import PLAIN, view_of
 
 SCALED = " * "
-"""What stands between the name of an element type and a static scale, in the `dtype` of a plane."""
+"""Separates the name of an element type from a static scale, in the `dtype` of a plane."""
 
 MORE_BLOCKS = 4
-"""Blocks that are drawn for each check, beside one of the first and the last: a kernel may write others elsewhere."""
+"""Blocks that are drawn for each check beside the first and the last: a kernel may write other blocks elsewhere."""
 
 _POISONS = (0xA5, 0x5A)
-"""Bytes to fill memory with before a write. Two, so that a written byte differs from at least one of them."""
+"""Bytes to fill memory with before a write. A written byte differs from at least one of the two."""
 
 _SHOWN = 16
 """Bytes that an error shows of each side."""
 
 _MOST_BETWEEN = 1 << 20
-"""Most bytes that are watched in any case between a block and its neighbours."""
+"""Most bytes between a block and its neighbours that are always watched."""
 
 _BYTES = ("uint8", "int8")
-"""Types of tensors in which elements of any type may stand, also of several types beside each other."""
+"""Types of tensors that may hold elements of any type, or of several types beside each other."""
 
 Tokens = Mapping[str, torch.Tensor]
-"""What an engine writes of some tokens, by component: ``[tokens, heads, width]`` each."""
+"""Inputs of an engine's write for some tokens, by component: ``[tokens, heads, width]`` each."""
 WriteTokens = Callable[[Tokens, torch.Tensor], None]
 """Writes tokens into slots, ``int64 [tokens]``: block * tokens of a block + token in the block."""
 _Addresses = npt.NDArray[np.int64]
@@ -52,9 +52,9 @@ class CheckedLayout:
     """How the planes of a layer were checked.
 
     Attributes:
-        values: components whose bytes were compared with what the engine was given to write.
-        footprint: components of which it was checked that the engine's writes change their bytes, and no others.
-        blocks: ids of the blocks that were written to, rising.
+        values: components whose bytes were compared with the engine's inputs.
+        footprint: components for which the check has shown that the engine's writes change their bytes, and no others.
+        blocks: ids of the written blocks, rising.
     """
 
     values: tuple[str, ...] = ()
@@ -73,33 +73,34 @@ def check_layout(
     block_bytes: int | None = None,
     seed: int | None = None,
 ) -> CheckedLayout:
-    """Check the planes of one layer against its tensor, and against what the engine writes into it.
+    """Check the planes of one layer against its tensor, and against the engine's writes into the tensor.
 
     Strides, sizes and types are compared first: the planes must tile the tensor. Then the engine writes into some
     blocks, in memory that was filled with known bytes, and every byte that changes must be declared. Bytes in natural
-    order are compared with what was written. Bytes in an order of the kernel's own, and quantised ones, are compared by
-    what they depend on: the block is written again with other tokens and heads, and only the cells of those may change.
-    What this cannot see is the order of bytes within such a cell, which the format's name says.
+    order are compared with the engine's inputs. Quantised bytes, and bytes in an order of the kernel's own, are checked
+    by their dependence on the inputs: the block is written again with other tokens and heads, and only the cells of
+    those may change. The check cannot see the order of bytes within such a cell; the format's name stands for it.
 
-    Nothing else may use the tensor meanwhile. Its bytes are put back as they were. Waits for the device. Layers that
-    share memory are no matter of this check, but of `kvferry.geometry.overlap.check_apart`.
+    Nothing else may use the tensor meanwhile. Its bytes are restored. Waits for the device. This check does not find
+    layers that share memory: see `kvferry.geometry.overlap.check_apart`.
 
     Args:
-        group: the layer's group: how many blocks there are, and which is the null block, that is not written to.
-        tensor: what the planes were made of, ``[blocks, ...]``; the first axis may count pages of which each block has
+        group: the layer's group: the number of blocks, and the null block, which is not written to.
+        tensor: the tensor of the planes, ``[blocks, ...]``; the first axis may count pages of which each block has
             several. Use `torch.Tensor.movedim` for another axis.
         planes: the layer's planes.
-        write: the engine's own way to write tokens, each of which is a state of the planes; None: none are written.
-        token: what `write` takes of one token, by component: tensors of the right dtype and shape, ``[heads, width]``,
-            whose values do not matter. Planes of other names, such as ``key_scale``, belong to that of which they are
-            a part (``key``), or else depend on all.
+        write: the engine's own function to write tokens, each of which is a state of the planes; None: no tokens are
+            written.
+        token: the inputs of `write` for one token, by component: tensors of the right dtype and shape,
+            ``[heads, width]``, whose values do not matter. A plane of another name, such as ``key_scale``, depends on
+            the component that begins its name (``key``), or else on all components.
         states: the engine's own views of recurrent states, ``[blocks, ...]`` each, which are written to as a whole.
         block_bytes: bytes of a block without padding, as the engine counts them; None: as many as the tensor has.
-        seed: of the blocks that are drawn, and of what is written; None: other blocks at each call.
+        seed: for the choice of blocks, and the inputs; None: other blocks at each call.
 
     Raises:
-        LayoutMismatch: the planes are wrong; nothing may be read by them. It names the component, block, token and
-            head, with the bytes that were expected and found.
+        LayoutMismatch: the planes are wrong; do not read by them. The error names the component, block, token and head,
+            with the expected bytes and the bytes that were found.
         InvalidField: there are no planes, or `write` without `token`, or the other way around.
     """
     if (write is None) != (token is None):
@@ -176,8 +177,8 @@ def _check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], b
 
 
 def _check_elements(dtype: str, planes: Iterable[Plane]) -> None:
-    """Check the names of the planes' elements, which stand in a tensor of this type: both engines of a read compare
-    them, and nothing else says the type."""
+    """Check the names of the planes' element types against the tensor's type: the engines of a read compare only these
+    names."""
     for plane in planes:
         if dtype not in _BYTES and plane.dtype.partition(SCALED)[0] != dtype:
             raise LayoutMismatch(
@@ -199,7 +200,7 @@ def _axes(plane: Plane) -> list[tuple[int, int]]:
 
 
 def _starts(address: int, axes: Iterable[tuple[int, int]]) -> _Addresses:
-    """Return an address for every choice of an index along each axis of (count, stride)."""
+    """Return the addresses of all indices along axes of (count, stride)."""
     found = np.full(1, address, np.int64)
     for count, stride in axes:
         found = (found[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
@@ -207,8 +208,8 @@ def _starts(address: int, axes: Iterable[tuple[int, int]]) -> _Addresses:
 
 
 def _runs(starts: _Addresses, sizes: _Addresses | int) -> tuple[_Addresses, _Addresses, tuple[int, int] | None]:
-    """Return cells as runs of bytes that do not touch, their begins and their ends by rising address; and the indices
-    of two cells that share a byte, or None."""
+    """Return the begins and ends of runs of bytes that do not touch, by rising address; and the indices of two cells
+    that share a byte, or None."""
     order = np.argsort(starts, kind="stable")
     begins = starts[order]
     ends = begins + np.broadcast_to(np.asarray(sizes), starts.shape)[order]
@@ -219,8 +220,8 @@ def _runs(starts: _Addresses, sizes: _Addresses | int) -> tuple[_Addresses, _Add
 
 
 def _drawn(group: Group, draw: random.Random) -> list[int]:
-    """Return two blocks far apart, so that a wrong distance of blocks shows, and then some others; not the null block
-    if there are others."""
+    """Return two blocks far apart, so that a wrong distance of blocks shows, and then some others; the null block only
+    if there are no others."""
     usable = [block for block in (1, 0, group.num_blocks - 1) if block < group.num_blocks]
     usable = [block for block in usable if block != group.null_block] or usable
     ends = sorted({usable[0], usable[-1]})
@@ -230,14 +231,10 @@ def _drawn(group: Group, draw: random.Random) -> list[int]:
 
 
 class _Probe:
-    """A block of a layer, with everything near it that a wrong write would hit.
+    """A block of a layer, with the memory near the block that a wrong write would hit.
 
-    Addresses come from the fields of the planes alone, not from the planner that the check is about.
-
-    Attributes:
-        planes: the layer's planes; all of their bytes lie in the tensor.
-        block: id of the block.
-        cells: the block's cells by plane, ``uint8 [pages, units, page tokens, state bytes]``.
+    Addresses come from the fields of the planes alone, independently of the planner. All bytes of the planes lie in the
+    tensor. `cells` has the block's cells by plane, ``uint8 [pages, units, page tokens, state bytes]``.
     """
 
     def __init__(self, planes: Sequence[Plane], block: int, tensor: torch.Tensor, blocks: int) -> None:
@@ -253,12 +250,10 @@ class _Probe:
         self._saved = [watched.clone() for watched in self._watched]
 
     def fill(self, poison: int) -> None:
-        """Fill all of this memory with a byte."""
         for watched in self._watched:
             watched.fill_(poison)
 
     def restore(self) -> None:
-        """Put everything back as it was when this object was made."""
         for watched, saved in zip(self._watched, self._saved, strict=True):
             watched.copy_(saved)
 
@@ -272,18 +267,10 @@ class _Probe:
         allowed: Sequence[torch.Tensor],
         inspect: Callable[[], None] | None = None,
     ) -> list[torch.Tensor]:
-        """Make a write, find out what it has changed, and undo it.
+        """Make a write, undo it, and return the bytes that it changed, by plane, in the shape of `cells`.
 
-        Args:
-            write: makes the write.
-            allowed: the cells that it may change, by plane, as `nothing` returns them.
-            inspect: called between the write and its undoing.
-
-        Returns:
-            The bytes that it changed, by plane, in the shape of `cells`.
-
-        Raises:
-            LayoutMismatch: it changed a byte outside the allowed cells.
+        `allowed` are the cells that the write may change, by plane, as `nothing` returns them: raises `LayoutMismatch`
+        for a change elsewhere. `inspect` is called between the write and its undoing.
         """
         before = [watched.clone() for watched in self._watched]
         write()
@@ -304,7 +291,7 @@ class _Probe:
         allowed: Sequence[torch.Tensor],
         inspect: Callable[[], None] | None = None,
     ) -> list[torch.Tensor]:
-        """Return the bytes that a write changes, whatever stood there before; see `effect`."""
+        """Return the bytes that a write changes, whatever their values before; see `effect`."""
         changed: list[torch.Tensor] = []
         for poison in _POISONS:
             self.fill(poison)
@@ -320,13 +307,13 @@ class _Probe:
             raise self._error(number, cell, "what the engine writes there", found, problem)
 
     def check_equal(self, number: int, expected: torch.Tensor) -> None:
-        """Raise `LayoutMismatch` for the first cell of a plane, if any, that has other bytes than these, which have the
+        """Raise `LayoutMismatch` for the first cell of a plane, if any, that differs from `expected`, which has the
         shape of `cells`: the first token first, then the first unit."""
         differs = (self.cells[number] != expected).any(-1)
         if differs.any():
             page, at, unit = (int(index) for index in differs.permute(0, 2, 1).nonzero()[0])
             cells = expected[page, unit, at], self.cells[number][page, unit, at]
-            # From a little before the first difference.
+            # Begin a little before the first difference.
             first = int((cells[0] != cells[1]).nonzero()[0]) // _SHOWN * _SHOWN
             pair = _hex(cells[0][first:]), _hex(cells[1][first:])
             raise self._error(number, (page, unit, at), *pair, "what stands there is not what the engine wrote")
@@ -376,8 +363,8 @@ def _hex(found: torch.Tensor) -> str:
 
 
 def _surroundings(memory: torch.Tensor, tensor: torch.Tensor, block: int, pages: int) -> torch.Tensor:
-    """Return the bytes of a block and of its neighbours, with everything between them unless that is too much: padding,
-    and other layers' pages."""
+    """Return the bytes of a block and of its neighbours, and, unless there are too many, the bytes between them:
+    padding, and other layers' pages."""
     near = tensor[max(0, block - 1) * pages : (block + 2) * pages]
     size = near.element_size()
     begin = near.storage_offset() * size
@@ -388,19 +375,12 @@ def _surroundings(memory: torch.Tensor, tensor: torch.Tensor, block: int, pages:
 
 
 class _TokenCheck:
-    """The check of one block that the engine writes token by token.
-
-    Args:
-        group: the layer's group.
-        probe: the block.
-        write: the engine's function.
-        token: what it takes of one token.
-    """
+    """The check of one block that the engine writes token by token; see `check_layout` for `write` and `token`."""
 
     def __init__(self, group: Group, probe: _Probe, write: WriteTokens, token: Tokens) -> None:
         self._probe, self._planes, self._write = probe, probe.planes, write
         for plane in self._planes:
-            # The engine would write past the cache if it was given slots that it does not have.
+            # With slots that the cache does not have, the engine would write past the cache.
             self._states = group.block_tokens // plane.token_shard.count
             if plane.block_states != self._states:
                 raise LayoutMismatch(
@@ -415,7 +395,7 @@ class _TokenCheck:
         self._heads = {name: taken.shape[0] for name, taken in token.items()}
         generator = torch.Generator().manual_seed(probe.block)
         self._inputs = {
-            # Nothing near zero, which quantising would make equal.
+            # No values near zero, which quantising would make equal.
             name: (drawn + drawn.sign() * 0.25).to(self._device, taken.dtype)
             for name, taken in token.items()
             for drawn in [torch.randn(self._states, *taken.shape, generator=generator)]
@@ -430,12 +410,8 @@ class _TokenCheck:
         ]
 
     def run(self, *, thorough: bool, dependence: bool) -> set[str]:
-        """Check the block; return the components that were compared by value.
-
-        Args:
-            thorough: also write the first and the last granule of each size alone.
-            dependence: also check what the bytes depend on that are not compared by value.
-        """
+        """Check the block; return the components that were compared by value. If `thorough`, also write the first and
+        the last granule of each size alone; if `dependence`, check on which inputs the other components depend."""
         self._check_granule(0, self._states)
         for granule in sorted({plane.token_granule for plane in self._planes} - {self._states}) if thorough else ():
             self._check_granule(0, granule)
@@ -449,8 +425,8 @@ class _TokenCheck:
         self._write({name: found[first:end].contiguous() for name, found in inputs.items()}, slots)
 
     def _check_granule(self, first: int, end: int) -> None:
-        """Write tokens ``[first, end)``: their cells are written, and nothing else; of planes with larger granules,
-        some of those. All tokens are compared by value as well."""
+        """Write tokens ``[first, end)``: their cells must change, and no others; in planes with larger granules, some
+        cells of the granule. If these are all tokens, compare them by value as well."""
         whole = end - first == self._states
         chosen = self._chosen(value=False)
         for tokens in chosen.values():
@@ -459,8 +435,7 @@ class _TokenCheck:
         write = partial(self._write_tokens, self._inputs, first, end)
         changed = self._probe.effect_on_any(write, allowed, self._compare if whole else None)
         for number, (plane, found) in enumerate(zip(self._planes, changed, strict=True)):
-            # Only formats with a name of their own have bytes that nothing is ever written to, and never whole
-            # granules.
+            # Only formats with a name of their own have bytes that are never written, and never whole granules of them.
             exact = plane.format == PLAIN and plane.token_granule <= end - first
             written = found.all(-1) if exact else _of_granules(found.any(-1), plane)
             self._probe.check_written(number, allowed[number] & ~written)
@@ -468,8 +443,8 @@ class _TokenCheck:
     def _check_dependence(self) -> None:
         """Write the block again with other inputs for some tokens and heads: only cells of those may change.
 
-        The choices are the bits of a number of each input, token and head, and their opposites, so that each cell is
-        told from every other.
+        The choices are the bits, and the inverted bits, of a number of each input, token and head, so that each cell is
+        distinguished from every other.
         """
         numbers, count = {}, 0
         for name, heads in self._heads.items():
@@ -479,7 +454,7 @@ class _TokenCheck:
                 if not compared and name in self._inputs_of(plane)
             ]
             if granules:
-                # Tokens that no plane tells apart have one number.
+                # Tokens that no plane distinguishes have one number.
                 finest = min(granules)
                 held = self._states // finest * heads
                 by_granule = torch.arange(count, count + held, device=self._device).reshape(-1, heads)
@@ -500,12 +475,12 @@ class _TokenCheck:
                 changed = self._probe.effect(write, self._cells(chosen))
                 touched = [known | found.any(-1) for known, found in zip(touched, changed, strict=True)]
         for number, (plane, found) in enumerate(zip(self._planes, touched, strict=True)):
-            # Scales need not change with what they scale.
+            # Scales need not change with the values that they scale.
             if not self._by_value[number] and not plane.component.endswith("_scale"):
                 self._probe.check_written(number, ~_of_granules(found, plane))
 
     def _compare(self) -> None:
-        """Compare what stands in natural cells with what was written."""
+        """Compare cells in natural order with the inputs."""
         for number, plane in enumerate(self._planes):
             if not self._by_value[number]:
                 continue
@@ -524,8 +499,8 @@ class _TokenCheck:
             self._probe.check_equal(number, expected)
 
     def _cells(self, chosen: Tokens) -> list[torch.Tensor]:
-        """Return the cells of some tokens and heads, ``bool [tokens, heads]`` for each input, by plane, whole granules
-        of them."""
+        """Return the cells of some tokens and heads, ``bool [tokens, heads]`` for each input, by plane, as whole
+        granules."""
         found = []
         for plane in self._planes:
             granules = torch.stack([self._granules(plane, chosen[name]) for name in self._inputs_of(plane)]).any(0)
@@ -534,20 +509,19 @@ class _TokenCheck:
         return found
 
     def _granules(self, plane: Plane, chosen: torch.Tensor) -> torch.Tensor:
-        """Which units of which granules have some of the chosen tokens and heads: ``[granules, units]``."""
+        """Return which units of which granules have some of the chosen tokens and heads: ``[granules, units]``."""
         by_granule = chosen.reshape(self._states // plane.token_granule, plane.token_granule, -1).any(1)
         if by_granule.shape[1] == len(plane.units) and plane.units_divide:
             return by_granule
-        # Units that are not the heads, or that may not be told apart: any head changes all.
+        # Units that are not the heads, or that may not be divided: any head changes all units.
         return by_granule.any(1, keepdim=True).expand(-1, len(plane.units))
 
     def _inputs_of(self, plane: Plane) -> list[str]:
-        """Return the inputs that a plane is made of: by its name, ``key`` of key and key_scale, or all of them."""
+        """Return the inputs of a plane: by its name (``key`` for key and key_scale), or else all inputs."""
         named = [name for name in self._inputs if f"{plane.component}_".startswith(f"{name}_")]
         return named or list(self._inputs)
 
     def _chosen(self, *, value: bool) -> dict[str, torch.Tensor]:
-        """Return all tokens and heads, or none."""
         return {
             name: torch.full((self._states, heads), value, dtype=torch.bool, device=self._device)
             for name, heads in self._heads.items()
@@ -555,7 +529,7 @@ class _TokenCheck:
 
 
 def _of_granules(cells: torch.Tensor, plane: Plane) -> torch.Tensor:
-    """Whether a granule has one of some cells: ``[pages, units, page tokens]``, as the cells are."""
+    """Whether the granule of each cell has one of the given cells: ``[pages, units, page tokens]``."""
     granules = cells.reshape(plane.pages, len(plane.units), -1, plane.token_granule).any(-1)
     return granules.repeat_interleave(plane.token_granule, -1)
 
@@ -563,13 +537,8 @@ def _of_granules(cells: torch.Tensor, plane: Plane) -> torch.Tensor:
 class _StateCheck:
     """The check of one recurrent state in a block, which kernels write through a view of the block.
 
-    A state whose first axis is the units of one plane is compared by value, unit by unit. One of two axes, which are
-    rows and channels, is also written row by row.
-
-    Args:
-        probe: the block.
-        number: which of the states it is.
-        state: the engine's view of the state.
+    A state whose first axis is the units of one plane is compared by value, unit by unit. A state of two axes, rows and
+    channels, is also written row by row. `state` is the engine's view.
     """
 
     def __init__(self, probe: _Probe, number: int, state: torch.Tensor) -> None:
@@ -586,7 +555,7 @@ class _StateCheck:
         ]
 
     def run(self) -> set[str]:
-        """Check the state; return the components that were compared by value."""
+        """Return the components that were compared by value."""
         planes = [self._probe.planes[index] for index in self._own]
         _check_elements(str(self._state.dtype).removeprefix("torch."), planes)
         allowed = self._probe.nothing()
@@ -617,8 +586,8 @@ class _StateCheck:
         return natural and plane.block_states * plane.state_bytes == held
 
     def _check_rows(self, planes: Sequence[Plane]) -> None:
-        """Write the first and the last row alone: only cells of that row may change. The planes say which axis counts
-        the rows; nothing is checked if both may."""
+        """Write the first and the last row alone: only cells of that row may change. The planes decide which axis
+        counts the rows; nothing is checked if both axes could."""
         axes = [axis for axis in (0, 1) if {plane.block_states for plane in planes} == {self._state.shape[axis]}]
         rows = self._state.shape[axes[0]] if len(axes) == 1 else 1
         for row in {0, rows - 1} if rows > 1 else ():

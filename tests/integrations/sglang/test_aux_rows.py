@@ -1,4 +1,4 @@
-"""What SGLang hands over beside the KV cache."""
+"""SGLang's rows beside the KV cache, as payloads of publications."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_row_arrives_and_no_other_is_touched() -> None:
         assert np.all(found[[0, 2, 3]] == 9)
 
 
-def test_the_first_token_of_another_make_of_engine_is_enough() -> None:
+def test_first_token_of_another_engine_fills_a_row() -> None:
     buffers = Buffers()
     for array in buffers.arrays:
         array[:] = 9
@@ -53,7 +53,7 @@ def test_the_first_token_of_another_make_of_engine_is_enough() -> None:
     assert buffers.arrays[2][3].tolist() == [2**63 - 5] + [0] * 7
 
 
-def test_other_buffers_are_refused_with_both_sizes() -> None:
+def test_payload_of_other_buffers_is_refused_with_both_sizes() -> None:
     other = Buffers((("int32", 16), ("float32", 64), ("uint64", 8)))
     ours = Buffers()
     with pytest.raises(BadPayload, match=r"\[64, 256, 64\].*\[64, 512, 64\]"):
@@ -88,7 +88,7 @@ def test_the_payload_of_another_request_is_refused(room: int) -> None:
 
 
 @pytest.mark.parametrize("token", [512, 2**31 - 1, -1])
-def test_tokens_that_the_model_has_not_are_refused(token: int) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
     ours, theirs = Buffers(), Buffers()
     ours.arrays[0][0, 0], ours.arrays[2][0, 0] = token, 1
     payloads = [ours.rows.payload(0, 10)] + ([first_token_payload(token)] if token > 0 else [])
@@ -103,7 +103,7 @@ def test_rows_that_may_not_fit_a_payload_are_refused_at_the_start() -> None:
         Buffers((("int32", 16), ("float32", 20_000)))
 
 
-def test_first_tokens_are_told_apart_from_other_payloads() -> None:
+def test_first_token_payloads_are_distinguished_from_others() -> None:
     assert first_token(first_token_payload(0)) == FirstToken(0)
     assert first_token(first_token_payload(2**31 - 1, 75)) == FirstToken(2**31 - 1, 75)
     assert first_token(b"417") is None
@@ -114,7 +114,7 @@ def test_first_tokens_are_told_apart_from_other_payloads() -> None:
 
 
 def test_a_row_that_is_longer_than_its_buffer_writes_nothing() -> None:
-    """Whoever publishes writes the payload; an error of another kind would end SGLang's scheduler."""
+    """Any publisher may write the payload; an error of another kind would end SGLang's scheduler."""
     theirs = Buffers()
     rows = [struct.pack("<II", 64, 65) + bytes(65), struct.pack("<II", 512, 0), struct.pack("<II", 64, 1) + b"\1"]
     with pytest.raises(BadPayload, match="longer"):
@@ -123,7 +123,7 @@ def test_a_row_that_is_longer_than_its_buffer_writes_nothing() -> None:
 
 
 @given(st.data())
-def test_whatever_the_payload_it_is_written_whole_or_refused(data: st.DataObject) -> None:
+def test_any_payload_is_written_whole_or_refused(data: st.DataObject) -> None:
     """Rows of any declared and real lengths, cut anywhere."""
     theirs = Buffers()
     sizes = [array[0].nbytes for array in theirs.arrays]

@@ -35,7 +35,7 @@ def server() -> Iterator[KvferryBootstrapServer]:
     started.close()
 
 
-def test_decode_finds_what_rank_0_has_registered(server: KvferryBootstrapServer) -> None:
+def test_decode_finds_the_instance_that_rank_0_has_registered(server: KvferryBootstrapServer) -> None:
     address = f"127.0.0.1:{server.port}"
     sources = Sources()
     until(lambda: "503" in sources.get(address)[1])
@@ -43,7 +43,7 @@ def test_decode_finds_what_rank_0_has_registered(server: KvferryBootstrapServer)
     until(lambda: sources.get(address)[0] == SOURCE)
 
 
-def test_rank_0_registers_again_whatever_answers_in_the_bootstrap_servers_place() -> None:
+def test_rank_0_registers_until_the_bootstrap_server_answers() -> None:
     """Another program may have had the port before."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         register_source(f"http://127.0.0.1:{other.getsockname()[1]}", SOURCE)
@@ -85,8 +85,8 @@ def test_an_instance_that_was_forgotten_is_asked_again(server: KvferryBootstrapS
     until(asked_again)
 
 
-def test_asking_does_not_wait() -> None:
-    """Nobody answers at this address; a step that asks goes on."""
+def test_sources_do_not_wait_for_an_answer() -> None:
+    """This address never answers; a step that asks goes on."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
@@ -122,19 +122,19 @@ def answered(server: KvferryBootstrapServer, method: str, path: str, body: bytes
         b"x" * 5000,
     ],
 )
-def test_what_is_no_source_is_refused(server: KvferryBootstrapServer, body: bytes) -> None:
+def test_malformed_source_is_refused(server: KvferryBootstrapServer, body: bytes) -> None:
     assert answered(server, "PUT", "/kvferry", body) == 400
     assert answered(server, "GET", "/kvferry") == 503
 
 
-def test_lengths_that_are_none_are_answered(server: KvferryBootstrapServer) -> None:
+def test_malformed_content_lengths_are_answered(server: KvferryBootstrapServer) -> None:
     for length in ("\xb2", "9" * 5000, "-1", ""):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
             peer.sendall(f"PUT /kvferry HTTP/1.0\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
             assert b" 400 " in peer.recv(100)
 
 
-def test_what_a_request_names_may_answer_anything_and_decode_goes_on() -> None:
+def test_decode_survives_any_answer_of_an_address_in_a_request() -> None:
     """A client names the address of prefill, and may serve there itself: no answer of it ends decode's scheduler."""
     body = b'{"engine_id": "e", "home": "\\ud800:1"}'
     with socket.create_server(("127.0.0.1", 0)) as hostile:
@@ -169,7 +169,7 @@ def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             until(ended)
 
 
-def test_slow_peers_take_no_more_threads_than_there_are_connections(server: KvferryBootstrapServer) -> None:
+def test_slow_peers_take_one_thread_per_connection(server: KvferryBootstrapServer) -> None:
     before = threading.active_count()
     slow = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(MAX_CONNECTIONS + 30)]
     try:
@@ -182,14 +182,14 @@ def test_slow_peers_take_no_more_threads_than_there_are_connections(server: Kvfe
             peer.close()
 
 
-def test_other_paths_are_not_served(server: KvferryBootstrapServer) -> None:
+def test_bootstrap_server_serves_no_other_paths(server: KvferryBootstrapServer) -> None:
     good = json.dumps({"engine_id": "prefill-0", "home": "h:1"}).encode()
     assert answered(server, "PUT", "/route", good) == 403
     assert answered(server, "GET", "/route") == 404
     assert answered(server, "GET", "/health") == 503
 
 
-def test_both_sides_make_the_same_reference_of_a_room_and_others_another() -> None:
+def test_room_references_are_equal_on_both_sides_and_differ_by_room() -> None:
     made = parse_reference(room_reference(SOURCE, 417))
     assert made == parse_reference(room_reference(Source("prefill-0", "127.0.0.1:7300"), 417))
     assert made.engine_id == "prefill-0"
@@ -199,13 +199,13 @@ def test_both_sides_make_the_same_reference_of_a_room_and_others_another() -> No
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:8998", "[fe80::1]:8998", "prefill-0.cluster:8998"])
-def test_hosts_are_no_references(address: str) -> None:
+def test_hosts_are_not_taken_for_references(address: str) -> None:
     assert given_reference(address) is None
 
 
 @pytest.mark.parametrize(
     ("behind", "token"), [("", None), ("+417", 417), ("+", None), ("+-1", None), ("+" + "9" * 20, None)]
 )
-def test_a_reference_in_place_of_the_host_may_say_the_first_token(behind: str, token: int | None) -> None:
+def test_reference_in_place_of_the_host_may_have_the_first_token(behind: str, token: int | None) -> None:
     reference = room_reference(SOURCE, 1)
     assert given_reference(f"{reference}{behind}:8998") == (reference, token)

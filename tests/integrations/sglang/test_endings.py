@@ -41,7 +41,7 @@ def test_pages_of_a_failed_read_are_held_until_it_is_quiet() -> None:
         receiver.failure_exception()
 
 
-def test_a_rank_stops_reading_when_another_has_failed() -> None:
+def test_rank_stops_reading_when_another_rank_has_failed() -> None:
     manager = PlayedManager()
     receiver = reading(manager)
     receiver.ensure_abort_notified(force_arm=True)
@@ -55,7 +55,7 @@ def test_a_rank_stops_reading_when_another_has_failed() -> None:
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_a_repeated_request_fails_and_the_first_is_read_on(started: bool) -> None:
+def test_repeated_request_fails_and_the_read_of_the_first_goes_on(started: bool) -> None:
     """Routers and clients repeat requests, with the room of the first, which may be waiting for pages."""
     manager = PlayedManager()
     first = reading(manager) if started else KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
@@ -114,7 +114,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     HookRegistry.apply_hooks()
 
 
-def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_does_not_start_if_sglang_would_not_hold_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang goes on if a plug-in's hook fails, and says so in its log only."""
     used = SimpleNamespace(disaggregation_transfer_backend="kvferry")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: used)
@@ -129,7 +129,7 @@ def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: py
     wrapped(monkeypatch)
     assert held.enable_deferred_kv_release
     assert math.isinf(held.deferred_kv_release_timeout)
-    # They go on, to what this test does not play.
+    # Both calls go on, to code that this test does not provide.
     for mode in (DisaggregationMode.DECODE, DisaggregationMode.PREFILL):
         with pytest.raises(AttributeError):
             KvferryManager(SimpleNamespace(), mode, None)
@@ -170,7 +170,7 @@ def test_a_rank_starts_only_with_the_token_of_the_session() -> None:
                 manager._open(spec, ranks)
 
 
-def test_what_is_published_stays_until_it_is_released_also_if_it_is_aborted() -> None:
+def test_published_pages_stay_until_the_release_also_after_an_abort() -> None:
     manager = PlayedManager()
     sender = published(manager)
     assert sender.poll() == KVPoll.Transferring
@@ -181,14 +181,14 @@ def test_what_is_published_stays_until_it_is_released_also_if_it_is_aborted() ->
     assert sender.poll() == KVPoll.Failed
 
 
-def test_what_was_read_has_ended_well() -> None:
+def test_sender_succeeds_when_its_publication_was_read() -> None:
     manager = PlayedManager()
     sender = published(manager)
     manager.released = Release(1, "r", ReleaseOutcome.READ)
     assert sender.poll() == KVPoll.Success
 
 
-def test_what_is_aborted_before_it_is_published_is_declined() -> None:
+def test_request_aborted_before_its_publication_is_declined() -> None:
     manager = PlayedManager()
     sender = KvferrySender(manager, "127.0.0.1:8998", ROOM)
     sender.abort()
@@ -213,11 +213,11 @@ def test_a_request_that_is_repeated_at_prefill_fails_and_the_first_is_published(
     assert first.poll() == KVPoll.Failed
     with pytest.raises(Exception, match="ABORTED"):
         first.failure_exception()
-    # It has ended, so that the next one is none that is under way.
+    # The request has ended, so the next request with this room is not refused.
     assert KvferrySender(manager, "127.0.0.1:8998", ROOM).poll() == KVPoll.WaitingForInput
 
 
-def test_ranks_but_the_first_publish_nothing_and_never_fail() -> None:
+def test_ranks_other_than_the_first_publish_nothing_and_never_fail() -> None:
     """SGLang takes the least of all ranks' answers, so theirs must not end a request that rank 0 waits for."""
     manager = PlayedManager(leader=False)
     sender = published(manager)
@@ -227,7 +227,7 @@ def test_ranks_but_the_first_publish_nothing_and_never_fail() -> None:
 
 
 @pytest.mark.parametrize(("address", "asked"), [(f"{GIVEN}:1", (16, 30)), ("127.0.0.1:8998", None)])
-def test_what_another_make_of_engine_prefills_is_read_while_it_is_computed(address: str, asked: object) -> None:
+def test_prompt_that_another_engine_prefills_is_read_while_it_is_computed(address: str, asked: object) -> None:
     """SGLang's own prefill publishes all at once."""
     manager = PlayedManager()
     receiver = KvferryReceiver(manager, address, ROOM)
@@ -266,7 +266,7 @@ def test_a_prompt_of_another_length_fails() -> None:
         assert (receiver.poll() == KVPoll.Success) == (tokens == 30)
 
 
-def test_a_window_is_read_only_of_a_source_that_says_how_long_its_prompt_is() -> None:
+def test_window_is_read_only_from_a_source_that_states_the_length_of_its_prompt() -> None:
     """All pages of a window are read, whatever prompt they are of."""
     for window, good in (("", True), ("window", False)):
         manager = PlayedManager()
@@ -278,8 +278,8 @@ def test_a_window_is_read_only_of_a_source_that_says_how_long_its_prompt_is() ->
         assert (receiver.poll() == KVPoll.Success) == good
 
 
-def test_a_prompt_whose_length_sglang_has_not_told_is_not_read() -> None:
-    """Its last page may be another's: lengths that differ by less than a page need the same pages."""
+def test_prompt_of_unknown_length_is_not_read() -> None:
+    """Lengths that differ by less than a page need the same pages, so the last page may be that of another prompt."""
     manager = PlayedManager()
     receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
     receiver.init(0)
@@ -290,7 +290,7 @@ def test_a_prompt_whose_length_sglang_has_not_told_is_not_read() -> None:
         receiver.failure_exception()
 
 
-def test_an_instance_does_not_start_where_sglang_would_not_tell_it_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instance_does_not_start_if_sglang_would_not_pass_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_queues_that_hold", ["HoldingQueue"])
     for mode, queue, name in (
         (DisaggregationMode.PREFILL, PrefillBootstrapQueue, "create_sender"),
@@ -303,7 +303,7 @@ def test_an_instance_does_not_start_where_sglang_would_not_tell_it_prompts(monke
             KvferryManager(SimpleNamespace(), mode, None)
 
 
-def test_every_release_is_counted_and_told_to_its_request_once() -> None:
+def test_releases_are_counted_and_reported_to_their_request_once() -> None:
     ended = [[Release(number, "r", ReleaseOutcome.READ) for number in (1, 2)]]
 
     def counted() -> float:
@@ -325,7 +325,7 @@ def test_every_release_is_counted_and_told_to_its_request_once() -> None:
     assert counted() == before + 2
 
 
-def test_reads_are_counted_by_how_they_ended() -> None:
+def test_reads_are_counted_by_outcome() -> None:
     def counted() -> dict[str, float]:
         def value(name: str, **labels: str) -> float:
             return REGISTRY.get_sample_value(f"kvferry_reader_{name}_total", {"tp_rank": "0", **labels}) or 0.0

@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProce
 
 @pytest.fixture(scope="module")
 def instances(server: NodeServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Instance]]:
-    """One that does both itself, prefill, and decode, which has a prefix cache."""
+    """One instance alone, prefill, and decode, which has a prefix cache."""
     folder = tmp_path_factory.mktemp("images")
     model = make_vision_model(folder / "model")
     modes = {"null": [], "prefill": [], "decode": ["--disaggregation-decode-enable-radix-cache", "--enable-metrics"]}
@@ -45,13 +45,13 @@ def instances(server: NodeServerProcess, tmp_path_factory: pytest.TempPathFactor
 
 
 def said(instance: Instance, *pictures: int, **more: Any) -> Any:
-    """What an instance says to the text with these images."""
+    """Return an instance's answer to the text with these images."""
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     images = [picture(seed) for seed in pictures]
     return instance.post("/generate", {"text": TEXT, "image_data": images, "sampling_params": sampling, **more})
 
 
-def test_images_are_told_apart_by_what_they_show(instances: list[Instance], server: NodeServerProcess) -> None:
+def test_images_are_distinguished_by_their_content(instances: list[Instance], server: NodeServerProcess) -> None:
     """Two images of as many tokens, and the same two the other way round, are other prompts; the same ones are not."""
     single, prefill, decode = instances
     wanted = [(1, 2), (2, 1), (1, 3)]

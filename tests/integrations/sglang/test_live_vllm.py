@@ -40,7 +40,7 @@ TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
 
 
 def carried(reference: str) -> dict[str, Any]:
-    """What a router adds to SGLang's request: the reference, and nothing of vLLM's answer."""
+    """Return a router's additions to SGLang's request: the reference, without vLLM's answer."""
     return {"bootstrap_host": reference, "bootstrap_port": 1, "bootstrap_room": some_room()}
 
 
@@ -116,7 +116,7 @@ def node(model: Path, home: NodeServerProcess, tmp_path: Path) -> Iterator[Calla
         each.close()
 
 
-def test_both_are_asked_at_once(pair: Pair) -> None:
+def test_vllm_and_sglang_are_asked_at_once(pair: Pair) -> None:
     """The first token of the answer comes with vLLM's publication: the router carries nothing from one to the other."""
     assert "FLASH_ATTN by values of key, value" in pair.vllm.log.read_text()
     said = [pair.prefill(tokens, None, 12)["choices"][0]["token_ids"] for tokens in PROMPTS]
@@ -144,7 +144,7 @@ def test_the_example_of_a_router_asks_both_at_once(pair: Pair) -> None:
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_many_at_once(pair: Pair) -> None:
+def test_many_requests_are_answered_at_once(pair: Pair) -> None:
     prompts = [prompt(100 + seed, length) for seed, length in enumerate([5, 40, 64, 65, 130, 200] * 2)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda tokens: pair.dispatch(tokens)["output_ids"], prompts))
@@ -152,7 +152,7 @@ def test_many_at_once(pair: Pair) -> None:
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_one_after_the_other(pair: Pair) -> None:
+def test_vllm_and_sglang_are_asked_one_after_the_other(pair: Pair) -> None:
     """A router that waits for vLLM's answer forwards its reference alone."""
     for tokens, alone in zip(PROMPTS, pair.alone, strict=True):
         params = pair.prefill(tokens, PREFILL)["kv_transfer_params"]
@@ -170,14 +170,14 @@ def test_sglang_has_no_log_probability_of_the_first_token(pair: Pair) -> None:
 
 
 def test_sglang_reads_the_cache_of_the_whole_prompt(pair: Pair) -> None:
-    """It computes nothing of the prompt: each token of it has come from vLLM."""
+    """SGLang computes no token of the prompt: the cache of each token has come from vLLM."""
     for tokens in PROMPTS:
         before = pair.sglang.counted("kvferry_reader_bytes")
         pair.dispatch(tokens)
         assert pair.sglang.counted("kvferry_reader_bytes") - before == len(tokens) * TOKEN_BYTES
 
 
-def test_two_requests_whose_references_were_swapped_are_both_refused(pair: Pair) -> None:
+def test_requests_with_swapped_references_are_both_refused(pair: Pair) -> None:
     """And not declined: given rightly, each of them is read."""
     wanted = [PROMPTS[0], PROMPTS[-1]]
     before = pair.sglang.counted("kvferry_reader_failures", reason="PromptMismatch")
@@ -201,10 +201,10 @@ def test_a_prompt_that_differs_in_one_token_is_refused(pair: Pair, token: int) -
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_what_is_not_the_whole_prompt_fails_by_name(pair: Pair) -> None:
+def test_partial_prompt_fails_by_name(pair: Pair) -> None:
     for other in (PROMPTS[0], PROMPTS[1][:-1]):
         assert "PromptMismatch" in str(pair.dispatch(PROMPTS[1], other=other))
-    # What begins with all of it is no other prompt, but needs more, also if it has as many pages.
+    # A longer prompt with this beginning matches the marks, but needs more tokens, even with equally many pages.
     longer = pair.dispatch(PROMPTS[1], other=[*PROMPTS[1], 7])
     assert "a prompt of 33 tokens" in str(longer) or "BlocksShort" in str(longer), longer
     # Of an answer of several tokens, the cache has more than the prompt.
@@ -215,7 +215,7 @@ def test_what_is_not_the_whole_prompt_fails_by_name(pair: Pair) -> None:
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_two_ranks_of_vllm_for_one_of_sglang(pair: Pair, node: Callable[..., Node]) -> None:
+def test_sglang_of_one_rank_reads_from_two_ranks_of_vllm(pair: Pair, node: Callable[..., Node]) -> None:
     """In blocks of 64 tokens, in steps of 64."""
     prefill = node("two-ranks", tp=2, block=64)
     for tokens, alone in zip(PROMPTS, pair.alone, strict=True):
@@ -227,7 +227,7 @@ def test_two_ranks_of_vllm_for_one_of_sglang(pair: Pair, node: Callable[..., Nod
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_one_rank_of_vllm_for_two_of_sglang(pair: Pair, tmp_path: Path) -> None:
+def test_sglang_of_two_ranks_reads_from_one_rank_of_vllm(pair: Pair, tmp_path: Path) -> None:
     """The second time they have most of it in their own prefix cache, and do not read it again."""
     more = ["--disaggregation-decode-enable-radix-cache"]
     sglang = Instance(pair.model, tmp_path / "log", "decode", pair.home.address, *more, tp=2)
@@ -256,7 +256,7 @@ def test_a_request_that_is_aborted_in_sglang_releases_vllm_at_once(pair: Pair, n
 
 
 @pytest.mark.parametrize("how", ["aborts", "dies"])
-def test_vllm_ends_halfway(how: str, pair: Pair, node: Callable[..., Node]) -> None:
+def test_request_fails_when_vllm_ends_halfway(how: str, pair: Pair, node: Callable[..., Node]) -> None:
     """SGLang's request fails with kvferry's error, and the next one is right."""
     prefill = node(how)
     reference = router_reference(pair.home.address, how)

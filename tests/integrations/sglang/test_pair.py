@@ -64,7 +64,7 @@ def pair(model: Path, home: NodeServerProcess, tmp_path_factory: pytest.TempPath
             instance.close()
 
 
-def test_a_pair_says_token_for_token_what_one_instance_says(pair: Pair) -> None:
+def test_pair_generates_the_same_tokens_as_one_instance(pair: Pair) -> None:
     """Also where prefill computes in chunks, has the prompt already, and where the prompt is shorter than a page."""
     for _ in range(2):
         answers = [served(pair.prefill, pair.decode, some_room(), tokens) for tokens in PROMPTS]
@@ -72,7 +72,7 @@ def test_a_pair_says_token_for_token_what_one_instance_says(pair: Pair) -> None:
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_many_requests_at_once(pair: Pair) -> None:
+def test_pair_answers_many_requests_at_once(pair: Pair) -> None:
     wanted = list(enumerate(PROMPTS)) * 4
     random.Random(0).shuffle(wanted)
     with ThreadPoolExecutor(len(wanted)) as pool:
@@ -83,7 +83,7 @@ def test_many_requests_at_once(pair: Pair) -> None:
 
 
 def test_decode_reads_the_cache_of_the_whole_prompt(pair: Pair) -> None:
-    """It computes nothing of the prompt: each token of it has come from prefill."""
+    """Decode computes no token of the prompt: the cache of each token has come from prefill."""
     for tokens in PROMPTS:
         before = pair.decode.counted("kvferry_reader_bytes")
         served(pair.prefill, pair.decode, some_room(), tokens)
@@ -99,7 +99,7 @@ def test_log_probabilities_of_the_first_token_come_from_prefill(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("more", [67, 1], ids=["more-pages", "as-many-pages"])
-def test_a_prompt_that_begins_with_the_whole_of_prefills_fails_by_name(pair: Pair, more: int) -> None:
+def test_prompt_that_extends_the_prompt_of_prefill_fails_by_name(pair: Pair, more: int) -> None:
     room, other = some_room(), [*PROMPTS[1], *prompt(77, more)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(pair.prefill.generate, PROMPTS[1], **named(pair.prefill, room))
@@ -115,7 +115,7 @@ def test_a_room_that_was_used_is_refused_by_name(pair: Pair) -> None:
     assert "PublicationReleased" in str(late)
 
 
-def test_of_a_request_that_is_repeated_one_is_answered(pair: Pair) -> None:
+def test_repeated_request_is_answered_once(pair: Pair) -> None:
     """As clients and routers repeat requests: each side has both at the same time."""
     room = some_room()
     with ThreadPoolExecutor(4) as pool:
@@ -128,7 +128,7 @@ def test_of_a_request_that_is_repeated_one_is_answered(pair: Pair) -> None:
     until(lambda: pinned(pair.home) == 0)
 
 
-def test_two_decodes_read_from_one_prefill_also_what_they_retract_goes_on(pair: Pair) -> None:
+def test_two_decodes_read_from_one_prefill_and_finish_retracted_requests(pair: Pair) -> None:
     """SGLang retracts requests when it runs out of pages; here it does so every few steps."""
     environment = {"KVFERRY_ENGINE_ID": "decode-2", "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     log = pair.folder / "retracting.log"
@@ -163,14 +163,14 @@ def test_an_aborted_request_releases_prefill_at_once(pair: Pair) -> None:
     assert served(pair.prefill, pair.decode, some_room(), PROMPTS[2])["output_ids"] == pair.alone[2]
 
 
-def test_a_request_that_nobody_reads_fails_after_the_hold(pair: Pair) -> None:
+def test_unread_request_fails_after_the_hold(pair: Pair) -> None:
     answer = pair.prefill.generate(PROMPTS[0], **named(pair.prefill, some_room()))
     assert "UNREAD" in str(answer)
     assert pinned(pair.home) == 0
     assert served(pair.prefill, pair.decode, some_room(), PROMPTS[0])["output_ids"] == pair.alone[0]
 
 
-def test_prefill_that_dies_fails_its_requests_and_serves_again_after_a_restart(pair: Pair) -> None:
+def test_requests_of_a_dead_prefill_fail_and_a_restarted_prefill_serves(pair: Pair) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(pair.decode.generate, PROMPTS[0], **named(pair.prefill, some_room())) for _ in range(2)]
         pair.prefill.close()
@@ -182,7 +182,7 @@ def test_prefill_that_dies_fails_its_requests_and_serves_again_after_a_restart(p
     assert "leak" not in pair.decode.log.read_text()
 
 
-def test_decode_that_dies_costs_prefill_nothing_for_long(pair: Pair) -> None:
+def test_prefill_frees_the_blocks_of_a_decode_that_dies(pair: Pair) -> None:
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(pair.prefill.generate, PROMPTS[0], **named(pair.prefill, some_room()))
         pair.decode.close()

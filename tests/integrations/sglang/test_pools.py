@@ -190,7 +190,7 @@ def test_vllm_prefills_for_sglang(tp: int, page: int, heads_first: bool) -> None
         check(destination, mine, range(TOKENS), layer)
 
 
-def test_latents_of_vllm_are_read_by_sglang() -> None:
+def test_vllms_latents_are_read_by_sglang() -> None:
     group = Group("full", block_tokens=32, num_blocks=12, null_block=0)
     wanted = torch.arange(TOKENS * (LATENT + ROPE)).float().reshape(TOKENS, 1, LATENT + ROPE)
     theirs, caches = [5, 2, 9], {}
@@ -208,7 +208,7 @@ def test_latents_of_vllm_are_read_by_sglang() -> None:
 
 
 def test_the_pages_of_vllm_on_cpu_are_refused_by_name() -> None:
-    """Its kernel keeps K column-major inside a page, which nobody can cut."""
+    """vLLM's CPU kernel keeps K column-major inside a page, which cannot be divided."""
     group = Group("full", block_tokens=16, num_blocks=12, null_block=0)
     cache = torch.zeros(12, HEADS, 16, 2 * DIM)
     planes = vllm_cpu({LAYER_NAMES.format(layer): cache for layer in range(LAYERS)}, group, "vec", Holding())

@@ -30,7 +30,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
 @pytest.mark.parametrize(
     ("source", "destination", "more"), [(2, 1, ["--disaggregation-decode-enable-radix-cache"]), (1, 2, [])]
 )
-def test_ranks_of_other_sizes_say_the_same(
+def test_instances_of_other_tp_sizes_generate_the_same_tokens(
     source: int,
     destination: int,
     more: list[str],

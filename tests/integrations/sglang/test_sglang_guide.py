@@ -18,7 +18,7 @@ PAGE = "docs/sglang.md"
 
 
 @pytest.mark.timeout(1500)
-def test_the_commands_move_a_request_as_they_are_printed(tmp_path: Path) -> None:
+def test_commands_of_the_guide_move_a_request(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=2)
     add_tokenizer(model)
     bootstrap = str(free_port())
@@ -49,7 +49,7 @@ def has_read(said: str) -> bool:
     return found is not None and float(found.group(1)) >= 1 and moved is not None and float(moved.group(1)) > 0
 
 
-def test_the_page_installs_what_the_tests_run() -> None:
+def test_guide_installs_the_versions_of_the_tests() -> None:
     for command in commands(PAGE):
         if command.startswith("pip "):
             check_installed(command)

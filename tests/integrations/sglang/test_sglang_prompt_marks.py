@@ -1,4 +1,4 @@
-"""What a router has confused is refused by both of SGLang's sides, and leaves nothing in a prefix cache."""
+"""Requests that a router has confused are refused by both of SGLang's sides, and leave prefix caches unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(900)
 
 HOLD = 3
-"""Seconds for which prefill keeps what nobody has read, and then answers."""
+"""Seconds for which prefill keeps unread publications before it answers."""
 
 ASKED, OTHER = prompt(0, 100), prompt(1, 100)
 ONE_TOKEN = [*ASKED[:50], (ASKED[50] + 1) % 512, *ASKED[51:]]
@@ -120,7 +120,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
                 instance.close()
 
 
-def test_two_requests_whose_rooms_were_swapped_are_both_refused(pair: Pair) -> None:
+def test_requests_with_swapped_rooms_are_both_refused(pair: Pair) -> None:
     """Afterwards both prompts, and one that shares pages with the second, are answered rightly."""
     before = pair.decode.counted("kvferry_reader_failures", reason="PromptMismatch")
     rooms = [some_room(), some_room()]
@@ -152,7 +152,7 @@ def test_a_prompt_that_differs_a_little_is_refused(pair: Pair, name: str, side: 
     pair.check_right(name, "asked")
 
 
-def test_adapters_are_told_apart_by_their_names(pair: Pair) -> None:
+def test_adapters_are_distinguished_by_their_names(pair: Pair) -> None:
     """Each instance knows an adapter by an id of its own."""
     for _ in range(2):
         answer = served(pair.prefill, pair.decode, some_room(), ASKED, lora_path="sql")

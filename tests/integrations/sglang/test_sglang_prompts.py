@@ -1,4 +1,4 @@
-"""What a prompt is made of, of SGLang's requests, and what becomes of a read that is of another one."""
+"""Prompts of SGLang's requests, and the ends of reads of another prompt."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def told(tokens: list[int], names: dict[str, str] | None = None, **more: Any) ->
 
 
 def image(content: int, length: int) -> list[int]:
-    """What SGLang writes in the place of an image's tokens."""
+    """The ids that SGLang writes in place of an image's tokens."""
     item = MultimodalDataItem(modality=Modality.IMAGE, feature=np.full(12, content, np.float32))
     item.set_pad_value()
     return list(item.padding_sequence(length))
 
 
-def test_text_has_the_marks_that_every_engine_makes() -> None:
+def test_marks_of_text_are_those_of_every_engine() -> None:
     found = told(TOKENS)
     assert found.mark(KEY, 40) == Prompt(TOKENS).mark(KEY, 40)
     assert found.mark(KEY, 40) != told([*TOKENS[:-1], 3]).mark(KEY, 40)
 
 
-def test_an_adapter_counts_by_its_name_and_not_by_the_id_that_an_instance_gives_it() -> None:
+def test_adapter_is_identified_by_name_and_not_by_an_instances_id() -> None:
     here, there = "0" * 32, "1" * 32
     found = told(TOKENS, {here: "sql", there: "chat"}, lora_id=here)
     assert found.mark(KEY, 40) == Prompt(TOKENS, adapter="sql").mark(KEY, 40)
@@ -61,12 +61,12 @@ def test_an_adapter_counts_by_its_name_and_not_by_the_id_that_an_instance_gives_
     assert not told(TOKENS, {}, lora_id=here)
 
 
-def test_embeddings_are_no_known_prompt() -> None:
+def test_prompt_of_embeddings_is_unknown() -> None:
     assert not told([1, 1], input_embeds=[[0.5], [0.25]])
     assert not told(TOKENS, positional_embed_overrides=object())
 
 
-def test_images_are_told_apart_by_their_content() -> None:
+def test_images_are_distinguished_by_their_content() -> None:
     def of(*contents: int) -> bytes:
         first, second = contents
         tokens = [5, *image(first, 9), 6, *image(second, 4), 7]
@@ -76,7 +76,7 @@ def test_images_are_told_apart_by_their_content() -> None:
     assert of(1, 2) == of(1, 2)
 
 
-def test_images_that_sglang_does_not_hash_end_what_is_known() -> None:
+def test_prompt_is_known_up_to_the_first_image_without_a_hash() -> None:
     with envs.SGLANG_MM_SKIP_COMPUTE_HASH.override(True):
         found = told([5, 6, *image(1, 9), 7])
         assert (found.known, len(found)) == (2, 12)
@@ -85,11 +85,11 @@ def test_images_that_sglang_does_not_hash_end_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, -(2**62), 2**32, 2**63 - 1])
-def test_no_id_ends_the_scheduler(token: int) -> None:
+def test_prompt_takes_any_token_id(token: int) -> None:
     assert told([5, token]).mark(KEY, 2) != told([5, 0]).mark(KEY, 2)
 
 
-def test_senders_and_receivers_of_other_backends_are_told_nothing() -> None:
+def test_senders_and_receivers_of_other_backends_receive_no_prompt() -> None:
     """SGLang's own sender for health checks, and a request that is too long for a sender."""
     request = asked(TOKENS)
     tell_sender(False, None, request)
@@ -98,7 +98,7 @@ def test_senders_and_receivers_of_other_backends_are_told_nothing() -> None:
     tell_receiver(SimpleNamespace(kv_receiver=object()), None, request)
 
 
-def test_both_sides_hand_over_the_prompt_that_sglang_told_them() -> None:
+def test_sender_and_receiver_hand_over_the_prompt_of_sglang() -> None:
     """Under the names by which they know the request, whatever ids a client chooses."""
     manager = PlayedManager()
     sender = KvferrySender(manager, "127.0.0.1:8998", ROOM)
@@ -116,10 +116,10 @@ def test_both_sides_hand_over_the_prompt_that_sglang_told_them() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8998", f"{GIVEN}:1"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_is_of_another_prompt_is_not_declined(
+def test_publication_of_another_prompt_is_not_declined(
     address: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own reader may still come. It may be found out by the reference already, before anything is asked."""
+    """The publication's own reader may still come. The reference's marks may show the other prompt before any call."""
     manager = PlayedManager()
     mismatch = PromptMismatch("it is of another prompt")
     receiver = KvferryReceiver(manager, address, ROOM)
@@ -151,7 +151,7 @@ def test_what_is_of_another_prompt_is_not_declined(
         (ReadState.READING, None, True),
     ],
 )
-def test_a_rank_declines_for_another_only_what_it_knows_to_be_its_own(
+def test_rank_declines_after_another_ranks_failure_only_its_own_prompt(
     state: ReadState, error: KvferryError | None, declined: bool
 ) -> None:
     """The other rank may have found out that it is of another prompt, and this one may know that since it was polled,

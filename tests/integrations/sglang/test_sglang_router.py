@@ -36,9 +36,7 @@ def post(url: str, body: dict[str, object]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["router", "mini_lb"])
-def test_concurrent_requests_through_the_router(
-    kind: str, instances: tuple[Instance, Instance], tmp_path: Path
-) -> None:
+def test_router_serves_concurrent_requests(kind: str, instances: tuple[Instance, Instance], tmp_path: Path) -> None:
     prefill, decode = instances
     port = free_port()
     arguments = ["--pd-disaggregation", "--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]

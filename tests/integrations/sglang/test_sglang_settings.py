@@ -1,4 +1,4 @@
-"""What an operator sets."""
+"""An operator's settings of the backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.integrations.sglang.settings import Settings
 ADDRESS = {"KVFERRY_ADDRESS": "unix:/run/kvferry/node.sock"}
 
 
-def test_every_variable_is_read() -> None:
+def test_settings_read_every_variable() -> None:
     found = Settings.of(
         {
             **ADDRESS,
@@ -46,7 +46,7 @@ def test_every_variable_is_read() -> None:
         ("KVFERRY_PROMPT_CHECK", "on"),
     ],
 )
-def test_wrong_values_name_their_variable(name: str, given: str) -> None:
+def test_errors_of_wrong_values_name_the_variable(name: str, given: str) -> None:
     with pytest.raises(InvalidField) as refused:
         Settings.of({**ADDRESS, name: given})
     assert refused.value.values["field"] == name

@@ -1,4 +1,4 @@
-"""What the backend refuses before it serves."""
+"""The backend refuses unsupported settings before it serves."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_tensor_parallel_instances_are_served_with_and_without_windows() -> None
         ({"states": ("mamba",)}, "state beside the KV cache"),
     ],
 )
-def test_what_is_not_supported_is_named(changed: dict[str, Any], field: str) -> None:
+def test_unsupported_settings_are_refused_by_name(changed: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidField) as refused:
         checked(**changed)
     assert refused.value.values["field"] == field
 
 
-def test_the_identity_has_what_the_values_depend_on_and_no_path() -> None:
+def test_identity_has_everything_that_values_depend_on_and_no_path() -> None:
     def of(path: str, **config: object) -> dict[str, str]:
         model = SimpleNamespace(model_path=path, revision=None, dtype="torch.bfloat16", quantization=None)
         return identity(model, {"rope_theta": 1e4, "_name_or_path": path, **config}, "auto")

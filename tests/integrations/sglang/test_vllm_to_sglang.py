@@ -1,4 +1,4 @@
-"""What vLLM has prefilled, decoded by SGLang.
+"""SGLang decodes requests that vLLM has prefilled.
 
 SGLang keeps K by token, and vLLM's attention on CPU permutes it inside a page. So a real vLLM is refused here, by name;
 and caches in the layout of vLLM's backends for GPUs are filled with what a prefill instance of SGLang computed.
@@ -53,7 +53,7 @@ def instances(
 
 
 def carried(reference: str, room: int) -> dict[str, Any]:
-    """What a router adds to a request that another make of engine has prefilled."""
+    """Return a router's additions to a request that another make of engine has prefilled."""
     return {"bootstrap_host": reference, "bootstrap_port": 1, "bootstrap_room": room}
 
 

@@ -25,7 +25,7 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate([1, PAGE, 39, 40, 
 
 
 @pytest.mark.parametrize(("source", "destination"), [(2, 1)])
-def test_windows_say_token_for_token_what_one_instance_says(
+def test_pair_with_windows_generates_the_same_tokens_as_one_instance(
     source: int, destination: int, home: NodeServerProcess, tmp_path: Path
 ) -> None:
     """One by one, with what prefill has in its prefix cache, and together; decode goes on until all of the prompt has

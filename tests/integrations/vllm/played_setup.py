@@ -1,4 +1,4 @@
-"""What the connector makes of vLLM's configuration of an engine with one group, and requests of such an engine."""
+"""The connector's setup for an engine with one group, and requests of such an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def setup_of(
     max_waiting: int = 256,
     prompt_check: str = "compare",
 ) -> Setup:
-    """What the connector would make of vLLM's configuration."""
+    """Return the setup that the connector would make from vLLM's configuration."""
     return Setup(
         spec=spec,
         settings=ConnectorSettings(

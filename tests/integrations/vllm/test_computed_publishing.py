@@ -51,7 +51,7 @@ def test_a_request_is_published_when_its_slowest_rank_has_computed_it(port: Port
 def test_the_last_blocks_of_a_request_are_published_when_its_slowest_rank_has_computed_them(
     port: Port, fast: int
 ) -> None:
-    """Its first blocks were published in parts, under a router's reference."""
+    """The request's first blocks were published in parts, under a router's reference."""
     publishing = of_two_ranks(port)
     publication = port.publish("r", {}, last=False)
     port.take()

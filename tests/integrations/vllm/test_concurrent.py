@@ -92,7 +92,7 @@ def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
 def concurrently(
     prefill: Node, decode: Node, asked: list[tuple[dict[str, Any], dict[str, Any]]], *others: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """What decode says of requests that both get at the same time; prefill gets the others first."""
+    """Return decode's answers to requests that both get at the same time; prefill gets `others` first."""
     decode.send("generate", *(theirs for _, theirs in asked))
     prefill.generate(*others, *(mine for mine, _ in asked))
     answers: list[dict[str, Any]] = decode.answer()
@@ -112,7 +112,7 @@ def freed(home: NodeServerProcess, prefill: Node) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2], ids=["1-to-1", "2-to-1"])
-def test_decode_says_what_one_engine_says(
+def test_decode_generates_the_same_tokens_as_one_engine(
     router: Router, pair: tuple[Node, Node], node: Callable[..., Node], tp: int
 ) -> None:
     whole, decode = pair
@@ -126,12 +126,12 @@ def test_decode_says_what_one_engine_says(
     freed(router.home, prefill)
 
 
-def test_prefill_that_is_done_before_decode_asks(router: Router, pair: tuple[Node, Node]) -> None:
+def test_prefill_may_end_before_decode_asks(router: Router, pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     tokens = prompt(1, 200)
     mine, theirs = router.request("prefill", tokens)
     _, other = computed_as_another(prefill, tokens, mine)
-    # It has read prefill's cache.
+    # Decode has read prefill's cache.
     assert said(decode.generate(theirs)) == alone(prefill, [other])
 
 
@@ -148,7 +148,7 @@ def test_decode_reads_before_prefill_has_computed_the_prompt(router: Router, pai
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["before-it-is-published", "halfway"])
-def test_prefill_aborts(router: Router, pair: tuple[Node, Node], steps: int) -> None:
+def test_prefill_may_abort_a_request(router: Router, pair: tuple[Node, Node], steps: int) -> None:
     """Decode hears of it, long before its timeout of two minutes, and computes the prompt itself."""
     prefill, decode = pair
     tokens = prompt(10 + steps, 257)
@@ -172,18 +172,20 @@ def decode_aborts(router: Router, pair: tuple[Node, Node], tokens: list[int], st
     prefill.call("begin", mine, 2)
     decode.call("abort", theirs, steps)
     prefill.call("end_begun")
-    # Its blocks are whole again.
+    # The blocks of the aborted request can be used again.
     assert alone(decode, [tokens]) == alone(prefill, [tokens])
     freed(router.home, prefill)
 
 
-def test_decode_aborts(router: Router, pair: tuple[Node, Node]) -> None:
+def test_decode_may_abort_a_request(router: Router, pair: tuple[Node, Node]) -> None:
     """Prefill computes on, and holds nothing for it."""
     for steps in (0, 1, 4):
         decode_aborts(router, pair, prompt(20 + steps, 257), steps)
 
 
-def test_aborts_where_decode_has_two_ranks(router: Router, pair: tuple[Node, Node], node: Callable[..., Node]) -> None:
+def test_decode_of_two_ranks_may_abort_a_request(
+    router: Router, pair: tuple[Node, Node], node: Callable[..., Node]
+) -> None:
     """Each rank of decode reads half of what prefill's one rank has: on either side a request is aborted halfway, and
     both ranks have given up, or have read, the same."""
     prefill, _ = pair
@@ -207,7 +209,7 @@ def test_aborts_where_decode_has_two_ranks(router: Router, pair: tuple[Node, Nod
     freed(router.home, prefill)
 
 
-def test_what_decode_has_already_is_not_read(router: Router, pair: tuple[Node, Node]) -> None:
+def test_blocks_that_decode_has_are_not_read(router: Router, pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     whole = prompt(30, 257)
     decode.generate(request(whole[:100], 1))
@@ -225,7 +227,7 @@ def test_what_decode_has_already_is_not_read(router: Router, pair: tuple[Node, N
     freed(router.home, prefill)
 
 
-def test_what_prefill_has_already_is_held_for_two_readers(router: Router, pair: tuple[Node, Node]) -> None:
+def test_cached_blocks_of_prefill_are_held_for_two_readers(router: Router, pair: tuple[Node, Node]) -> None:
     """Both prompts have their first blocks in common."""
     prefill, decode = pair
     first = prompt(40, 200)
@@ -235,7 +237,7 @@ def test_what_prefill_has_already_is_held_for_two_readers(router: Router, pair: 
     freed(router.home, prefill)
 
 
-def test_several_samples_are_published_and_read_once(router: Router, pair: tuple[Node, Node]) -> None:
+def test_samples_are_published_and_read_once(router: Router, pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     sampled: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 5}
     tokens = prompt(50, 200)
@@ -250,7 +252,7 @@ def test_several_samples_are_published_and_read_once(router: Router, pair: tuple
     freed(router.home, prefill)
 
 
-def test_prefill_dies_halfway(router: Router, pair: tuple[Node, Node], node: Callable[..., Node]) -> None:
+def test_prefill_may_die_halfway(router: Router, pair: tuple[Node, Node], node: Callable[..., Node]) -> None:
     whole, decode = pair
     prefill = ready(node("prefill-dies", max_num_batched_tokens=STEP))
     tokens = prompt(60, 257)
@@ -269,15 +271,15 @@ FEW: dict[str, Any] = {"kv_cache_memory_bytes": 2 << 20, "max_model_len": 320, "
 @pytest.mark.parametrize(
     ("name", "length", "others", "withdrawn"),
     [
-        # It finds its blocks in the prefix cache again, where they are held.
+        # The preempted request finds its held blocks in the prefix cache again.
         pytest.param("prefill-cached", 289, 3, False, id="same-blocks"),
-        # It is computed in other blocks, while the first ones are held.
+        # The preempted request is computed in other blocks, while the first blocks are held.
         pytest.param("prefill-few", 190, 5, False, id="other-blocks"),
         # There are not as many: 10, beside those that are held.
         pytest.param("prefill-few", 289, 3, True, id="no-blocks"),
     ],
 )
-def test_prefill_preempts_what_is_published_in_part(
+def test_prefill_may_preempt_a_partly_published_request(
     router: Router,
     pair: tuple[Node, Node],
     node: Callable[..., Node],
@@ -300,7 +302,7 @@ def test_prefill_preempts_what_is_published_in_part(
     freed(router.home, prefill)
 
 
-def test_layers_that_see_a_window_only(router: Router, node: Callable[..., Node]) -> None:
+def test_layers_with_a_sliding_window_are_read(router: Router, node: Callable[..., Node]) -> None:
     """What they see comes with the last step."""
     settings: dict[str, Any] = {"window": 64, "disable_hybrid_kv_cache_manager": False, "max_num_batched_tokens": STEP}
     prefill, decode = node("prefill-window", **settings), node("decode-window", keep=("prefill-window",), **settings)
@@ -313,7 +315,7 @@ def test_layers_that_see_a_window_only(router: Router, node: Callable[..., Node]
 
 
 @pytest.mark.skipif(not convolves_float32(), reason="this vLLM takes Mamba on this CPU in bfloat16 only")
-def test_states_come_at_the_end(router: Router, node: Callable[..., Node], tmp_path: Path) -> None:
+def test_states_are_published_at_the_end(router: Router, node: Callable[..., Node], tmp_path: Path) -> None:
     """Blocks have 128 tokens, as vLLM chooses them for the model."""
     model = make_hybrid_model(tmp_path / "model")
     settings: dict[str, Any] = {

@@ -86,7 +86,7 @@ def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
         pytest.param(2, 1, 1, id="2-to-1-replicated-head"),
     ],
 )
-def test_decode_says_what_one_engine_says(
+def test_decode_generates_the_same_tokens_as_one_engine(
     home: NodeServerProcess, node: Callable[..., Node], tp: int, decode_tp: int, kv_heads: int
 ) -> None:
     prefill, decode = node("producer", tp, kv_heads), node("consumer", decode_tp, kv_heads)
@@ -111,7 +111,7 @@ CACHED = "remote_prefill_cached_tokens"
 """Added by vLLM itself."""
 
 
-def test_it_is_prefills_cache_that_decode_uses(pair: tuple[Node, Node]) -> None:
+def test_decode_uses_the_cache_of_prefill(pair: tuple[Node, Node]) -> None:
     """And not what it would compute of the prompt: prefill takes the prompt for another one."""
     prefill, decode = pair
     tokens = prompt(1)
@@ -119,7 +119,7 @@ def test_it_is_prefills_cache_that_decode_uses(pair: tuple[Node, Node]) -> None:
     assert said(decode.generate(request(tokens, 12, params))) == alone(prefill, [other])
 
 
-def test_what_decode_has_already_is_not_read(home: NodeServerProcess, pair: tuple[Node, Node]) -> None:
+def test_blocks_that_decode_has_are_not_read(home: NodeServerProcess, pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     whole = prompt(3, 150)
     expected = alone(prefill, [whole])
@@ -132,7 +132,7 @@ def test_what_decode_has_already_is_not_read(home: NodeServerProcess, pair: tupl
     until(lambda: pinned(home) == 0)
 
 
-def test_layers_that_see_a_window_only(home: NodeServerProcess, node: Callable[..., Node]) -> None:
+def test_layers_with_a_sliding_window_are_read(home: NodeServerProcess, node: Callable[..., Node]) -> None:
     """Two groups: of the windowed one only what is still seen is read. A failed read of several groups is computed
     again as a whole."""
     settings = {"window": 64, "disable_hybrid_kv_cache_manager": False}
@@ -155,7 +155,7 @@ def test_layers_that_see_a_window_only(home: NodeServerProcess, node: Callable[.
     assert said(decode.generate(request(fresh, 12, last))) == wanted
 
 
-def test_prompts_in_chunks_and_requests_preempted(node: Callable[..., Node]) -> None:
+def test_prompts_in_chunks_and_preempted_requests_are_read(node: Callable[..., Node]) -> None:
     """Prefill computes 64 tokens at a time; decode has room for few of its requests, and preempts."""
     prefill = node("producer", max_num_batched_tokens=64)
     decode = node("consumer", kv_cache_memory_bytes=2 << 20, max_model_len=320)
@@ -178,14 +178,16 @@ def test_counts_are_metrics_of_vllm(home: NodeServerProcess, pair: tuple[Node, N
     assert [new - old for new, old in zip(after, before, strict=True)] == [3, 3]
 
 
-def test_aborted_before_while_and_after_it_is_read(home: NodeServerProcess, pair: tuple[Node, Node]) -> None:
+def test_request_can_be_aborted_before_during_and_after_its_read(
+    home: NodeServerProcess, pair: tuple[Node, Node]
+) -> None:
     prefill, decode = pair
     for steps in (0, 1, 2, 4, 8, 64):
         tokens = prompt(60 + steps, 300)
         expected = alone(prefill, [tokens])
         [params] = offered(prefill, [tokens])
         decode.call("abort", request(tokens, 12, params), steps)
-        # Its blocks are whole again: the next one is right.
+        # The blocks of the aborted request can be used again: the next answer is right.
         [params] = offered(prefill, [tokens])
         assert said(decode.generate(request(tokens, 12, params))) == expected
     until(lambda: pinned(home) == 0)
@@ -208,7 +210,7 @@ def test_block_sizes_that_cannot_be_cut_are_refused(home: NodeServerProcess, nod
     until(lambda: pinned(home) == 0)
 
 
-def test_prefill_killed_and_started_again(home: NodeServerProcess, node: Callable[..., Node]) -> None:
+def test_prefill_can_be_killed_and_started_again(home: NodeServerProcess, node: Callable[..., Node]) -> None:
     prefill, decode = ready(node("producer")), ready(node("consumer"))
     prompts = [prompt(80 + index, 120) for index in range(4)]
     expected = alone(prefill, prompts)
@@ -222,7 +224,7 @@ def test_prefill_killed_and_started_again(home: NodeServerProcess, node: Callabl
     assert said(decode.generate(request(prompts[0], 12, after[0]))) == expected[:1]
 
 
-def test_decode_killed_and_started_again(home: NodeServerProcess, node: Callable[..., Node]) -> None:
+def test_decode_can_be_killed_and_started_again(home: NodeServerProcess, node: Callable[..., Node]) -> None:
     prefill, decode = ready(node("producer")), ready(node("consumer"))
     prompts = [prompt(95 + index, 120) for index in range(4)]
     expected = alone(prefill, prompts)
@@ -231,7 +233,7 @@ def test_decode_killed_and_started_again(home: NodeServerProcess, node: Callable
     decode.send("generate", *requests)
     decode.close(signal.SIGKILL)
     decode = ready(node("consumer", again=True))
-    # What the dead one had in hand is given back in time; what it had not is still there.
+    # Publications that the dead engine was reading are released in time; all others are still there.
     until(lambda: pinned(home) == 0)
     params = offered(prefill, prompts)
     requests = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]
@@ -239,7 +241,7 @@ def test_decode_killed_and_started_again(home: NodeServerProcess, node: Callable
     assert alone(prefill, prompts) == expected
 
 
-def test_a_request_fails_where_vllm_is_told_so(node: Callable[..., Node]) -> None:
+def test_request_fails_if_vllm_is_configured_to_fail_it(node: Callable[..., Node]) -> None:
     prefill = ready(node("producer"))
     decode = ready(node("consumer", policy="fail"))
     tokens = prompt(90)

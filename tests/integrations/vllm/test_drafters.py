@@ -28,13 +28,13 @@ def small_model(folder: Path) -> Path:
 
 
 def draft_model(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Its layers have other numbers of heads, and vLLM gives them names of their own."""
+    """A draft model's layers have other numbers of heads, and their own names in vLLM."""
     drafter = make_model(folder / "drafter", kv_heads=2, layers=2, vocabulary=VOCABULARY)
     return small_model(folder), {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
 
 
 def eagle(folder: Path, version: int = 1, method: str = "eagle") -> tuple[Path, dict[str, Any]]:
-    """Its layer is numbered behind the target's."""
+    """The drafter's layer is numbered behind the target's."""
     head = make_eagle_head(folder / "head", kv_heads=2, vocabulary=VOCABULARY, version=version)
     return small_model(folder), {"method": method, "model": str(head), "num_speculative_tokens": 2}
 
@@ -49,7 +49,7 @@ def mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def drafted(engine: Node, asked: dict[str, Any]) -> tuple[list[int], float]:
-    """What an engine says, and how many tokens of it were drafts."""
+    """Return an engine's answers, and their number of accepted draft tokens."""
     accepted = "vllm:spec_decode_num_accepted_tokens"
     before = engine.call("metric", accepted)
     [answer] = engine.generate(asked)
@@ -72,7 +72,7 @@ def test_decode_drafts_as_one_engine_does(
     settings = {"speculative_config": speculative}
     prefill, decode = pair(model, {**settings, "tp": tp}, settings)
     prompts = [[token % VOCABULARY for token in prompt(700 + length, length)] for length in (2, 33, 64, 150)]
-    # One by one: with another cache a drafter drafts other tokens, and others of them are accepted.
+    # One by one: with another cache a drafter drafts other tokens, and the model accepts others.
     for tokens in prompts:
         expected, wanted = drafted(prefill, request(tokens, 100))
         [params] = offered(prefill, [tokens])

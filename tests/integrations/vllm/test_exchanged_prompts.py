@@ -36,7 +36,7 @@ class Pair:
         return [self.decode.call("metric", f"vllm:kvferry_{name}") for name in ("read", "failures")]
 
     def alone(self, asked: list[dict[str, Any]]) -> list[list[int]]:
-        """What one engine says of requests, without anybody's help."""
+        """Return the answers of one engine without reads."""
         return said(self.prefill.generate(*({**each, "params": None} for each in asked)))
 
     def check_read(self, *asked: dict[str, Any]) -> None:
@@ -126,15 +126,15 @@ CASES: dict[str, Callable[[int], tuple[list[int], list[int]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_cache_of_another_prompt_is_not_taken(pair: Pair, case: str) -> None:
+def test_cache_of_another_prompt_is_not_taken(pair: Pair, case: str) -> None:
     published, mine = CASES[case](seed(pair, 10 * [*CASES].index(case)))
     [params] = offered(pair.prefill, [published])
     pair.check_refused(request(mine, 12, params))
-    # Nobody has declined it.
+    # The publication was not declined.
     pair.check_read(request([*published, 5], 12, params))
 
 
-def test_two_requests_that_a_router_has_exchanged(pair: Pair) -> None:
+def test_exchanged_requests_are_refused(pair: Pair) -> None:
     prompts = [prompt(seed(pair, 200 + index), 150) for index in range(2)]
     params = offered(pair.prefill, prompts)
     pair.check_refused(*(request(tokens, 12, some) for tokens, some in zip(prompts, reversed(params), strict=True)))
@@ -142,7 +142,7 @@ def test_two_requests_that_a_router_has_exchanged(pair: Pair) -> None:
     pair.check_read(*(request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)))
 
 
-def test_two_requests_that_a_router_has_exchanged_and_sent_to_both_at_once(pair: Pair, home: NodeServerProcess) -> None:
+def test_exchanged_requests_sent_to_both_at_once_are_refused(pair: Pair, home: NodeServerProcess) -> None:
     """Prefill computes each in several steps, and says with the first what prompt it is."""
     prompts = [prompt(seed(pair, 220 + index), 300) for index in range(2)]
     references = [router_reference(home.address, "prefill") for _ in prompts]
@@ -157,8 +157,9 @@ def test_two_requests_that_a_router_has_exchanged_and_sent_to_both_at_once(pair:
     pair.check_read(*right)
 
 
-def test_parameters_that_a_client_has_chosen(pair: Pair) -> None:
-    """Whoever knows the reference of somebody's prompt learns nothing of it, and takes nothing from its reader."""
+def test_parameters_chosen_by_a_client_are_refused(pair: Pair) -> None:
+    """A client that knows the reference of another client's prompt gets no token of it, and does not disturb its
+    reader."""
     somebodys = prompt(seed(pair, 240), 200)
     [params] = offered(pair.prefill, [somebodys])
     chosen = {**READS, "kvferry_reference": params["kvferry_reference"]}
@@ -166,7 +167,7 @@ def test_parameters_that_a_client_has_chosen(pair: Pair) -> None:
     pair.check_read(request(somebodys, 12, params))
 
 
-def test_samples_of_a_prompt(pair: Pair) -> None:
+def test_samples_of_another_prompt_are_refused(pair: Pair) -> None:
     """vLLM makes a request of each, and each of them asks for itself."""
     tokens, other = (prompt(seed(pair, 260 + index), 60) for index in range(2))
     [params] = offered(pair.prefill, [other])
@@ -179,7 +180,7 @@ def test_samples_of_a_prompt(pair: Pair) -> None:
     pair.check_read(request(other, 12, params))
 
 
-def test_the_cache_of_another_adapter_is_not_taken(pair: Pair, tmp_path: Path) -> None:
+def test_cache_of_another_adapter_is_not_taken(pair: Pair, tmp_path: Path) -> None:
     """The tokens are the same. vLLM's numbers of adapters differ between engines; their names do not.
 
     One by one: vLLM 0.32.0 on CPU computes a batch of requests with an adapter and without as if all had the same.
@@ -196,8 +197,8 @@ def test_the_cache_of_another_adapter_is_not_taken(pair: Pair, tmp_path: Path) -
     pair.check_read(request(tokens, 12, without))
 
 
-def test_what_prefill_has_generated_is_read_by_who_goes_on_from_it(pair: Pair) -> None:
-    """It is marked as well as the prompt."""
+def test_generated_tokens_of_prefill_are_read_by_a_continuation(pair: Pair) -> None:
+    """The generated tokens are marked as well as the prompt."""
     tokens = prompt(seed(pair, 300), 100)
     [turn] = pair.prefill.generate(request(tokens, 40, PREFILL))
     whole = [*tokens, *turn["tokens"], *prompt(seed(pair, 301), 20)]

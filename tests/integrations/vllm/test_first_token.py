@@ -115,7 +115,7 @@ def test_the_first_token_comes_with_the_last_blocks(routed: bool) -> None:
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["when-it-has-finished", "in-parts"])
-def test_it_waits_with_the_blocks_for_the_device(routed: bool) -> None:
+def test_first_token_waits_with_the_blocks_for_the_device(routed: bool) -> None:
     prefill = Prefill()
     prefill.run(6, 8, routed=routed, ends=False)
     # The publication is known, or begun, and not complete.
@@ -126,14 +126,14 @@ def test_it_waits_with_the_blocks_for_the_device(routed: bool) -> None:
     assert first_token(payload) == FirstToken(TOKEN, 14)
 
 
-def test_an_answer_of_several_tokens_has_none() -> None:
-    """Its publication has more than the prompt, and what follows that is not its first token."""
+def test_answer_of_several_tokens_has_no_first_token_payload() -> None:
+    """The publication has more than the prompt, and the token behind it is not the first of the answer."""
     prefill = Prefill()
     prefill.run(6, answer=3)
     assert prefill.published[-1] == (True, b"")
 
 
-def test_a_prompt_whose_end_decode_computes_has_none() -> None:
+def test_prompt_whose_end_decode_computes_has_no_first_token_payload() -> None:
     """The token that was sampled is one of the prompt's."""
     prefill = Prefill(withheld=1)
     prefill.run(6)

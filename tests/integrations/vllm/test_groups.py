@@ -80,7 +80,7 @@ def tables(*specs: KVCacheSpec, dcp: int = 1, layers: int = 1) -> tuple[BlockTab
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, KVCacheSpec) else "",
 )
-def test_a_group_says_what_its_blocks_keep(
+def test_group_names_say_which_tokens_their_blocks_keep(
     spec: KVCacheSpec, name: str, kind: GroupKind, block: int, window: int
 ) -> None:
     [table] = tables(spec)
@@ -89,7 +89,7 @@ def test_a_group_says_what_its_blocks_keep(
     assert (group.num_blocks, group.null_block) == (500, NULL_BLOCK)
 
 
-def test_names_do_not_depend_on_order_or_sizes() -> None:
+def test_group_names_do_not_depend_on_order_or_sizes() -> None:
     """Prefill and decode may differ in block sizes, ranks, and the order in which vLLM found the layers."""
     prefill = tables(FULL, WINDOW, WINDOW, LAST_STATE, layers=3)
     halves = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -107,7 +107,7 @@ def test_names_do_not_depend_on_order_or_sizes() -> None:
     assert tables(FULL, WINDOW, layers=0) == tables(FULL, WINDOW, layers=5)
 
 
-def test_layers_of_one_table_with_specs_of_their_own() -> None:
+def test_layers_of_one_table_may_have_specs_of_their_own() -> None:
     """DeepSeek-V3.2: the indexer's keys beside the latent. The scheduler has the first spec only."""
     latent = MLAAttentionSpec(block_size=64, **LATENT)
     indexer = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
@@ -136,7 +136,7 @@ def test_blocks_of_decode_context_parallel_ranks_hold_more_tokens() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, KVCacheSpec) else "",
 )
-def test_what_is_not_supported_is_refused_by_name(spec: KVCacheSpec, reason: str) -> None:
+def test_unsupported_specs_are_refused_by_name(spec: KVCacheSpec, reason: str) -> None:
     with pytest.raises(InvalidField, match=reason):
         tables(spec)
 
@@ -204,7 +204,7 @@ SPECS: dict[str, KVCacheSpec] = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("block", [32, 96], ids="decode's blocks of {}".format)
-def test_decode_gets_what_its_next_token_attends_to(spec: KVCacheSpec, block: int) -> None:
+def test_decode_reads_all_tokens_that_its_next_token_attends_to(spec: KVCacheSpec, block: int) -> None:
     """For a prompt of every length: prefill leaves the last token out, decode computes it after reading. vLLM takes
     each full block that decode has read into for its prefix cache, so all of it is read, or nothing is."""
     mine = spec if isinstance(spec, MambaSpec) else replace(spec, block_size=block)
@@ -236,7 +236,7 @@ def test_decode_gets_what_its_next_token_attends_to(spec: KVCacheSpec, block: in
             assert name not in found
 
 
-def test_what_decode_has_generated_can_be_read_for_the_next_turn() -> None:
+def test_tokens_that_decode_has_generated_can_be_read_for_the_next_turn() -> None:
     """R-SWA frees what is between the prompt and the window: that much can be read, and no more."""
     spec = RSWASpec(block_size=32, rswa_window=64, **HEADS)
     for generated in (1, 40, 100, 300):

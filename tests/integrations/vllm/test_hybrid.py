@@ -41,7 +41,7 @@ LENGTHS = (1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 2, 300)
         pytest.param({}, LAST_STATE, (2, 50, 100), id="1-to-1-from-states-of-blocks"),
     ],
 )
-def test_decode_goes_on_from_prefills_state(
+def test_decode_continues_the_state_of_prefill(
     pair: Callable[..., tuple[Node, Node]],
     model: Path,
     prefill: dict[str, Any],
@@ -70,7 +70,7 @@ def test_decode_goes_on_from_prefills_state(
 
 
 @pytest.mark.skipif(MINOR < 31, reason="refused with this vLLM: see test_states.py")
-def test_gated_delta_nets(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
+def test_gated_delta_nets_move(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
     """Linear attention as in Qwen3-Next, with experts. vLLM's kernels for CPU take it in bfloat16 only.
 
     A token that is computed alone, from the state before it, is rounded otherwise than in a whole prompt. Decode
@@ -94,7 +94,7 @@ def test_gated_delta_nets(pair: Callable[..., tuple[Node, Node]], tmp_path: Path
     assert said(second.generate(request([*tokens, last], 12, params))) == [expected]
 
 
-def test_latent_attention(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
+def test_latent_attention_moves(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
     """One latent for all heads.
 
     On CPU, vLLM computes a last token whose context is in its cache in another way than a whole prompt, and the answers
@@ -126,7 +126,7 @@ def test_latent_attention(pair: Callable[..., tuple[Node, Node]], tmp_path: Path
     assert second.call("metric", "vllm:kvferry_read") == len(prompts) + 2
 
 
-def test_windows_that_begin_with_a_block(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
+def test_windows_that_begin_with_a_block_move(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
     """Decode computes the last token again, whose window begins one token before that of the next. Where a block begins
     between the two, prefill has freed it, unless it left the last token out."""
     window, block = 64, 32
@@ -140,14 +140,16 @@ def test_windows_that_begin_with_a_block(pair: Callable[..., tuple[Node, Node]],
     assert decode.call("metric", "vllm:kvferry_read") == len(prompts)
 
 
-def test_what_decode_caches_of_a_window_is_whole(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
+def test_window_blocks_in_decodes_prefix_cache_are_whole(
+    pair: Callable[..., tuple[Node, Node]], tmp_path: Path
+) -> None:
     """vLLM keeps every full block of a window that was read into, for other prompts that begin the same. One that ends
     earlier sees tokens of the first such block that the prompt that was read does not need."""
     settings = {"disable_hybrid_kv_cache_manager": False, "block": 32}
     prefill, decode = pair(make_model(tmp_path / "model", kv_heads=4, window=64), settings, settings)
-    # Its window begins at token 85, in the block of tokens 64 to 95.
+    # The window begins at token 85, in the block of tokens 64 to 95.
     whole = prompt(900, 149)
-    # It has four blocks of the first in common, and sees its tokens from 65 on.
+    # The second prompt has four blocks in common with the first, and sees the first prompt's tokens from 65 on.
     other = [*whole[:128], *prompt(901, 3)]
     expected = [answer["tokens"] for answer in prefill.generate(request(whole), request(other))]
     [params] = [answer["params"] for answer in prefill.generate(request(whole, 1, PREFILL))]

@@ -54,14 +54,14 @@ def test_workers_wait_while_they_read() -> None:
     [(False, True, False), (True, False, False), (True, True, True)],
     ids=["computes", "has-no-reads", "has-something-to-say"],
 )
-def test_no_step_waits_that_has_something_to_do_or_nothing_to_wait_for(*, idle: bool, reads: bool, ready: bool) -> None:
+def test_step_with_work_or_without_reads_does_not_wait(*, idle: bool, reads: bool, ready: bool) -> None:
     port = Port()
     assert not idle_steps(port).begin(idle=idle, reads=reads, publishes=False, ready=ready)
     assert port.waits == []
 
 
 @pytest.mark.parametrize(("depth", "publishes"), [(None, False), (1, True)], ids=["lockstep", "publishes"])
-def test_no_step_waits_that_others_wait_for(
+def test_step_that_other_engines_wait_for_does_not_wait(
     monkeypatch: pytest.MonkeyPatch, depth: int | None, *, publishes: bool
 ) -> None:
     """Data-parallel ranks run their steps together; a device says nothing when it has computed."""
@@ -79,7 +79,7 @@ def test_no_step_waits_that_others_wait_for(
     [(1, True, True), (None, True, False), (1, False, False)],
     ids=["alone", "lockstep", "computes"],
 )
-def test_a_step_waits_that_holds_publications_only(
+def test_step_that_only_holds_publications_waits(
     monkeypatch: pytest.MonkeyPatch, depth: int | None, *, idle: bool, waits: bool
 ) -> None:
     """In an engine that waits for its readers before it ends."""
@@ -89,7 +89,7 @@ def test_a_step_waits_that_holds_publications_only(
     assert slept == [ASLEEP] * waits
 
 
-def test_no_result_of_a_step_that_still_runs_waits() -> None:
+def test_results_of_running_steps_are_not_delayed() -> None:
     """With two steps under way, the first idle one may be begun before a computing one has ended."""
     port = Port()
     steps = idle_steps(port, depth=2)
@@ -109,7 +109,7 @@ def test_no_result_of_a_step_that_still_runs_waits() -> None:
 @pytest.mark.parametrize(
     ("told", "running", "waits", "sleeps"), [(True, 1, 1, 0), (True, 0, 0, 1), (False, 1, 0, 0), (False, 0, 0, 0)]
 )
-def test_a_worker_that_was_told_to_wait_waits_for_its_reads_and_else_lets_other_threads_run(
+def test_worker_in_a_waiting_step_waits_for_its_reads_or_yields(
     monkeypatch: pytest.MonkeyPatch, *, told: bool, running: int, waits: int, sleeps: int
 ) -> None:
     """A rank that is not announced yet has not begun the reads that the scheduler waits for."""
@@ -149,7 +149,7 @@ def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
 
 
 @pytest.mark.parametrize("told", [None, {"other"}], ids=["first", "another"])
-def test_vllm_hears_of_a_good_read_in_the_step_in_which_its_last_rank_has_reported(told: set[str] | None) -> None:
+def test_good_read_is_reported_in_the_step_of_its_last_rank(told: set[str] | None) -> None:
     made, scheduler = connector(ended("r"))
     output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=told, invalid_block_ids=set())
     made.update_connector_output(output)

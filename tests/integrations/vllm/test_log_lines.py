@@ -47,7 +47,7 @@ def say() -> None:
     logger.warning("a warning")
 
 
-def test_lines_look_like_vllms_also_if_it_configures_its_logger_later_and_again() -> None:
+def test_lines_look_like_those_of_vllm_also_after_it_configures_its_logger_again() -> None:
     _log_as_vllm()
     _log_as_vllm()
     stream = shown_by("vllm", "%(levelname)s %(name)s %(message)s")
@@ -59,7 +59,7 @@ def test_lines_look_like_vllms_also_if_it_configures_its_logger_later_and_again(
     assert again.getvalue().splitlines() == ["a detail", "an info", "a warning"]
 
 
-def test_what_the_application_configures_stays_whether_it_does_so_before_or_after() -> None:
+def test_configuration_of_the_application_stays() -> None:
     before = shown_by("kvferry", "mine: %(message)s", "WARNING")
     vllms = shown_by("vllm", "%(message)s")
     _log_as_vllm()
@@ -71,7 +71,7 @@ def test_what_the_application_configures_stays_whether_it_does_so_before_or_afte
     assert vllms.getvalue() == ""
 
 
-def test_lines_go_to_the_root_where_vllm_leaves_logging_to_the_application(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_go_to_the_root_if_vllm_leaves_logging_to_the_application(caplog: pytest.LogCaptureFixture) -> None:
     """With VLLM_CONFIGURE_LOGGING=0. The root's level counts, as for vLLM's own."""
     _log_as_vllm()
     with caplog.at_level(logging.INFO):

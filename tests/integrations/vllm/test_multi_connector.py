@@ -58,7 +58,7 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in server.metrics().splitlines() if line.startswith(name))
 
 
-def test_two_servers_with_a_connector_beside_ours(model: Path, home: NodeServerProcess, tmp_path: Path) -> None:
+def test_kvferry_reads_beside_another_connector(model: Path, home: NodeServerProcess, tmp_path: Path) -> None:
     """Statistics pass from the engines to the API servers, which rebuild them by the connectors' names."""
     servers = [
         Server(
@@ -105,7 +105,7 @@ def test_two_servers_with_a_connector_beside_ours(model: Path, home: NodeServerP
 
 
 @pytest.mark.parametrize(("policy", "child"), [("recompute", {}), ("fail", {"kv_load_failure_policy": "recompute"})])
-def test_what_becomes_of_a_failed_read_is_what_multi_connector_says(
+def test_multi_connector_decides_about_a_failed_read(
     model: Path, home: NodeServerProcess, tmp_path: Path, policy: str, child: dict[str, Any]
 ) -> None:
     """Ours has a policy of its own in its part of the configuration: by default, "fail"."""

@@ -224,7 +224,7 @@ def test_a_request_is_published_when_the_slowest_rank_has_computed_it(
     assert bool((read(fabric, reference) == 77).all())
 
 
-def test_the_output_of_a_step_says_what_was_computed_when_it_left(streams: list[Stream], prefill: Prefill) -> None:
+def test_output_of_a_step_has_the_progress_at_its_sending(streams: list[Stream], prefill: Prefill) -> None:
     """vLLM asks for the news when the step is queued, and sends them when its output is there: no step is lost."""
     request = prefill.request("r")
     news = prefill.step("r", 5, 77)
@@ -251,7 +251,7 @@ def test_a_request_whose_step_is_known_to_be_computed_is_published_at_once(
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "never-ended"])
-def test_drafters_are_waited_for(streams: list[Stream], prefill: Prefill, *, ended: bool) -> None:
+def test_publication_waits_for_drafters(streams: list[Stream], prefill: Prefill, *, ended: bool) -> None:
     """The drafter's part of the step is queued after the news were asked for. Stages of a pipeline that have no drafter
     never hear that the step has ended."""
     request = prefill.request("r")
@@ -266,7 +266,7 @@ def test_drafters_are_waited_for(streams: list[Stream], prefill: Prefill, *, end
     assert prefill.announced[-1] == "publish_more ['0']"
 
 
-def test_each_request_of_many_is_published_in_turn(streams: list[Stream], prefill: Prefill) -> None:
+def test_requests_are_published_in_turn(streams: list[Stream], prefill: Prefill) -> None:
     requests = [prefill.request(f"r{index}") for index in range(3)]
     for index, request in enumerate(requests):
         prefill.leave(prefill.step(request.request_id, 4 + index, 7))
@@ -278,7 +278,7 @@ def test_each_request_of_many_is_published_in_turn(streams: list[Stream], prefil
     assert prefill.announced.count("publish_more ['0']") == 3
 
 
-def test_on_a_cpu_nothing_is_waited_for(fabric: Fabric) -> None:
+def test_publication_on_a_cpu_does_not_wait(fabric: Fabric) -> None:
     prefill = Prefill(fabric, None)
     request = prefill.request("r")
     prefill.step("r", 5, 77)
@@ -357,7 +357,7 @@ def test_a_step_that_vllm_never_ends_has_ended_when_the_next_begins() -> None:
     assert (steps.computed(), steps.ended()) == (1, 1)
 
 
-def test_the_steps_of_host_memory_are_computed_at_once_and_those_of_a_device_when_its_stream_says_so(
+def test_steps_are_computed_at_once_on_the_host_and_by_stream_events_on_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert steps_of([torch.zeros(1)]).computed() == EVERY_STEP
@@ -396,7 +396,7 @@ def test_the_steps_of_host_memory_are_computed_at_once_and_those_of_a_device_whe
     ],
     ids=["rocm-mamba", "rocm-attention", "host", "cuda-mamba"],
 )
-def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
+def test_states_on_rocm_arrive_before_vllm_uses_them(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch, hip: str | None, kind: GroupKind, device: str, waits: int
 ) -> None:
     synchronized: list[None] = []
@@ -421,7 +421,7 @@ def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
     worker.close()
 
 
-def test_an_engine_that_only_publishes_reads_nothing_and_says_so(
+def test_engine_that_only_publishes_reads_nothing_and_logs_a_warning(
     fabric: Fabric, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It computes the prompt, and what was published for it is released: vLLM gives out blocks of a producer to which
@@ -449,7 +449,7 @@ def test_an_engine_that_only_publishes_reads_nothing_and_says_so(
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["asked-later", "asked-at-once"])
-def test_what_an_engine_has_published_itself_it_takes_from_its_prefix_cache(fabric: Fabric, *, routed: bool) -> None:
+def test_engine_takes_its_own_publication_from_its_prefix_cache(fabric: Fabric, *, routed: bool) -> None:
     """One engine is prefill and decode of a request (kv_both behind a router that takes turns)."""
     prefill = Prefill(fabric, None, caches_prefixes=True)
     scheduler = prefill.scheduler
@@ -482,7 +482,7 @@ def test_what_an_engine_has_published_itself_it_takes_from_its_prefix_cache(fabr
     scheduler.allocated("reader", (blocks,), 0)
 
     def freed() -> bool:
-        """It is declined: nothing is pinned for a reader that will not come."""
+        """The publication is declined: no blocks stay pinned for a reader that will not come."""
         scheduler.step({})
         return all(pool.blocks[block].ref_cnt == 1 for block in blocks)
 
@@ -493,7 +493,7 @@ def test_what_an_engine_has_published_itself_it_takes_from_its_prefix_cache(fabr
 
 
 @pytest.mark.parametrize("request_comes", [True, False], ids=["request", "pause"])
-def test_a_prefill_engine_rests_while_nobody_reads_and_frees_what_was_released_when_vllm_needs_it(
+def test_prefill_engine_rests_without_readers_and_frees_released_blocks_when_vllm_needs_them(
     fabric: Fabric, *, request_comes: bool
 ) -> None:
     """It runs no steps for its unread publications. vLLM has their blocks before it looks for some, and before it
@@ -526,7 +526,7 @@ def test_a_prefill_engine_rests_while_nobody_reads_and_frees_what_was_released_w
 
 
 @pytest.mark.parametrize("header", [False, True])
-def test_a_trace_goes_through_prefill_beside_the_reference(fabric: Fabric, header: bool) -> None:
+def test_trace_goes_through_prefill_beside_the_reference(fabric: Fabric, header: bool) -> None:
     """The router names it in the parameters; else vLLM's own HTTP header does."""
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     prefill = Prefill(fabric, None)

@@ -1,4 +1,4 @@
-"""What comes with a request, from routers and from whoever else reaches the server: what is taken, and what is not."""
+"""Parameters of requests, from routers and from any client that reaches the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
     ],
     ids=["routers", "forwarded", "nonsense", "number", "is-read", "next-turn", "none"],
 )
-def test_which_reference_a_request_is_published_under(params: dict[str, Any], expected: str) -> None:
+def test_request_is_published_under_the_reference_of_its_router(params: dict[str, Any], expected: str) -> None:
     routers = router_reference("127.0.0.1:1", "prefill")
     named = {"routers": routers, "canonical": "kvf1.AAAA"}
     given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in params.items()}
@@ -45,20 +45,20 @@ def test_which_reference_a_request_is_published_under(params: dict[str, Any], ex
 
 
 @pytest.mark.parametrize("value", [17, 1.5, True, ["kvf1.AAAA"], {"kvf1": "AAAA"}], ids=repr)
-def test_a_reference_that_is_no_string_is_a_bad_one(value: object) -> None:
+def test_reference_that_is_not_a_string_is_bad(value: object) -> None:
     """Clients send what they like. An error in the engine's loop would end the engine."""
     request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True, REFERENCE: value})
     with pytest.raises(BadReference):
         parse_reference(read_reference(request))
 
 
-def test_what_is_no_traceparent_goes_nowhere() -> None:
+def test_malformed_traceparent_is_dropped() -> None:
     for value in (17, ["00"], "x" * 1_000_000, "00-\n"):
         assert traceparent_of(SimpleNamespace(kv_transfer_params={TRACEPARENT: value})) == ""
 
 
-def test_what_a_client_names_writes_no_line_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """It may give its request a name, and make a reference."""
+def test_names_from_clients_stay_within_their_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A client may choose the name of its request, and make a reference."""
     reference = format_reference(
         pb.Reference(home="home:1\nERROR", engine_id="prefill\nERROR forged", router_key="key\nERROR", key=bytes(16))
     )

@@ -24,11 +24,11 @@ from vllm.v1.request import Request
         "engine.parallel_sampling:ParentRequest.get_child_info",
     ],
 )
-def test_vllm_has_what_is_called_of_it(name: str) -> None:
+def test_vllm_has_the_private_functions_that_are_called(name: str) -> None:
     assert callable(resolve_name(f"vllm.v1.{name}"))
 
 
-def test_vllm_has_what_is_read_of_it() -> None:
+def test_vllm_has_the_private_attributes_that_are_read() -> None:
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None)
     # `prompts.shorten` takes tokens from it.
     assert request._all_token_ids == [1, 2, 3]

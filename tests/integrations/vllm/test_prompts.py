@@ -51,7 +51,7 @@ def test_a_prompt_is_shortened_for_its_request_alone(withheld: int) -> None:
         assert request.prompt_token_ids == list(request.all_token_ids) == prompt[:-withheld]
 
 
-def test_a_prompt_of_tokens_and_embeddings_keeps_the_two_in_step() -> None:
+def test_prompt_of_tokens_and_embeddings_is_shortened_in_both() -> None:
     """vLLM's model runners copy which places are tokens into rows of the prompt's length."""
     mask = [True, False, True, True]
     request = made([7, 0, 8, 9], prompt_embeds=torch.zeros(4, 2), prompt_is_token_ids=mask)
@@ -63,7 +63,7 @@ def test_a_prompt_of_tokens_and_embeddings_keeps_the_two_in_step() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_a_token_is_left_to_compute(length: int) -> None:
+def test_prompt_keeps_a_token_to_compute(length: int) -> None:
     request = made(list(range(length)))
     shorten(request, 1)
     assert request.num_prompt_tokens == request.num_tokens == 1
@@ -81,7 +81,7 @@ def test_a_prompt_is_its_tokens_its_adapters_name_and_its_inputs() -> None:
     assert not same(plain, prompt_of(made(TEXT, mm_features=[image(1, "cat")]), names_inputs=True))
 
 
-def test_an_input_without_a_name_ends_what_is_known_of_a_prompt() -> None:
+def test_prompt_is_known_up_to_the_first_input_without_a_name() -> None:
     found = prompt_of(made(TEXT, mm_features=[image(1, "renderer0-mm-1-image-0")]), names_inputs=False)
     assert (len(found), found.known, found.ends) == (5, 1, (1,))
 
@@ -100,7 +100,7 @@ def test_vllm_names_inputs_by_their_content_if_it_caches_any(
     assert _names_inputs(config)
 
 
-def test_embeddings_are_unknown() -> None:
+def test_prompt_of_embeddings_is_unknown() -> None:
     """Also beside tokens; and so are token ids that no vocabulary has, which a vLLM without a tokenizer takes."""
     some = torch.zeros(5, 2)
     mask = [True, False, True, True, True]
@@ -115,7 +115,7 @@ def test_embeddings_are_unknown() -> None:
         assert not published_prompt(request, found, 6, names_inputs=True)
 
 
-def test_what_was_generated_is_marked_beside_the_prompt() -> None:
+def test_generated_tokens_are_marked_beside_the_prompt() -> None:
     request = made(TEXT)
     found = prompt_of(request, names_inputs=True)
     # The KV cache of the last token is not computed.
@@ -124,7 +124,7 @@ def test_what_was_generated_is_marked_beside_the_prompt() -> None:
     assert same(published_prompt(request, found, 7, names_inputs=True), Prompt(TEXT).followed_by([20, 21]))
 
 
-def test_the_prompt_of_a_session_has_grown() -> None:
+def test_prompt_of_a_session_may_have_grown() -> None:
     """vLLM adds what was generated, and what came then, to the request's prompt."""
     request = made(list(TEXT), resumable=True)
     found = prompt_of(request, names_inputs=True)

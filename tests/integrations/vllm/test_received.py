@@ -12,8 +12,8 @@ from vllm.v1.request import RequestStatus
 from kvferry.integrations.vllm.connector import KvferryConnector
 
 
-def test_vllm_looks_at_the_received_requests_after_the_connector_has_named_its_own() -> None:
-    """They end between two steps, and none of vLLM's workers reports them: see `update_connector_output`."""
+def test_vllm_reads_the_received_requests_after_the_connector_has_added_its_own() -> None:
+    """These reads end between two steps, and vLLM's workers do not report them: see `update_connector_output`."""
     connector = object.__new__(KvferryConnector)
     own = SimpleNamespace(collect=lambda news, lost: None, told=lambda received: None, take_received=lambda: {"read"})
     connector._scheduler = cast(Any, own)

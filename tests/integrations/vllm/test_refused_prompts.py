@@ -1,4 +1,4 @@
-"""A publication is of another prompt than the request that reads it: what becomes of both.
+"""The ends of a request and of a publication with another prompt that the request reads.
 
 The home and the connector's scheduler are real, vLLM's steps are played. With real engines: test_exchanged_prompts.py.
 """
@@ -25,7 +25,7 @@ THEIRS = {"0": Blocks([1, 2, 3], 0, LENGTH)}
 
 @pytest.mark.parametrize("shorter", [0, 3])
 @pytest.mark.parametrize("routed", [False, True], ids=["after-prefill", "both-at-once"])
-def test_it_is_refused_before_a_byte_moves_and_stays_for_its_own_reader(
+def test_publication_of_another_prompt_is_refused_before_a_byte_moves_and_kept(
     fabric: Fabric,
     decode: Callable[..., ConnectorScheduler],
     caplog: pytest.LogCaptureFixture,
@@ -74,10 +74,10 @@ def test_it_is_refused_before_a_byte_moves_and_stays_for_its_own_reader(
         until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
 
 
-def test_what_vllm_has_itself_is_not_declined_if_it_is_another_prompts(
+def test_publication_of_another_prompt_is_not_declined_if_vllm_has_all_blocks(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler]
 ) -> None:
-    """Its reference says so already."""
+    """The reference's marks show the other prompt."""
     scheduler = decode()
     with fabric.client() as client:
         source = prefill(client)
@@ -94,7 +94,7 @@ def test_what_vllm_has_itself_is_not_declined_if_it_is_another_prompts(
 
 
 @pytest.mark.parametrize("ends", ["found-here", "shorter", "aborted", "aborted-later", "not-reading"])
-def test_who_will_not_read_declines_no_other_prompts_publication(
+def test_request_that_will_not_be_read_declines_no_publication_of_another_prompt(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler], *, ends: str
 ) -> None:
     """vLLM has all of the reader's own prompt already, or aborts it, before the connector has asked for the grant."""
@@ -127,7 +127,7 @@ def test_who_will_not_read_declines_no_other_prompts_publication(
         until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
 
 
-def test_a_router_s_reference_is_not_declined_after_a_grant_that_has_named_another_prompt(
+def test_routers_reference_is_not_declined_after_a_grant_of_another_prompt(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler]
 ) -> None:
     """Nothing is known before: it names no marks."""
@@ -146,7 +146,7 @@ def test_a_router_s_reference_is_not_declined_after_a_grant_that_has_named_anoth
         until(lambda: scheduler.matched_tokens(own, 0) == (LENGTH - 1, True))
 
 
-def test_a_failed_request_of_which_vllms_api_server_tells_is_not_declined_either(
+def test_notice_of_a_failed_request_declines_no_publication_of_another_prompt(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler]
 ) -> None:
     """It adds a request with the same parameters and a token for a prompt, which it aborts at once. Other publications
@@ -172,7 +172,7 @@ def test_a_failed_request_of_which_vllms_api_server_tells_is_not_declined_either
 
 
 @pytest.mark.parametrize(("check", "read"), [("compare", True), ("require", False), ("off", True)])
-def test_a_source_that_marks_nothing(
+def test_source_without_marks_is_read_unless_marks_are_required(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler], *, check: str, read: bool
 ) -> None:
     scheduler = decode(prompt_check=check)
@@ -186,7 +186,7 @@ def test_a_source_that_marks_nothing(
         assert bool(scheduler.step({}).starts) == read
 
 
-def test_a_client_that_compares_nothing_takes_what_it_is_given(
+def test_client_with_prompt_check_off_takes_any_publication(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler]
 ) -> None:
     scheduler = decode(prompt_check="off")

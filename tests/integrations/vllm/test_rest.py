@@ -48,7 +48,7 @@ def test_an_engine_that_drains_is_denied_its_rest(clock: Clock) -> None:
 
 
 def test_an_input_that_is_no_request_ends_the_rest_until_nothing_is_held(clock: Clock) -> None:
-    """It may be a pause, which vLLM completes when it has no work, and which then resets its prefix cache."""
+    """The input may be a pause: vLLM completes a pause when it has no work, and resets its prefix cache."""
     rest = Rest(drains=False, now=clock)
     for _ in range(3):
         # vLLM asks several times before it waits.

@@ -30,7 +30,7 @@ def prefill() -> Iterator[Prefill]:
     engine.check_freed()
 
 
-def test_each_step_publishes_the_blocks_that_it_has_filled(prefill: Prefill) -> None:
+def test_step_publishes_the_blocks_that_it_has_filled(prefill: Prefill) -> None:
     request = prefill.request("r", 14)
     reference = request.kv_transfer_params[REFERENCE]
     prefill.run(request, 6)
@@ -64,7 +64,7 @@ def test_a_short_prompt_is_published_whole(prefill: Prefill) -> None:
     prefill.release(1)
 
 
-def test_no_part_is_published_before_its_step_has_ended_on_every_rank() -> None:
+def test_part_is_published_when_its_step_has_ended_on_every_rank() -> None:
     prefill = Prefill(ranks=2)
     request = prefill.request("r", 14)
     first, second = prefill.step((request, 5)), prefill.step((request, 5))
@@ -131,14 +131,14 @@ def test_a_part_of_a_step_that_still_runs_is_held_over_a_preemption(prefill: Pre
     prefill.release(1, outcome=ReleaseOutcome.ABORTED)
 
 
-def test_an_aborted_request_keeps_what_readers_may_still_read(prefill: Prefill) -> None:
+def test_aborted_request_keeps_the_blocks_of_its_readers(prefill: Prefill) -> None:
     request = prefill.request("r", 14)
     prefill.run(request, 9)
     later = prefill.step((request, 4))
     prefill.port.take()
     assert prefill.finish(request, RequestStatus.FINISHED_ABORTED) is None
     assert prefill.port.take() == [("abort", 1)]
-    # What was not published is free.
+    # Unpublished blocks are free.
     assert prefill.used == 2
     prefill.ended(later)
     assert prefill.port.take() == []
@@ -156,7 +156,7 @@ def test_a_request_that_ends_before_it_is_published_is_declined(prefill: Prefill
     assert prefill.used == 0
 
 
-def test_an_engine_from_which_nobody_can_read_publishes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_without_readers_publishes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """With kv_consumer its caches are not served. What it published would be pinned for the whole hold, and whoever was
     told of it would fail to read it."""
     decode = Prefill(serves=False)
@@ -198,7 +198,7 @@ def test_a_sample_that_comes_late_publishes_nothing(prefill: Prefill) -> None:
     assert prefill.counts == ["published"]
 
 
-def test_the_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> None:
+def test_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> None:
     reference = made()
     first, second, third = (prefill.request(f"{index}_r", 6, reference) for index in range(3))
     prefill.finish(first, RequestStatus.FINISHED_ABORTED)
@@ -210,7 +210,7 @@ def test_the_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> 
     prefill.release(1, "1_r")
 
 
-def test_what_a_reader_gives_up_is_freed_and_not_published_further(prefill: Prefill) -> None:
+def test_publication_that_a_reader_gives_up_is_freed_and_ends(prefill: Prefill) -> None:
     request = prefill.request("r", 14)
     prefill.run(request, 9)
     prefill.step((request, 4))
@@ -222,7 +222,7 @@ def test_what_a_reader_gives_up_is_freed_and_not_published_further(prefill: Pref
     assert prefill.used == 0
 
 
-def test_a_release_that_is_not_heard_of_yet(prefill: Prefill) -> None:
+def test_part_may_be_refused_before_its_release_is_received(prefill: Prefill) -> None:
     """The port refuses a part before the scheduler sees the release."""
     request = prefill.request("r", 14)
     prefill.run(request, 9)
@@ -235,7 +235,7 @@ def test_a_release_that_is_not_heard_of_yet(prefill: Prefill) -> None:
 
 
 def test_a_reference_that_is_in_use_is_not_taken_from_its_user(prefill: Prefill) -> None:
-    """Nor is it declined: its other request is being read."""
+    """The reference is not declined: its other request is being read."""
     prefill.port.refuses = RouterKeyUsed("publication 1 has the key")
     request = prefill.request("r", 14)
     prefill.run(request, 14)
@@ -276,7 +276,7 @@ def test_blocks_that_another_connector_could_not_load_are_not_published(prefill:
     prefill.release(1)
 
 
-def test_what_turns_out_not_to_be_loaded_is_withdrawn(prefill: Prefill) -> None:
+def test_publication_with_lost_blocks_is_withdrawn(prefill: Prefill) -> None:
     """The news of the step before said that the step had ended, and its part was published."""
     request = prefill.request("r", 14)
     prefill.run(request, 10)
@@ -323,7 +323,7 @@ def test_a_publication_that_keeps_its_request_from_running_is_withdrawn(prefill:
     assert prefill.port.take() == []
 
 
-def test_of_several_stuck_requests_one_after_the_other_is_withdrawn(prefill: Prefill) -> None:
+def test_stuck_requests_are_withdrawn_one_after_the_other(prefill: Prefill) -> None:
     """The youngest first. A publication that was withdrawn keeps its blocks until its readers are done, and does not
     keep vLLM from withdrawing the next one meanwhile."""
     for request in (prefill.request("old", 14), prefill.request("young", 14)):
@@ -346,8 +346,8 @@ def test_of_several_stuck_requests_one_after_the_other_is_withdrawn(prefill: Pre
         prefill.release(number, outcome=ReleaseOutcome.ABORTED)
 
 
-def test_a_vllm_without_its_pool_publishes_once_at_the_end() -> None:
-    """It cannot hold blocks over a preemption. vLLM keeps those of the finished request."""
+def test_vllm_without_its_pool_publishes_once_at_the_end() -> None:
+    """Without the pool, blocks cannot be held over a preemption. vLLM keeps those of the finished request."""
     prefill = Prefill(bound=False)
     request = prefill.request("r", 14)
     prefill.run(request, 9)
@@ -360,8 +360,8 @@ def test_a_vllm_without_its_pool_publishes_once_at_the_end() -> None:
     assert prefill.release(1) == {"r"}
 
 
-def test_what_a_drafter_may_write_again_is_not_published() -> None:
-    """One of several modules: what it has of the last tokens is not final, and vLLM does not cache it either."""
+def test_blocks_that_a_drafter_may_write_again_are_not_published() -> None:
+    """A drafter of several modules: its cache of the last tokens is not final, and vLLM does not cache it either."""
     prefill = Prefill(rewritten=2)
     request = prefill.request("r", 14)
     prefill.run(request, 9)
@@ -388,7 +388,7 @@ def test_a_request_id_is_used_again_while_its_blocks_are_held(prefill: Prefill) 
 
 
 def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
-    """So a preempted request finds its own blocks again, and needs no others."""
+    """A preempted request finds its own blocks again, and needs no others."""
     prefill = Prefill(caching=True)
     request = prefill.request("r", 14)
     prefill.run(request, 9)

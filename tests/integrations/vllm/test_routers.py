@@ -1,4 +1,4 @@
-"""What routers and sidecars send to prefill and forward to decode: each is replayed to two ``vllm serve``.
+"""Replays the requests of routers and sidecars to prefill and decode, two ``vllm serve``.
 
 They were written for vLLM's NixlConnector, and are used unchanged. Requests are those of the projects' public code of
 August and September 2026; the projects themselves are not run here.
@@ -85,7 +85,7 @@ class Pair:
         return {**common, "prompt": tokens, **fields}
 
     def alone(self, tokens: list[int], **fields: Any) -> list[int]:
-        """What one server says, which finds nothing of earlier requests in its cache."""
+        """Return the answer of one server with an empty prefix cache."""
         answer = self.prefill.complete(self.body(tokens, cache_salt="another", **fields))
         return list(answer["choices"][0]["token_ids"])
 
@@ -122,7 +122,7 @@ def test_a_router_for_vllms_own_connector_is_used_unchanged(
     before = [counter(pair.decode, name) for name in ("read_total", "bytes_total")]
     first = pair.prefill.complete({**pair.body(tokens), **router.limits, "kv_transfer_params": router.asks})
     params = first["kv_transfer_params"]
-    # What they look for: that there is something to forward. They read none of it.
+    # Routers check only that there are parameters to forward.
     assert params["do_remote_prefill"] is True
     answer = pair.decode.complete({**pair.body(tokens), "kv_transfer_params": {**params, **router.adds}})
     assert answer["choices"][0]["token_ids"] == pair.alone(tokens)
@@ -135,7 +135,7 @@ def test_a_router_for_vllms_own_connector_is_used_unchanged(
     until(lambda: pinned(home) == 0)
 
 
-def test_several_samples_of_a_prompt_are_published_and_read_once(pair: Pair, home: NodeServerProcess) -> None:
+def test_samples_of_a_prompt_are_published_and_read_once(pair: Pair, home: NodeServerProcess) -> None:
     """Routers forward ``n`` to both sides, and vLLM makes a request of each sample."""
     tokens = prompt(400, 90)
     before = [
@@ -162,7 +162,7 @@ def test_several_samples_of_a_prompt_are_published_and_read_once(pair: Pair, hom
     until(lambda: pinned(home) == 0)
 
 
-def test_a_sample_that_comes_late_takes_the_blocks_of_the_others(pair: Pair, home: NodeServerProcess) -> None:
+def test_late_sample_takes_the_blocks_of_the_others(pair: Pair, home: NodeServerProcess) -> None:
     """vLLM's front end sends one sample after the other, and the first may have been read before the last arrives. The
     server's policy would fail it, because the publication is released."""
     tokens = prompt(410, 90)
@@ -190,7 +190,7 @@ def test_a_conversation_goes_back_and_forth(pair: Pair, home: NodeServerProcess)
     second = pair.prefill.complete(pair.body(whole, max_tokens=1, kv_transfer_params=back))
     final = pair.decode.complete(pair.body(whole, kv_transfer_params=second["kv_transfer_params"]))
     assert final["choices"][0]["token_ids"] == pair.alone(whole)
-    # What prefill had of the question already, two blocks, was not read; keys are read in whole blocks.
+    # Two blocks of the question, which prefill had already, were not read; keys are read in whole blocks.
     tokens = (counter(pair.prefill, "bytes_total") - read) / BYTES_PER_TOKEN
     assert 0 < tokens <= 5 * 32 - 2 * 32
     until(lambda: pinned(home) == 0)
@@ -216,7 +216,7 @@ def test_a_conversation_is_not_continued_from_another_answer(pair: Pair, home: N
 
 
 def at_once(pair: Pair, mine: dict[str, Any], theirs: dict[str, Any], decode: Server | None = None) -> tuple[Any, Any]:
-    """What both servers say of what they are asked at the same time; an `HTTPError` where one refuses."""
+    """Return the answers of both servers to simultaneous requests; an `HTTPError` for a refusal."""
 
     def ask(server: Server, body: dict[str, Any]) -> Any:
         try:
@@ -251,7 +251,7 @@ def test_a_router_asks_both_servers_at_the_same_time(pair: Pair, home: NodeServe
     until(lambda: pinned(home) == 0)
 
 
-def test_one_server_is_prefill_and_decode_of_a_request(pair: Pair, home: NodeServerProcess) -> None:
+def test_server_can_be_prefill_and_decode_of_a_request(pair: Pair, home: NodeServerProcess) -> None:
     """A router that takes turns gives both to the same server at times. The server's policy would fail what cannot be
     read; it reads nothing, and takes the prompt from vLLM's prefix cache."""
     server = pair.prefill
@@ -269,7 +269,7 @@ def test_one_server_is_prefill_and_decode_of_a_request(pair: Pair, home: NodeSer
     until(lambda: pinned(home) == 0)
 
 
-def test_a_router_declines_what_prefill_refuses(pair: Pair, home: NodeServerProcess) -> None:
+def test_router_declines_requests_that_prefill_refuses(pair: Pair, home: NodeServerProcess) -> None:
     """vLLM's front end refuses a request before the connector hears of it. Decode waits until the router says so."""
     tokens, reference = prompt(610, 90), router_reference(home.address, "p")
     refused = pair.body(tokens, max_tokens=-1, kv_transfer_params={**ASKED, "kvferry_reference": reference})
@@ -284,7 +284,7 @@ def test_a_router_declines_what_prefill_refuses(pair: Pair, home: NodeServerProc
             decoded.result(60)
 
 
-def test_nothing_that_a_client_sends_ends_an_engine(pair: Pair, home: NodeServerProcess) -> None:
+def test_engine_survives_any_parameters_of_clients(pair: Pair, home: NodeServerProcess) -> None:
     """What cannot be a reference is refused like one that is damaged, by the server's policy; what else has a wrong
     type is ignored."""
     tokens, wrong = prompt(620, 40), (17, True, ["kvf1."], {"a": [1]}, "kvf1.\n\x00", "x" * 5000)

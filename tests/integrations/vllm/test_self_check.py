@@ -101,7 +101,7 @@ def loaded(path: str) -> ModuleType:
     return module
 
 
-# What is right passes.
+# Right planes pass.
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def with_scales(folder: Path, layout: str) -> tuple[Rank, list[Plane]]:
     modules = attention(config, count=1, heads=2, backend=triton_attn.TritonAttentionBackend)
     rank = bound(config, modules, layout=layout, specify=triton_attn.TritonAttentionBackend.customize_spec)
     [layer] = rank.layers
-    # What the backend does when it is first used: it sets all scales to one.
+    # The backend sets all scales to one at its first use.
     modules[layer.name].impl._ensure_scale_caches(layer.cache)
     axes, parts = ("block", "head", "token", "content"), {"key": 32, "key_scale": 4, "value": 32, "value_scale": 4}
     return rank, list(planes_of_tensor(layer.cache, axes, layer.group, layer.name, parts, layer.heads))
@@ -205,7 +205,7 @@ def recurrent(folder: Path) -> tuple[Rank, list[Plane]]:
     return rank, planes
 
 
-def test_a_block_or_two_are_enough(tmp_path: Path) -> None:
+def test_self_check_works_with_one_or_two_blocks(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     modules = attention(config, count=1)
     for blocks in (2, 3):
@@ -213,7 +213,7 @@ def test_a_block_or_two_are_enough(tmp_path: Path) -> None:
         assert check(rank, declared(rank)).kinds[0].layout.values == ("value",)
 
 
-def test_alike_layers_are_one_kind_and_others_are_not(tmp_path: Path) -> None:
+def test_equal_layers_are_one_kind(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     modules = {**attention(config, count=4), **attention(config, first=4, count=2, heads=2, width=64)}
     rank = bound(config, modules)
@@ -221,7 +221,7 @@ def test_alike_layers_are_one_kind_and_others_are_not(tmp_path: Path) -> None:
     assert [len(kind.layers) for kind in kinds] == [4, 2]
 
 
-def test_one_line_says_what_was_checked_and_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_self_check_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tmp_path)
     rank = bound(config, attention(config))
     with caplog.at_level(logging.INFO, "kvferry"):
@@ -234,7 +234,7 @@ def test_one_line_says_what_was_checked_and_how(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 5, 14, 15])
-def test_a_kernel_that_is_wrong_in_one_block_is_found_if_the_block_is_looked_at(tmp_path: Path, wrong: int) -> None:
+def test_kernel_that_is_wrong_in_one_block_is_found_if_the_block_is_drawn(tmp_path: Path, wrong: int) -> None:
     """The first, the last, and some that are drawn at each start."""
     config = config_of(tmp_path)
     modules = attention(config, count=1, heads=2)
@@ -281,7 +281,7 @@ def test_a_backend_that_writes_inside_attention_is_checked_by_its_strides(tmp_pa
     assert "not its tensor's" in str(refused(rank, outside[2:] + planes[:2]))
 
 
-def test_a_write_that_fails_leaves_the_strides_and_says_why(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_check_of_strides_and_is_logged(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     modules = attention(config)
     rank = bound(config, modules)
@@ -292,7 +292,7 @@ def test_a_write_that_fails_leaves_the_strides_and_says_why(tmp_path: Path) -> N
     assert kind.unwritten.startswith("vLLM's write failed: ")
 
 
-def test_a_kind_is_unwritten_if_either_of_the_layers_written_could_not_be(tmp_path: Path) -> None:
+def test_kind_is_unwritten_if_either_layer_cannot_be_written(tmp_path: Path) -> None:
     """The first and the last layer are written: whoever serves only what was written must hear of both."""
     config = config_of(tmp_path)
     modules = attention(config)
@@ -307,7 +307,7 @@ def test_a_kind_is_unwritten_if_either_of_the_layers_written_could_not_be(tmp_pa
     assert "no kernel" in kind.unwritten
 
 
-# What is wrong is refused.
+# Wrong planes are refused.
 
 
 def swapped(one: str, other: str) -> Callable[[Plane], Plane]:
@@ -355,7 +355,7 @@ def test_wrong_planes_of_tritons_kernel_are_refused(interpreter: None, tmp_path:
     assert check(rank, right).kinds[0].layout.values == ("key", "value")
 
 
-def test_the_error_has_the_layer_the_place_and_both_strings_of_bytes(interpreter: None, tmp_path: Path) -> None:
+def test_error_has_the_layer_the_cell_and_both_strings_of_bytes(interpreter: None, tmp_path: Path) -> None:
     config = config_of(tmp_path, block=16)
     modules = attention(config, count=1, heads=2, backend=triton_attn.TritonAttentionBackend)
     rank = bound(config, modules)
@@ -419,11 +419,11 @@ def test_wrong_planes_of_the_cpu_kernel_are_refused(tmp_path: Path, name: str) -
     assert error.values["layer"] == rank.layers[0].name
 
 
-def test_k_by_token_is_refused_with_the_bytes_that_changed(tmp_path: Path) -> None:
+def test_keys_declared_by_token_are_refused_with_the_changed_bytes(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     rank = bound(config, attention(config))
     values = refused(rank, [WRONG_CPU["K by token"](plane) for plane in declared(rank)]).values
-    # What was there before vLLM wrote another token, and what it made of it.
+    # The bytes before vLLM wrote another token, and the bytes afterwards.
     assert (values["component"], values["expected"][:8]) == ("key", "a5a5a5a5")
     assert values["found"] != values["expected"]
     assert len(values["found"]) == len(values["expected"])
@@ -504,13 +504,13 @@ def test_planes_outside_the_caches_are_refused_before_anything_is_read(tmp_path:
     assert "not its tensor's" in str(refused(rank, far))
 
 
-def test_two_layers_in_the_same_place_are_refused(tmp_path: Path) -> None:
+def test_layers_in_the_same_memory_are_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     rank = bound(config, attention(config, count=2))
     first, second = rank.layers
     both = [first, replace(second, cache=first.cache)]
     planes = [plane for layer in both for plane in layer_planes(layer)]
-    # What follows the self-check: nothing of such a rank is registered.
+    # After a failed self-check, the rank does not register its caches.
     spec = EngineSpec("prefill", (first.group,))
     caches: Any = {layer.name: layer.cache for layer in both}
     with Fabric() as fabric:
@@ -520,7 +520,7 @@ def test_two_layers_in_the_same_place_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_vllm_does_not_write_to_is_refused(tmp_path: Path) -> None:
-    """What vLLM handed over is not what its layers are bound to."""
+    """vLLM handed over other tensors than those of its layers."""
     config = config_of(tmp_path)
     modules = attention(config, count=1)
     rank = bound(config, modules)
@@ -533,7 +533,7 @@ def test_a_cache_that_vllm_does_not_write_to_is_refused(tmp_path: Path) -> None:
 # Random declarations, against what vLLM's kernel does byte by byte.
 
 
-def test_no_random_wrong_declaration_passes_and_no_right_one_is_refused(tmp_path: Path) -> None:
+def test_random_declarations_pass_only_if_they_are_right(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     modules = attention(config, count=1, heads=2, width=32)
     rank = bound(config, modules, blocks=3)
@@ -673,7 +673,7 @@ def test_vllm_does_not_start_with_wrong_planes_unless_the_check_is_off(tmp_path:
 
 
 @pytest.mark.timeout(600)
-def test_vllm_starts_with_its_planes_and_says_how_they_were_checked(tmp_path: Path) -> None:
+def test_vllm_starts_with_its_planes_and_logs_their_check(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=4)
     with NodeServerProcess(tmp_path / "home", tcp=True) as home:
         connector = kvferry("kv_producer", home.address)

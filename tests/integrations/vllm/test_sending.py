@@ -1,4 +1,4 @@
-"""The end of a request in prefill: which of its tokens are published, and what becomes of its blocks if none can be.
+"""The end of a request in prefill: its published tokens, and the end of its blocks if none can be published.
 
 vLLM's block pool is real; its scheduler and kvferry's port are played.
 """
@@ -25,8 +25,8 @@ def prefill() -> Iterator[Prefill]:
 
 
 @pytest.mark.parametrize("computed", [True, False], ids=["computed", "still-computed"])
-def test_a_rest_that_is_refused_withdraws_what_was_published(prefill: Prefill, *, computed: bool) -> None:
-    """Its readers are told, and its blocks are free when they are done: not only when the hold ends."""
+def test_refused_rest_withdraws_the_published_parts(prefill: Prefill, *, computed: bool) -> None:
+    """Readers get an error, and the blocks are free when the readers are done: not only when the hold ends."""
     request = prefill.request("r", 14)
     prefill.run(request, 9)
     last = prefill.step((request, 5))
@@ -100,7 +100,7 @@ def test_a_state_is_not_published_once_drafts_may_have_moved_it(answer: int, *, 
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_a_prompt_is_marked_with_the_first_blocks_and_what_was_generated_with_the_last(
+def test_prompt_is_marked_with_the_first_blocks_and_generated_tokens_with_the_last(
     prefill: Prefill, *, routed: bool
 ) -> None:
     """Decode knows with the first part of a prompt whether it is its own."""

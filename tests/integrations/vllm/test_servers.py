@@ -20,7 +20,7 @@ def counter(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in server.metrics().splitlines() if line.startswith(name))
 
 
-def test_the_flow_of_the_usual_proxies(tmp_path: Path) -> None:
+def test_usual_proxies_work(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=4)
     with NodeServerProcess(tmp_path / "home", tcp=True) as home:
         servers = [
@@ -58,7 +58,7 @@ def test_the_flow_of_the_usual_proxies(tmp_path: Path) -> None:
                 server.close()
 
 
-def test_each_data_parallel_rank_is_an_engine(tmp_path: Path) -> None:
+def test_data_parallel_ranks_are_engines(tmp_path: Path) -> None:
     """Every rank of decode reads from every rank of prefill."""
     model = make_model(tmp_path / "model", kv_heads=4)
     with NodeServerProcess(tmp_path / "home", tcp=True) as home:

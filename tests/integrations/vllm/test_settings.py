@@ -21,7 +21,7 @@ from tests.support.repository import ROOT
 ADDRESS = {"address": "127.0.0.1:1"}
 
 
-def test_every_option_of_a_client_can_be_set(tmp_path: Path) -> None:
+def test_options_of_a_client_can_all_be_set(tmp_path: Path) -> None:
     tls = Authority.make(tmp_path, "authority").issue("engine")
     settings = ConnectorSettings.of(
         {
@@ -146,7 +146,7 @@ def model(**fields: Any) -> SimpleNamespace:
         ({}, "cuda", "cpu", "kv_buffer_device", "no copy is made"),
     ],
 )
-def test_what_the_connector_cannot_do_is_refused_with_the_reason(
+def test_unsupported_settings_are_refused_with_the_reason(
     fields: dict[str, Any], device: str, buffer: str, field: str, said: str
 ) -> None:
     transfer = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_buffer_device=buffer)
@@ -202,5 +202,5 @@ def test_the_guide_lists_every_setting_with_its_default() -> None:
         assert said == ("–" if value in (None, "", ()) else f"`{value}`"), name
 
 
-def test_the_guide_says_what_takes_the_place_of_each_key_of_nixl_connector() -> None:
+def test_guide_has_the_replacement_of_each_key_of_nixl_connector() -> None:
     assert set(OF_NIXL_CONNECTOR) <= set(table("Moving over from NixlConnector"))

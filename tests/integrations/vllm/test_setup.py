@@ -39,7 +39,7 @@ def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
     assert refused.value.values["field"] == field
 
 
-def test_sides_that_are_upgraded_in_turn_have_the_same_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_is_equal_while_sides_are_upgraded_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers writes its own version into every configuration."""
 
     def identity(**settings: Any) -> dict[str, str]:

@@ -145,7 +145,7 @@ def attention(config: VllmConfig, ranks: Sequence[RankPlace], stages: int, name:
     ids=lambda sizes: f"tp{sizes[0]}-pp{sizes[1]}",
 )
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC], ids=lambda layout: layout.name)
-def test_pipeline_stages_and_tensor_ranks(
+def test_pipeline_stages_and_tensor_ranks_are_read(
     described: Callable[[str], Folder], theirs: tuple[int, int], mine: tuple[int, int], layout: KVCacheLayout
 ) -> None:
     """With more ranks than KV heads, neighbours hold the same head."""
@@ -208,7 +208,7 @@ def write_tokens(of: CachedEngine, ids: Mapping[str, list[int]]) -> None:
     ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()),
 )
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 32)], ids=lambda sizes: f"{sizes[0]}-{sizes[1]}")
-def test_context_parallel_ranks(
+def test_context_parallel_ranks_are_read(
     described: Callable[[str], Folder], theirs: dict[str, int], mine: dict[str, int], blocks: tuple[int, int]
 ) -> None:
     made: list[CachedEngine] = []
@@ -307,7 +307,7 @@ def test_a_layer_that_shares_the_cache_of_another_is_moved_with_it(described: Ca
     assert sorted(layer.name for layer in layers) == sorted(own)
 
 
-def test_states_beside_attention_in_one_allocation(described: Callable[[str], Folder]) -> None:
+def test_states_beside_attention_in_one_allocation_are_read(described: Callable[[str], Folder]) -> None:
     """Groups lie over each other in vLLM's memory, and a block belongs to one of them at a time."""
     config = configuration(described("attention"))
     fields: Any = {"num_kv_heads": 4, "head_size": 16, "dtype": torch.float32, "block_size": 32}

@@ -20,7 +20,7 @@ def reference(engine: str = "prefill", incarnation: bytes = b"i" * 16, publicati
     return format_reference(pb.Reference(home="home:1", engine_id=engine, key=b"k" * 16, **named))
 
 
-def test_each_source_is_new_once_and_again_after_its_restart() -> None:
+def test_source_is_new_once_and_again_after_its_restart() -> None:
     found = NewSources()
     for number in range(3):
         found.see(reference(publication=number + 1))
@@ -32,14 +32,14 @@ def test_each_source_is_new_once_and_again_after_its_restart() -> None:
     assert found.take() == [reference(incarnation=b"j" * 16), reference("other")]
 
 
-def test_what_names_no_source_yet_is_left_to_the_read() -> None:
+def test_reference_without_a_source_is_left_to_the_read() -> None:
     found = NewSources()
     for text in ("", "kvf1.x", "kvf1e.x", reference(router="key")):
         found.see(text)
     assert found.take() == []
 
 
-def test_a_fleet_of_sources_does_not_fill_the_memory() -> None:
+def test_sources_that_are_remembered_are_bounded() -> None:
     found = NewSources()
     for number in range(sources.MOST + 2):
         found.see(reference(f"prefill-{number}"))

@@ -233,7 +233,7 @@ def test_convolutions_of_different_lengths_are_refused() -> None:
         plan_read(source.geometry, destination.geometry, 0)
 
 
-def test_a_state_that_every_rank_has_is_not_divided() -> None:
+def test_replicated_state_is_not_divided() -> None:
     kind = KINDS["short convolution"]
     source = hybrid(
         "p", Kind(kind.type, lambda _: kind.shapes(1), kind.dtypes), 2, KVCacheLayout.LBHNC, tp_replicated=True
@@ -241,7 +241,7 @@ def test_a_state_that_every_rank_has_is_not_divided() -> None:
     assert {str(plane.units) for _, plane in source.geometry.planes()} == {"[0, 48)"}
 
 
-def test_groups_of_mamba2_that_cannot_be_told_apart_are_refused() -> None:
+def test_ambiguous_groups_of_mamba2_are_refused() -> None:
     """One group on each of two ranks is the model's only one, or one of two: the configuration decides."""
     kind = KINDS["Mamba-2 of one group"]
     unknown = Kind(kind.type, kind.shapes, kind.dtypes, kind.channels)
@@ -266,7 +266,7 @@ def test_a_state_that_is_wrong_with_a_version_of_vllm_is_refused(monkeypatch: py
 @pytest.mark.parametrize(
     ("built", "refused"), [("0.30.2", True), ("0.32.0+cpu", False), ("0.1.dev1+gabc", False), ("dev", False)]
 )
-def test_a_build_of_vllms_sources_is_no_old_version(
+def test_build_of_vllms_sources_is_not_an_old_version(
     monkeypatch: pytest.MonkeyPatch, built: str, *, refused: bool
 ) -> None:
     monkeypatch.setattr(vllm.version, "__version__", built)

@@ -33,7 +33,7 @@ from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "in-multi-connector"])
-def test_what_vllm_writes_when_an_engine_dies_has_no_secret(*, nested: bool) -> None:
+def test_dump_of_a_dying_engine_has_no_secret(*, nested: bool) -> None:
     """vLLM dumps the step that it died in, with all attributes of what it does not know."""
     grant = Grant(
         request_id="r",
@@ -190,7 +190,7 @@ def test_integrity_mode_compares_what_decode_has_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_both_engines_log_a_failed_read_by_the_same_names(tmp_path: Path) -> None:
+def test_failed_read_is_logged_with_the_same_names_by_both_engines(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=4)
     with NodeServerProcess(tmp_path / "home", tcp=True) as home:
         prefill = Node(

@@ -19,7 +19,7 @@ FILES = "examples/vllm"
 
 
 @pytest.mark.timeout(1500)
-def test_the_ten_commands_move_a_request_as_they_are_printed(tmp_path: Path) -> None:
+def test_commands_of_the_guide_move_a_request(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=2)
     add_tokenizer(model)
     run, files = tmp_path / "run", tmp_path / "files"
@@ -54,7 +54,7 @@ def has_read(said: str) -> bool:
     return bool(re.search(r"^vllm:kvferry_read_total\{.*\} [1-9]", said, re.MULTILINE))
 
 
-def test_the_page_installs_what_the_tests_run() -> None:
+def test_guide_installs_the_versions_of_the_tests() -> None:
     for command in commands(PAGE):
         if command.startswith("pip "):
             check_installed(command)

@@ -31,7 +31,7 @@ def asked(scheduler: ConnectorScheduler, monkeypatch: pytest.MonkeyPatch) -> lis
     return found
 
 
-def test_a_request_that_waits_costs_nothing_until_there_is_news_of_it(
+def test_waiting_request_costs_nothing_until_there_is_news(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = decode()
@@ -67,7 +67,7 @@ def test_a_request_that_waits_is_computed_as_soon_as_vllm_has_its_blocks(
     assert scheduler._port.stats().waiting == 0
 
 
-def test_more_requests_than_may_wait_have_their_turn_in_the_order_of_arrival(
+def test_requests_beyond_the_limit_have_their_turn_in_order_of_arrival(
     fabric: Fabric, decode: Callable[..., ConnectorScheduler]
 ) -> None:
     """None of them fails, and each is asked for when another no longer waits."""
@@ -99,9 +99,7 @@ def test_more_requests_than_may_wait_have_their_turn_in_the_order_of_arrival(
         assert scheduler._port.stats().waiting == 1
 
 
-def test_a_source_that_is_not_heard_holds_up_its_own_requests_only(
-    fabric: Fabric, decode: Callable[..., ConnectorScheduler]
-) -> None:
+def test_silent_source_delays_only_its_own_requests(fabric: Fabric, decode: Callable[..., ConnectorScheduler]) -> None:
     scheduler = decode(max_waiting=2)
     with fabric.client() as client:
         source = prefill(client)
@@ -147,7 +145,7 @@ def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: py
     scheduler.close()
 
 
-def test_what_decode_has_already_neither_waits_for_prefill_nor_fails_with_it(fabric: Fabric) -> None:
+def test_request_with_all_blocks_neither_waits_for_prefill_nor_fails_with_it(fabric: Fabric) -> None:
     """vLLM's prefix cache has all but the last token, which decode computes in any case."""
     setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
     scheduler = ConnectorScheduler(setup)

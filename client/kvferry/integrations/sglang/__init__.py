@@ -5,7 +5,7 @@ tensor-parallel sizes.
         --disaggregation-mode prefill --disaggregation-transfer-backend kvferry
 
 SGLang finds the backend by the entry point ``kvferry`` of the group ``sglang.srt.plugins``. Every rank of SGLang runs a
-scheduler of its own. Rank 0 opens the engine's session, publishes for all ranks, and learns of releases. In decode
-every rank reads for itself, under a read_id that all of them share, and SGLang's own reduction over the ranks makes one
-answer of theirs. `docs/sglang.md` is the guide.
+scheduler of its own. Rank 0 opens the engine's session, publishes for all ranks, and receives releases. In decode every
+rank reads for itself, under a read_id that all ranks share, and SGLang's own reduction over the ranks combines their
+answers. `docs/sglang.md` is the guide.
 """

@@ -1,7 +1,7 @@
-"""What SGLang hands over beside the KV cache, as the payload of a publication.
+"""SGLang's data of a request beside the KV cache, as the payload of a publication.
 
-SGLang keeps a row for each request in several buffers: the first token, counts of cached tokens, log probabilities,
-what speculative decoding needs. A row is mostly zeros at its end, which are left out.
+SGLang keeps a row for each request in several buffers: the first token, counts of cached tokens, log probabilities, the
+state of speculative decoding. The zeros at the end of a row are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ROW = struct.Struct("<II")
 _FIRST_TOKEN = 0
 """The buffer of the first token: ``MetadataBuffers.get_buf_infos`` (0.5.23) lists ``output_ids`` first, int32."""
 _ROOM = -1
-"""The buffer of the room, which SGLang lists last, but for checksums, which are refused."""
+"""The buffer of the room. SGLang lists only the buffer of checksums after it, which the backend refuses."""
 
 
 class BadPayload(ValueError):
-    """The payload of a publication is not what this engine can use; the message says why."""
+    """This engine cannot use the payload of a publication; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AuxRows:
     Attributes:
         addresses: addresses of the buffers, in SGLang's order.
         sizes: bytes of a row, by buffer.
-        vocabulary: how many tokens there are: others would end the scheduler.
+        vocabulary: number of tokens of the model: other tokens would end the scheduler.
 
     Raises:
         InvalidField: a row may be larger than a payload.
@@ -52,7 +52,7 @@ class AuxRows:
             raise InvalidField("auxiliary buffers", f"{largest} bytes", f"at most {MAX_PAYLOAD}, a payload")
 
     def payload(self, row: int, tokens: int) -> bytes:
-        """Encode a row, and how many tokens the prompt has."""
+        """Encode a row, and the number of tokens of the prompt."""
         parts = [MAGIC, _HEAD.pack(tokens, len(self.sizes))]
         for address, size in zip(self.addresses, self.sizes, strict=True):
             used = ctypes.string_at(address + row * size, size).rstrip(b"\0")
@@ -60,18 +60,18 @@ class AuxRows:
         return b"".join(parts)
 
     def write(self, row: int, payload: bytes, room: int) -> int | None:
-        """Write what a payload holds into a row.
+        """Write a payload into a row.
 
         Args:
             row: the row.
-            payload: what `payload` returned at the source, or the first token of another make of engine.
-            room: the request's room. SGLang compares it, too, but waits for ever where it is 0.
+            payload: result of `payload` at the source, or the first token of another make of engine.
+            room: the request's room. SGLang compares rooms, too, but waits for ever if the payload's is 0.
 
         Returns:
-            How many tokens the source's prompt has; None: it did not say.
+            The number of tokens of the source's prompt; None: the source did not state it.
 
         Raises:
-            BadPayload: the buffers or the rooms differ, or it is no such payload. Nothing was written.
+            BadPayload: the buffers or the rooms differ, or the payload has another form. Nothing was written.
         """
         given = first_token(payload)
         if given is not None:

@@ -1,7 +1,7 @@
-"""How decode learns who a prefill instance is: the instance's bootstrap server says its engine_id and its home.
+"""Decode finds a prefill instance through the instance's bootstrap server, which answers its engine_id and its home.
 
 A request names prefill by ``bootstrap_host`` and ``bootstrap_port``, as SGLang's routers write them, and itself by
-``bootstrap_room``. From these both sides make the same reference, without talking about the request.
+``bootstrap_room``. From these both sides make the same reference, without a message about the request.
 """
 
 from __future__ import annotations
@@ -29,75 +29,66 @@ logger = logging.getLogger(__name__)
 
 PATH = "/kvferry"
 ASK_TIMEOUT = 5.0
-"""Seconds for one question; as long again until it is connected."""
+"""Seconds for one question, after as many for its connection."""
 AGAIN = 0.5
-"""Seconds until a question that failed is repeated."""
+"""Seconds until a failed question is repeated."""
 REFERENCE = "kvf1."
-"""What references begin with."""
+"""Prefix of references."""
 MAX_BODY = 4096
 MAX_RID = 128
-"""Characters of SGLang's id of a request that are shown."""
+"""Characters of SGLang's request id that are shown."""
 MAX_DIGITS = 10
 MAX_CONNECTIONS = 64
-"""Connections to a bootstrap server, each of which has a thread; a further one ends the oldest."""
+"""Connections to a bootstrap server, each of which has a thread; a further connection ends the oldest."""
 MAX_KNOWN = 4096
-"""Prefill instances that are remembered, and addresses that are being asked: requests name them."""
+"""Prefill instances that are remembered, and open questions: requests may name any number of addresses."""
 ASKING = 16
-"""Questions at once: some addresses may answer nothing."""
+"""Questions at once: some addresses may never answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A prefill instance.
-
-    Attributes:
-        engine_id: its engine_id.
-        home: address of its home.
-    """
+    """A prefill instance: its engine_id, and the address of its home."""
 
     engine_id: str
     home: str
 
 
 def room_is_usable(room: int | None) -> bool:
-    """Return whether SGLang can hand over a request's room: a larger one ends its scheduler, and 0 is none to it."""
+    """Return whether SGLang can hand over a request's room: a larger room ends its scheduler, and 0 means no room."""
     return room is not None and 0 < room < 1 << 63
 
 
 def room_reference(source: Source, room: int) -> str:
-    """Return the reference of a request, which prefill publishes with and decode reads with.
+    """Return the reference of a request, with which prefill publishes and decode reads.
 
-    It is as secret as the room: who knows the room, and who the source is, can make it. SGLang's routers draw rooms at
-    random, of 63 bits.
+    The reference is as secret as the room: anyone who knows room and source can make it. SGLang's routers draw random
+    rooms of 63 bits.
     """
     key = hashlib.sha256(f"kvferry sglang key\0{source.engine_id}\0{room}".encode()).digest()[:16]
     return router_reference(source.home, source.engine_id, router_key=room_name(room), key=key)
 
 
 def room_name(room: int) -> str:
-    """Return the name of a request, which may be logged: the room itself is as good as the reference."""
+    """Return the name of a request for logs: the room itself is as secret as the reference."""
     return "room-" + hashlib.sha256(f"kvferry sglang name\0{room}".encode()).hexdigest()[:16]
 
 
 def request_name(room: int, rid: str) -> str:
-    """Return the name of a request at one of its sides, with the id that it has there, which a client may choose."""
+    """Return the name of a request at one side, with that side's request id, which a client may choose."""
     return f"{room_name(room)} {ascii(rid)[1:-1][:MAX_RID]}"
 
 
 class Given(NamedTuple):
-    """What a request carries in place of a ``bootstrap_host`` if another make of engine prefills it.
-
-    Attributes:
-        reference: reference of the publication.
-        first_token: the token that prefill has sampled; None: the publication's payload says it.
-    """
+    """The content of a request's ``bootstrap_host`` if another make of engine prefills it: the reference of the
+    publication, and the token that prefill has sampled; None: the publication's payload has the token."""
 
     reference: str
     first_token: int | None
 
 
 def given_reference(bootstrap_addr: str) -> Given | None:
-    """Return what an address holds that is a reference, or a reference, ``+`` and the first token; None: it names a
+    """Parse an address that is a reference, or a reference, ``+`` and the first token; None: the address names a
     host."""
     host = bootstrap_addr.rpartition(":")[0]
     if not host.startswith(REFERENCE):
@@ -109,15 +100,15 @@ def given_reference(bootstrap_addr: str) -> Given | None:
 class KvferryBootstrapServer(ThreadingHTTPServer):
     """The bootstrap server of a prefill instance: an HTTP server on threads of SGLang's first process.
 
-    ``GET /kvferry`` answers engine_id and home, ``GET /health`` whether they are known. Rank 0, on the same host, puts
-    them there; nobody else may.
+    ``GET /kvferry`` answers engine_id and home, ``GET /health`` whether they are known. Only rank 0, on the same host,
+    may put them there.
 
     Attributes:
-        source: this instance, once rank 0 has registered it.
+        source: this instance; None: rank 0 has not registered it yet.
     """
 
     daemon_threads = True
-    # Each decode instance asks, all at once after a restart.
+    # All decode instances ask at once after a restart.
     request_queue_size = MAX_CONNECTIONS
     source: Source | None = None
 
@@ -130,16 +121,15 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """The port that it serves at."""
         return int(self.server_address[1])
 
     def close(self) -> None:
-        """Stop serving."""
         self.shutdown()
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own; of slow peers, the oldest gives way."""
+        """Answer on a thread of its own; too many connections end the oldest, so that slow peers cannot block
+        others."""
         with self._lock:
             self._connections[request] = None
             if len(self._connections) > MAX_CONNECTIONS:
@@ -149,23 +139,21 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         with self._lock:
             self._connections.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log as the rest does: peers that go away are nothing that SGLang's log must show."""
+        """Log with kvferry's logger, for debugging only: a peer that goes away is no problem of SGLang."""
         logger.debug("bootstrap server: a connection has failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    # Ends the thread of a peer that says nothing.
+    # Ends the thread of a silent peer.
     timeout = 10.0
     server: KvferryBootstrapServer
 
     def do_GET(self) -> None:
-        """Say who this instance is."""
         source = self.server.source
         if self.path.partition("?")[0] not in (PATH, "/health"):
             self._answer(404, {})
@@ -175,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, asdict(source))
 
     def do_PUT(self) -> None:
-        """Take from rank 0 who this instance is."""
+        """Take engine_id and home of this instance from rank 0."""
         here = self.connection.getsockname()[0]
         peer = self.client_address[0]
         length = self.headers.get("Content-Length", "")
@@ -188,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log as the rest does, and not to stderr."""
+        """Log with kvferry's logger instead of to stderr."""
         logger.debug("bootstrap server: " + format, *args)
 
     def _answer(self, status: int, said: Mapping[str, str]) -> None:
@@ -205,7 +193,8 @@ def _is_length(text: str) -> bool:
 
 
 def _source(body: bytes) -> Source | None:
-    """Decode a source of which references can be made; None for anything else. Requests name who answers this."""
+    """Decode a source; None for anything of which no reference can be made. The answer is untrusted: it comes from an
+    address that a request has named."""
     try:
         found = json.loads(body)
         source = Source(found["engine_id"], found["home"])
@@ -218,7 +207,7 @@ def _source(body: bytes) -> Source | None:
 
 
 def register_source(url: str, source: Source) -> None:
-    """Tell the bootstrap server of this instance who it is, on a thread: it starts when it starts."""
+    """Put this instance into its bootstrap server, on a thread: the server may start later."""
     body = json.dumps(asdict(source)).encode()
 
     def put() -> None:
@@ -236,10 +225,8 @@ def register_source(url: str, source: Source) -> None:
 
 
 class Sources:
-    """The prefill instances that a decode instance has asked for, by the address of their bootstrap servers.
-
-    Asking happens on threads, so that no step waits (R11).
-    """
+    """The prefill instances that a decode instance has asked for, by the addresses of their bootstrap servers. Threads
+    ask, so that no step waits (R11)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -248,7 +235,7 @@ class Sources:
         self._threads = ThreadPoolExecutor(ASKING, "kvferry-sources")
 
     def get(self, address: str) -> tuple[Source | None, str]:
-        """Return the instance, or None and why it is not known yet: empty while the answer is awaited."""
+        """Return the instance, or None and the problem; empty while the question is open."""
         with self._lock:
             known = self._known.get(address)
             if known is not None:
@@ -275,7 +262,8 @@ class Sources:
             return None, f"{type(error).__name__}: {error}"
 
     def forget(self, address: str) -> None:
-        """Ask again for an instance: a read from it has failed, and another may serve at its address now."""
+        """Ask for an instance again at the next `get`: a read has failed, and another instance may serve at the address
+        now."""
         with self._lock:
             self._known.pop(address, None)
 
@@ -288,10 +276,10 @@ def _ask(address: str) -> Source:
 
 
 def _exchange(address: str, method: str, body: bytes | None = None) -> bytes:
-    """Call a bootstrap server. It is in the cluster: the environment's proxies are not used."""
+    """Call a bootstrap server, without the environment's proxies: the server is in the cluster."""
     connection = HTTPConnection(address, timeout=ASK_TIMEOUT)
     connection.connect()
-    # The timeout of the connection begins again with each byte.
+    # The connection's own timeout begins again with each byte.
     ends = threading.Timer(ASK_TIMEOUT, _cut, (connection.sock,))
     ends.daemon = True
     ends.start()

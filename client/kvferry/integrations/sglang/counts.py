@@ -1,4 +1,4 @@
-"""What a rank has published and read, at SGLang's ``/metrics``, which ``--enable-metrics`` opens."""
+"""Counters of a rank at SGLang's ``/metrics``, which ``--enable-metrics`` opens."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import functools
 from kvferry.stats import METRICS
 
 SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
-"""Which of `METRICS` a rank counts."""
+"""The metrics of `METRICS` that a rank counts."""
 
 
 class Counts:
     """The counters of one rank: `SHOWN`, with the label ``tp_rank``. A failed read is counted by each rank that knows
-    why.
+    the reason.
 
-    SGLang's schedulers and its HTTP server are several processes. They share counters in files, which is what
-    prometheus-client calls its multiprocess mode, and which knows no collectors.
-
-    Args:
-        rank: the rank.
+    SGLang's schedulers and its HTTP server are several processes. They share counters in files (prometheus-client's
+    multiprocess mode), which does not support collectors.
     """
 
     def __init__(self, rank: int) -> None:
-        # Not before SGLang has set the folder of the files: prometheus-client asks for it when it is imported.
+        # Imported late: prometheus-client reads the folder of the files at import, and SGLang sets the folder first.
         from prometheus_client import Counter
 
         self._rank = str(rank)
@@ -36,9 +33,9 @@ class Counts:
     @classmethod
     @functools.cache
     def of(cls, rank: int) -> Counts:
-        """Return the counters of a rank, which are made once in its process."""
+        """Return the counters of a rank, which are made once in a process."""
         return cls(rank)
 
     def add(self, path: str, *labels: str, by: int = 1) -> None:
-        """Count something, by its path in `METRICS` and the values of its labels."""
+        """Add to the counter with this path in `METRICS`, for these values of its labels."""
         self._made[path].labels(self._rank, *labels).inc(by)

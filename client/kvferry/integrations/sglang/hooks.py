@@ -1,5 +1,5 @@
-"""What runs before or after methods of SGLang's: decode holds the pages of failed requests until nothing can write to
-them (R4), and senders and receivers learn the prompts of their requests, of which SGLang tells them the pages."""
+"""Hooks before and after SGLang's methods: decode holds the pages of failed requests until they are quiet (R4), and
+senders and receivers receive the prompts of their requests, for which SGLang passes only pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _queues_that_hold: list[str] = []
 
 
 def hold_until_quiet(_: None, queue: Any, *__: Any, **___: Any) -> None:
-    """Let SGLang hold the pages of failed requests for as long as the backend says, instead of some time."""
+    """Make SGLang hold the pages of failed requests until the backend frees them, instead of for a fixed time."""
     from sglang.srt.runtime_context import get_disagg
 
     if get_disagg().disaggregation_transfer_backend == BACKEND:
@@ -38,39 +38,39 @@ def hold_until_quiet(_: None, queue: Any, *__: Any, **___: Any) -> None:
 
 
 def holds_until_quiet() -> bool:
-    """Return whether decode in this process holds the pages of failed requests. SGLang only logs it if a plug-in's hook
-    has failed, e.g. in a version without the queue."""
+    """Return whether decode in this process holds the pages of failed requests. If a hook fails, e.g. in a version
+    without the queue, SGLang only writes a log line."""
     return bool(_queues_that_hold)
 
 
 def tell_sender(made: bool, queue: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Tell a sender that was made the id and the prompt of its request."""
+    """Give a new sender the id and the prompt of its request."""
     expect = getattr(request.disagg_kv_sender, "expect_prompt", None) if made else None
     if expect is not None:
         expect(request.rid, prompt_of(request, queue.scheduler))
 
 
 def tell_receiver(decode_request: Any, queue: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Tell a receiver that was made the id and the prompt of its request, and how many tokens it has."""
+    """Give a new receiver the id, the number of tokens and the prompt of its request."""
     expect = getattr(decode_request.kv_receiver, "expect_prompt", None)
     if expect is not None:
         expect(request.rid, len(request.origin_input_ids), prompt_of(request, queue.scheduler))
 
 
 def tells_prompts(makes: str) -> bool:
-    """Return whether this process tells prompts to what one of the methods above makes. SGLang only logs it if a hook
-    could not be installed, e.g. in a version without the method."""
+    """Return whether a hook gives prompts to the senders or receivers that a method above makes. If a hook cannot be
+    installed, e.g. in a version without the method, SGLang only writes a log line."""
     queue, _, name = makes.rpartition(".")
     method = getattr(pkgutil.resolve_name(queue), name, None)
-    # All hooks of a method are installed at once, as one chain of wrappers, or none is.
+    # SGLang installs all hooks of a method at once, as one chain of wrappers, or none.
     return hasattr(method, "__wrapped__")
 
 
 def prompt_of(request: Any, scheduler: Any) -> Prompt:
-    """Return the prompt of SGLang's request; unknown if it is one of embeddings, whose ids are made up.
+    """Return the prompt of SGLang's request; unknown for embeddings, whose token ids are placeholders.
 
-    SGLang names a LoRA adapter by an id that each instance may choose; the scheduler has a table of the names, which KV
-    events need.
+    SGLang identifies a LoRA adapter by an id that each instance may choose; the scheduler has a table of names for KV
+    events.
     """
     if request.input_embeds is not None or request.positional_embed_overrides is not None:
         return Prompt.unknown
@@ -85,13 +85,13 @@ def prompt_of(request: Any, scheduler: Any) -> Prompt:
 
 
 def _inputs(ids: npt.NDArray[np.int64], inputs: npt.NDArray[np.bool_]) -> list[PromptInput]:
-    """Return the images and other inputs of a prompt. In the place of their tokens SGLang writes hashes of their
-    content, of 62 bits, which are no token ids."""
+    """Return the images and other inputs of a prompt. In place of their tokens SGLang writes hashes of the content, of
+    62 bits, which are not token ids."""
     if not inputs.any():
         return []
     from sglang.srt.environ import envs
 
-    # Without hashes, SGLang draws numbers for each request.
+    # Without hashes, SGLang draws random numbers for each request.
     hashed = not envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
     found = []
     for begin, end in np.flatnonzero(np.diff(inputs, prepend=False, append=False)).reshape(-1, 2).tolist():

@@ -32,23 +32,23 @@ from kvferry.integrations.sglang.support import check_supported, identity
 logger = logging.getLogger(__name__)
 
 BREATH = 1e-4
-"""Seconds for which a scheduler that waits for reads or releases leaves Python's lock to other threads."""
+"""Seconds of a pause in which a scheduler that waits for reads or releases leaves Python's lock to other threads."""
 
 BETWEEN_BREATHS = 1e-3
 """Seconds from one such pause to the next."""
 
 REPEATED = "the request's bootstrap_room is that of another request, which is under way"
-"""Why a request fails whose room another one has."""
+"""The failure of a request whose room belongs to another request."""
 
 Pages = npt.NDArray[np.int32]
 
 
 class RequestFailed(Exception):
-    """Says why a request has failed; SGLang puts it into the request's answer.
+    """The failure of a request; SGLang puts it into the request's answer.
 
     Attributes:
-        failure_reason: why; begins with the name of kvferry's error, where there is one.
-        is_from_another_rank: this rank knows no reason, so another one has failed.
+        failure_reason: begins with the name of kvferry's error, if there is one.
+        is_from_another_rank: this rank knows no reason, so another rank has failed.
     """
 
     def __init__(self, reason: str) -> None:
@@ -60,17 +60,12 @@ class RequestFailed(Exception):
 class KvferryManager(BaseKVManager):  # type: ignore[misc]
     """Registers a rank's pools, publishes on rank 0 for all ranks, and reads on every rank for itself.
 
-    Ranks of one engine compute in step: SGLang gives all of them the same requests in the same order, with the same
+    Ranks of one engine compute in step: SGLang gives all ranks the same requests in the same order, with the same
     pages. When rank 0 has the output of a step, each rank has written its KV cache, since the output comes after a
-    reduction over the ranks that every layer's attention precedes.
+    reduction over the ranks, and every layer's attention precedes that reduction.
 
-    Attributes:
-        kv_args: SGLang's description of the pools; SGLang asks for it.
-        leader: whether this is rank 0.
-        aux: the rows beside the KV cache.
-        sources: the prefill instances that decode has asked for.
-        counts: what this rank publishes and reads.
-        prefill_info_table: what SGLang's decode looks up before it starts a request; see `_Reachable`.
+    SGLang reads `kv_args`, its own description of the pools, and `prefill_info_table`, see `_Reachable`. The `leader`
+    is rank 0.
     """
 
     enable_deferred_decode_kv_release = True
@@ -110,7 +105,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
             int(parallel.tp_rank),
             tensors=self.pools.tensors,
             planes=self.pools.planes,
-            # Planes declare the heads of each rank; one with a whole axis is latent, and equal on all ranks.
+            # Planes declare the heads of each rank; a plane with a whole axis is latent, and equal on all ranks.
             replicated=True,
             labels={"tp_rank": int(parallel.tp_rank)},
             token=token,
@@ -125,24 +120,22 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self.counts = Counts.of(int(parallel.tp_rank))
         self.prefill_info_table = _Reachable()
         if mode == "prefill":
-            # Nothing is sent before the prompt is computed (`sender`), and SGLang would record an event of CUDA for it.
+            # `sender` publishes only whole prompts; for early parts SGLang would record an event of CUDA.
             envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
             self.register_to_bootstrap()
         else:
             self._cache.prepare()
 
     def _open(self, spec: EngineSpec, ranks: Any) -> str:
-        """Open the engine's session on rank 0, and return its token on every rank.
-
-        The token is a secret. It goes where SGLang's own requests go from rank to rank.
-        """
+        """Open the engine's session on rank 0, and return its token on every rank. The token is a secret; it takes the
+        way of SGLang's own requests from rank to rank."""
         opened, error = "", None
         if self.leader:
             try:
                 self._port = SchedulerPort(self._client, spec, timeout=self._settings.start_timeout)
                 opened = str(self._port.token)
             except KvferryError as failed:
-                # The others wait for the token.
+                # Raised after the broadcast: the other ranks wait for the token.
                 error = failed
         token: str = ranks.broadcast_object(opened, src=0)
         if error is not None:
@@ -152,7 +145,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         return token
 
     def register_to_bootstrap(self) -> None:
-        """Let decode find this instance; see `bootstrap`."""
+        """Make this instance known to decode; see `bootstrap`."""
         if self._port is None:
             return
         parallel, serving = get_parallel(), get_serving()
@@ -166,16 +159,16 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     # For senders and receivers.
 
     def claim(self, room: int, request: Any) -> str:
-        """Claim a room for a request until it has ended. Returns why that cannot be; empty: it is claimed.
+        """Claim a room for a request until the request has ended. Returns the problem; empty: the room is claimed.
 
-        Routers and clients repeat requests, with the room of the first. A repetition must not end what it repeats.
+        Routers and clients repeat requests with the room of the first. A repetition must not end the first request.
         """
         if not room_is_usable(room):
             return "the request's bootstrap_room is not from 1 to 2**63 - 1"
         return "" if self._requests.setdefault(room, request) is request else REPEATED
 
     def unclaim(self, room: int, request: Any) -> None:
-        """Note that a request has ended, if it is the one that has claimed the room."""
+        """Free the room of a request that has ended, if this request has claimed the room."""
         if self._requests.get(room) is request:
             del self._requests[room]
 
@@ -185,8 +178,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         """Return a request's blocks by group.
 
         Args:
-            pages: its pages from `first_token` on.
-            states: by SGLang's list of states, the pages of each. Those of a window are the last ones.
+            pages: the request's pages from `first_token` on.
+            states: the pages of each state in SGLang's list. Those of a window are the last pages.
             first_token, end_token: the tokens in the pages; None: to the end of the pages.
         """
         found = {FULL: Blocks(np.asarray(pages), first_token, end_token)}
@@ -197,7 +190,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         return found
 
     def breathe(self) -> None:
-        """Let other threads have Python's lock, now and then: the scheduler waits for a read or a release."""
+        """Leave Python's lock to other threads now and then, while the scheduler waits for a read or a release."""
         now = time.monotonic()
         if now - self._breathed > BETWEEN_BREATHS:
             time.sleep(BREATH)
@@ -208,13 +201,13 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def publish(
         self, reference: str, name: str, blocks: dict[str, Blocks], payload: bytes, prompt: Prompt
     ) -> Publication:
-        """Publish a request's blocks under the reference that decode makes too. Raises `KvferryError`."""
+        """Publish a request's blocks under the reference that decode also makes. Raises `KvferryError`."""
         publication = self.port.publish(name, blocks, payload=payload, reference=reference, prompt=prompt)
         self.counts.add("source.published")
         return publication
 
     def take_release(self, publication: Publication) -> Release | None:
-        """Return the release of a publication once it has come; only once."""
+        """Return the release of a publication, once; None: it has not come, or was returned."""
         for release in self.port.released():
             self._released[release.publication] = release
             self.counts.add("source.released", release.outcome.name.lower())
@@ -225,7 +218,6 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     @property
     def port(self) -> SchedulerPort:
-        """The scheduler's port, of rank 0."""
         if self._port is None:
             raise RuntimeError("only rank 0 has the engine's session")
         return self._port
@@ -246,8 +238,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         tokens: tuple[int, int] | None,
         prompt: Prompt,
     ) -> Read:
-        """Start to read this rank's share of a prompt: what is published of `tokens`, as it is published; None: all,
-        when it is complete. Every rank gives the same name. Raises `KvferryError`."""
+        """Start to read this rank's share of a prompt: `tokens`, as they are published; None: all tokens, when the
+        publication is complete. Every rank gives the same name. Raises `KvferryError`."""
         read = self._cache.read(
             reference,
             blocks,
@@ -262,7 +254,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         return read
 
     def decline(self, reference: str, prompt: Prompt = Prompt.unknown) -> None:
-        """Tell prefill that nobody will read a request, unless it is known to be of another prompt; returns at once."""
+        """Decline a publication that will not be read, unless it is known to be of another prompt; returns at once."""
         if self._port is None:
             return
         try:
@@ -273,25 +265,25 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     # For SGLang's decode.
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return whether nothing can write to the pages of a failed request on this rank any more (R4)."""
+        """Return whether the pages of a failed request are quiet on this rank (R4)."""
         read = self._reads.get(bootstrap_room)
         return read is None or read.quiet
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """Forget the read of a request whose pages SGLang has taken back, or uses."""
+        """Forget the read of a request whose pages SGLang has freed, or uses."""
         self._reads.pop(bootstrap_room, None)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Return that a request's prefill instance is known: receivers ask for it themselves."""
+        """Return True: receivers ask for a request's prefill instance themselves."""
         return True
 
     def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
-        """Fail a request that decode has retracted for new weights: its room was used, and cannot be used again."""
+        """Fail a request that decode has retracted for new weights: a room cannot be used twice."""
         receiver.fail("kvferry's backend does not compute retracted requests again")
 
 
 def _config_of(model: Any) -> dict[str, object]:
-    """Return the model's own configuration; that of a model that only SGLang knows, with what SGLang has added."""
+    """Return the model's own configuration; for a model that only SGLang knows, with SGLang's additions."""
     try:
         found: dict[str, object] = AutoConfig.from_pretrained(model.model_path, revision=model.revision).to_dict()
     except (ValueError, OSError):
@@ -300,10 +292,10 @@ def _config_of(model: Any) -> dict[str, object]:
 
 
 class _Reachable(dict[str, Any]):
-    """What SGLang's decode knows about prefill instances: that each has one data-parallel rank.
+    """The table in which SGLang's decode looks up prefill instances: each has one data-parallel rank.
 
-    SGLang asks an instance before it starts the first request of it, in the scheduler's loop. Receivers ask on
-    threads instead, so each instance seems to be known.
+    For an unknown instance, SGLang's scheduler would ask in its loop. Receivers ask on threads instead, so here each
+    instance is known.
     """
 
     class _Instance:

@@ -1,4 +1,4 @@
-"""SGLang's pools as kvferry's groups and planes, by their own classes."""
+"""SGLang's pools as kvferry's groups and planes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,16 @@ from kvferry.geometry.formats import sglang_mha, sglang_mla
 from kvferry.geometry.tensors import Tensor
 
 FULL = "full"
-"""The group of full attention, named as the connector for vLLM names it."""
+"""The group of full attention, with the name of the vLLM connector."""
 
 NULL_PAGE = 0
-"""The page of slot 0, into which SGLang writes for requests that only pad a batch."""
+"""The page of slot 0, into which SGLang writes the padding of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pools of one rank.
-
-    Attributes:
-        groups: the groups; the first is that of full attention.
-        window: name of the group of sliding windows; empty: there is none.
-        planes: the planes of the rank.
-        tensors: the tensors that the planes describe, by name.
-    """
+    """The pools of one rank, with the tensors of the planes by name. The first group is that of full attention;
+    `window` names the group of sliding windows; empty: there is none."""
 
     groups: tuple[Group, ...]
     window: str
@@ -39,12 +33,12 @@ class Pools:
 
 
 def describe_pools(pool: Any, held: Interval, heads: int, window: int, layer_names: str) -> Pools:
-    """Describe the pool of a rank.
+    """Describe SGLang's pool of a rank.
 
     Args:
         pool: SGLang's pool.
         held: the KV heads that the rank holds.
-        heads: how many the model has.
+        heads: number of the model's KV heads.
         window: tokens of a sliding window; 0: unknown.
         layer_names: names of layers, with ``{}`` for their numbers.
 
@@ -68,7 +62,7 @@ def describe_pools(pool: Any, held: Interval, heads: int, window: int, layer_nam
 
 
 def _group(name: str, pool: Any) -> Group:
-    """Return the group of a pool: each has pages, and numbers of them, of its own."""
+    """Return the group of a pool. Each pool numbers its own pages."""
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
         raise InvalidField(
             "KV pool",

@@ -16,18 +16,18 @@ from kvferry.integrations.sglang.bootstrap import given_reference, request_name,
 from kvferry.integrations.sglang.manager import REPEATED, KvferryManager, Pages, RequestFailed
 
 FIND_TIMEOUT = 60.0
-"""Seconds in which the prefill instance of a request has to be found."""
+"""Seconds in which a request's prefill instance must be found."""
 
 
 class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
-    """Reads this rank's share of a request when SGLang has given it pages.
+    """Reads this rank's share of a request when SGLang has allocated pages.
 
-    A read that has failed may still be written to. SGLang then keeps the pages until every rank says that its share is
+    The pages of a failed read may still be written to. SGLang then keeps the pages until every rank reports its share
     quiet, by `KvferryManager.is_abort_release_safe`.
 
     Attributes:
         abort_notified: whether a read was started whose pages must be quiet before they are used again; SGLang's name.
-        bootstrap_infos, require_staging, conclude_state: SGLang asks for these; without meaning here.
+        bootstrap_infos, require_staging, conclude_state: SGLang reads these; without meaning here.
     """
 
     bootstrap_infos: tuple[object, ...] = ()
@@ -57,7 +57,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             self.fail(problem)
 
     def expect_prompt(self, rid: str, tokens: int, prompt: Prompt) -> None:
-        """Take SGLang's id of the request, how many tokens its prompt has, and what is known of it: see `hooks`."""
+        """Take SGLang's request id, the number of tokens of the prompt, and the prompt: see `hooks`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt_tokens = tokens
         self._prompt = prompt
@@ -74,10 +74,10 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
-        """Start to read into pages.
+        """Start to read into the pages behind decode's prefix.
 
         Args:
-            kv_indices: the pages behind the prefix.
+            kv_indices: these pages.
             aux_index: the request's row of the auxiliary buffers.
             state_indices: the pages of a sliding window, by SGLang's list of states.
             decode_prefix_len: tokens that decode has in its prefix cache: whole pages.
@@ -115,7 +115,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return self._take(self._read)
 
     def fail(self, reason: str | Exception) -> Any:
-        """Fail the request. It is counted by the class of the error, if there is one."""
+        """Fail the request, and count the failure by the class of the error, if there is one."""
         if not self._failure:
             name = type(reason).__name__ if isinstance(reason, Exception) else RequestFailed.__name__
             self._failure = f"{name}: {reason}" if isinstance(reason, Exception) else reason
@@ -125,7 +125,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return KVPoll.Failed
 
     def abort(self) -> None:
-        """Abort the request, if it was not read already."""
+        """Abort the request, unless its read is done."""
         if self._good:
             return
         if not self._failure:
@@ -134,14 +134,14 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._give_up(aborted=True)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Stop reading. SGLang calls this on every rank when one of them has failed."""
+        """Stop reading. SGLang calls this on every rank when one rank has failed."""
         self._give_up()
 
     def _give_up(self, *, aborted: bool = False) -> None:
-        """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
+        """Stop reading, and decline the publication: a room has one reader and one try.
 
-        A reference that the request carried may have another reader after a read that has failed. A repetition must not
-        end the request that it repeats, nor a request that of another prompt, whose reader may still come.
+        A reference that the request carried may have another reader after a failed read. A repetition must not decline
+        the first request's publication, nor may a request decline that of another prompt, whose reader may still come.
         """
         tried = aborted or self._given is None or self._read is None
         if self._reference and tried and self._failure != REPEATED and not self._may_be_anothers():
@@ -151,24 +151,23 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             self.abort_notified = True
 
     def _may_be_anothers(self) -> bool:
-        """Return whether what is published is of another prompt, as far as this rank knows. If another rank has failed
-        before this one was told what is published, that may be why."""
+        """Return whether the publication may be of another prompt, as far as this rank knows: if another rank has
+        failed before this rank received the publication's marks, that may be the reason."""
         if self._is_anothers or self._read is None:
             return self._is_anothers
         state = self._read.state
         if state is ReadState.FAILED:
-            # Since SGLang has polled.
+            # The read has failed after SGLang's last poll.
             return isinstance(self._read.exception(0), PromptMismatch)
         return state is ReadState.WAITING and not self._failure
 
     def clear(self) -> None:
-        """Forget the request: SGLang has taken its pages back, or uses them."""
+        """Forget the request: SGLang has freed its pages, or uses them."""
         if self._read is not None:
             self.kv_mgr.clear_deferred_abort_state(self.bootstrap_room)
         self.kv_mgr.unclaim(self.bootstrap_room, self)
 
     def failure_exception(self) -> NoReturn:
-        """Raise why the request has failed."""
         raise RequestFailed(self._failure)
 
     def _find(self) -> Any:
@@ -188,7 +187,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return KVPoll.WaitingForInput
 
     def _take(self, read: Read) -> Any:
-        """Hand over what came beside the KV cache."""
+        """Hand over the payload that came beside the KV cache."""
         result = read.result(0)
         payload = result.payload
         if self._given is not None and self._given.first_token is not None:
@@ -209,8 +208,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return KVPoll.Success
 
     def _tokens(self) -> tuple[int, int] | None:
-        """Return the tokens to read while prefill still computes; None: all, when it is done. SGLang's prefill
-        publishes all at once, and of a window nobody publishes anything before."""
+        """Return the tokens to read while prefill still computes; None: all, when the publication is complete. SGLang's
+        prefill publishes all at once, and every prefill publishes windows at the end."""
         if self._given is None or self._prompt_tokens is None or self.kv_mgr.pools.window:
             return None
         if self._first >= self._prompt_tokens:

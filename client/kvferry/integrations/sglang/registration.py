@@ -1,9 +1,9 @@
-"""Makes the backend known to SGLang by its name. Imports SGLang only when SGLang asks for it.
+"""Makes the backend known to SGLang by its name. Imports SGLang only when SGLang calls.
 
 SGLang calls `register` in each of its processes, before it parses its arguments, by the entry point ``kvferry`` of the
-group ``sglang.srt.plugins`` (sglang/srt/plugins/__init__.py, `load_plugins`; 0.5.23). Where ``SGLANG_PLUGINS`` is set,
-it must name ``kvferry``. SGLang's backends are an enumeration and a function that returns five classes for each; it has
-no register for more of them, so this extends both.
+group ``sglang.srt.plugins`` (sglang/srt/plugins/__init__.py, `load_plugins`; 0.5.23). If ``SGLANG_PLUGINS`` is set, it
+must name ``kvferry``. SGLang's backends are an enumeration and a function that returns five classes for each. SGLang
+has no registry of further backends, so this module extends both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def register() -> None:
 
 
 def _add_member(backends: Any) -> None:
-    """Add a member to an enumeration. Python has no call for it; code that was imported before holds this class."""
+    """Add a member to an enumeration, for which Python has no call. The class stays the same, because other modules
+    have imported it."""
     member = object.__new__(backends)
     member._name_, member._value_ = BACKEND.upper(), BACKEND
     backends._member_names_.append(member._name_)
@@ -62,7 +63,7 @@ def _add_member(backends: Any) -> None:
 
 
 def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """Return the class of a backend's part, as SGLang's function does."""
+    """Replaces SGLang's function: return the class of a backend's part."""
     if transfer_backend.value != BACKEND:
         return original(transfer_backend, class_type)
     from sglang.srt.disaggregation.base import KVArgs
@@ -83,13 +84,13 @@ def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_typ
 
 
 def _keep_pools(kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None, *_: Any, **__: Any) -> None:
-    """Keep the pools with the arguments of the manager, which otherwise has their addresses only."""
+    """Add the pools to the arguments of the manager, which otherwise have only addresses."""
     kv_args.kvferry_pools = (token_to_kv_pool, draft_token_to_kv_pool)
 
 
 def _retract_without_a_device(**_: Any) -> None:
-    """Let decode keep what it retracts in tensors, where there is no device for which to register a pool in the host's
-    memory: SGLang chooses the pool, and calls ``cudaHostRegister``."""
+    """Make decode keep retracted requests in tensors on machines without a device: SGLang's default is a pool in host
+    memory, for which it calls ``cudaHostRegister``."""
     import torch
     from sglang.srt.runtime_context import get_context, get_disagg
 

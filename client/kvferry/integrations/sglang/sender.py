@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class KvferrySender(BaseKVSender):  # type: ignore[misc]
-    """Publishes a request when all of its prompt is computed, and says so when it is released.
+    """Publishes a request when its whole prompt is computed, and succeeds when the publication is released.
 
     Not chunk by chunk: SGLang frees the pages of a request that is aborted between two chunks without asking
-    (`process_pending_chunked_abort`; 0.5.23), and what is published may not be freed before it is released (R2).
+    (`process_pending_chunked_abort`; 0.5.23), and published pages may not be freed before the release (R2).
 
-    Rank 0 decides for all ranks, since SGLang takes the least of their answers. The others never say "failed": it would
-    end the request while rank 0 still waits for the release.
+    Rank 0 decides for all ranks, since SGLang takes the least of their answers. Other ranks never answer "failed",
+    which would end the request while rank 0 still waits for the release.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._reference = room_reference(mgr.own_source, bootstrap_room) if claimed else ""
 
     def expect_prompt(self, rid: str, prompt: Prompt) -> None:
-        """Take SGLang's id of the request, and its prompt: see `hooks`."""
+        """Take SGLang's request id, and the prompt: see `hooks`."""
         self._name = request_name(self.bootstrap_room, rid)
         self._prompt = prompt
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Take how many pages will come, and the request's row of the auxiliary buffers."""
+        """Take the number of pages to come, and the request's row of the auxiliary buffers."""
         self._wanted = num_kv_indices
         self._row = -1 if aux_index is None else aux_index
 
@@ -85,7 +85,6 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
             self._failure = f"{type(error).__name__}: {error}"
 
     def poll(self) -> Any:
-        """Return the state of the request."""
         if not self.kv_mgr.leader:
             return KVPoll.Success if self._sent else KVPoll.WaitingForInput
         if self._publication is None:
@@ -101,7 +100,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         return KVPoll.Failed if self._failure else KVPoll.Success
 
     def abort(self) -> None:
-        """Withdraw the request. If it is published, its pages stay until it is released."""
+        """Withdraw the request. Published pages stay until the release."""
         if not self.kv_mgr.leader or self._release is not None:
             return
         self._failure = self._failure or "aborted"
@@ -109,16 +108,14 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
             self.kv_mgr.port.abort(self._publication)
             return
         if self._reference:
-            # Decode may wait for it already.
+            # Decode may already wait for the publication.
             self.kv_mgr.decline(self._reference)
         self.clear()
 
     def clear(self) -> None:
-        """Forget the request, which has ended."""
         self.kv_mgr.unclaim(self.bootstrap_room, self)
 
     def failure_exception(self) -> NoReturn:
-        """Raise why the request has failed; it has ended by that."""
         self.clear()
         raise RequestFailed(self._failure)
 

@@ -1,5 +1,5 @@
-"""What an operator sets for the backend. SGLang has no place for it among its arguments, so these are environment
-variables, read once in each process."""
+"""An operator's settings of the backend. SGLang has no arguments for them, so they are environment variables, read once
+in each process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Settings:
 
     Attributes:
         address: ``KVFERRY_ADDRESS``, address of this node's server, ``unix:/path`` or ``host:port``.
-        engine_id: ``KVFERRY_ENGINE_ID``; empty: made of the host's name and the port that the instance serves at.
-        allowed_homes: ``KVFERRY_ALLOWED_HOMES``, shell patterns with commas between them: the ``host:port`` of homes
-            that may be connected to without TLS.
+        engine_id: ``KVFERRY_ENGINE_ID``; empty: made of the host's name and the instance's port.
+        allowed_homes: ``KVFERRY_ALLOWED_HOMES``, shell patterns with commas between them, for the ``host:port`` of
+            homes to which the client may connect without TLS.
         directory: ``KVFERRY_DIRECTORY``, URL of the directory of homes and engines; empty: none.
         read_timeout: ``KVFERRY_READ_TIMEOUT``, seconds until a read fails, the wait for its publication included.
         start_timeout: ``KVFERRY_START_TIMEOUT``, seconds for which the engine waits for its node server.
-        layer_names: ``KVFERRY_LAYER_NAMES``, how the layers are called, with ``{}`` for their numbers: engines read
-            from each other only layers of the same names.
+        layer_names: ``KVFERRY_LAYER_NAMES``, names of the layers, with ``{}`` for their numbers: engines read from each
+            other only layers of the same names.
         prompt_check: ``KVFERRY_PROMPT_CHECK``, "compare", "require" or "off": see `Client`.
         tls: ``KVFERRY_TLS_CA``, ``KVFERRY_TLS_CERT`` and ``KVFERRY_TLS_KEY``, names of PEM files; None: no TLS.
 
@@ -48,7 +48,6 @@ class Settings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the settings from environment variables."""
         address = environment.get("KVFERRY_ADDRESS", "")
         if not address:
             raise InvalidField("KVFERRY_ADDRESS", address, "the node server's address, unix:/path or host:port")
@@ -74,7 +73,6 @@ class Settings:
         )
 
     def client(self) -> Client:
-        """Make the client of a process."""
         return Client(
             self.address,
             tls=self.tls,

@@ -1,4 +1,4 @@
-"""What the backend refuses, before an engine serves; and the identity of what its cache holds."""
+"""Refuses unsupported settings before an engine serves; and the identity of a cache's contents."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from kvferry.errors import InvalidField
 from kvferry.integrations.identity import cache_identity
 
 STATES = ("swa",)
-"""States that SGLang keeps beside the KV cache and hands over, by `StateType`'s values, which are supported."""
+"""Supported states that SGLang keeps beside the KV cache and hands over, by `StateType`'s values."""
 
 
 def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft_pool: Any) -> None:
-    """Raise `InvalidField` for what the backend cannot do, naming SGLang's setting.
-
-    Args:
-        kv_args: SGLang's arguments of the manager.
-        parallel, disagg, memory: SGLang's configuration.
-        draft_pool: the pool of a draft model; None: there is none.
-    """
+    """Raise `InvalidField`, which names SGLang's setting, for unsupported settings. `kv_args` are SGLang's arguments of
+    the manager; `draft_pool` is None without a draft model."""
     for name, found in (
         ("pp_size", parallel.pp_size),
         ("dp_size", parallel.dp_size),

@@ -10,7 +10,7 @@ Use ``kv_consumer`` for decode instances. A node server, ``kvferryd``, must run 
 Tested on CPU with vLLM 0.32.0, and in parts with 0.31.0 and 0.30.0: `docs/vllm.md` says what was run.
 
 The connector is loaded on first use: vLLM imports this package in each of its processes, to register the connector's
-name, also where nobody uses it.
+name, even without this connector.
 """
 
 from __future__ import annotations

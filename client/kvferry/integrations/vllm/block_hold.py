@@ -1,4 +1,4 @@
-"""Blocks that vLLM must not give out again, whatever becomes of their request: it is preempted, aborted, or ends."""
+"""Keeps blocks from being reused by vLLM after their request was preempted, aborted, or has ended."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvferry.geometry.blocks import Blocks
 
 
 class BlockHold:
-    """References of our own to blocks of vLLM's pool, beside those of its requests.
+    """The connector's own references to blocks of vLLM's pool, beside those of vLLM's requests.
 
-    vLLM frees the blocks of a request that it preempts or aborts, and evicts blocks from its prefix cache. A block that
-    is referred to goes back to the free ones only with its last reference, and stays in the prefix cache until then. So
-    a request that is preempted usually finds its own blocks there again.
+    vLLM frees the blocks of a request that it preempts or aborts, and evicts blocks from its prefix cache. A block
+    becomes free only with its last reference, and stays in the prefix cache until then. So a preempted request usually
+    finds its own blocks there again.
 
     Args:
-        pool: vLLM's ``BlockPool`` (``vllm/v1/core/block_pool.py``; 0.32.0); None: it is not known, and nothing is held.
+        pool: vLLM's ``BlockPool`` (``vllm/v1/core/block_pool.py``; 0.32.0); None: unknown, so nothing is held.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -27,11 +27,10 @@ class BlockHold:
         return len(self._ids)
 
     def any_of(self, ids: Set[int]) -> bool:
-        """Whether one of these blocks is held."""
         return not ids.isdisjoint(self._ids)
 
     def add(self, blocks: Mapping[str, Blocks]) -> None:
-        """Hold blocks that a request has now, by group."""
+        """Hold blocks, by group, that belong to a request now."""
         if self._pool is None:
             return
         given = ids_of(blocks)
@@ -39,24 +38,23 @@ class BlockHold:
         self._ids += given
 
     def drop(self, blocks: Mapping[str, Blocks]) -> None:
-        """Free some of them."""
         given = set(ids_of(blocks))
         self._free([block for block in self._ids if block in given])
         self._ids = [block for block in self._ids if block not in given]
 
     def free(self) -> None:
-        """Free all of them. Idempotent."""
+        """Free all blocks. Idempotent."""
         ids, self._ids = self._ids, []
         self._free(ids)
 
     def _free(self, ids: list[int]) -> None:
         if ids:
-            # As vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
+            # In reverse, as vLLM frees a request: the prefix cache keeps the beginning of a prompt the longest.
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(ids)])
 
 
 class Holds:
-    """The holds of publications, until they are released. Empty for ever without vLLM's pool."""
+    """The holds of publications, until their release. Always empty without vLLM's pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -66,22 +64,20 @@ class Holds:
         return bool(self._held)
 
     def bind(self, pool: Any) -> None:
-        """Take vLLM's block pool."""
         self._pool = pool
 
     def begin(self) -> BlockHold:
-        """Return a hold of nothing yet."""
+        """Return an empty hold."""
         return BlockHold(self._pool)
 
     def keep(self, publication: int, hold: BlockHold) -> bool:
-        """Keep a hold until its publication is released; return whether it holds anything, so that vLLM may free the
-        request."""
+        """Keep a hold until its publication is released; return whether the hold is effective, so that vLLM may free
+        the request."""
         if self._pool is not None:
             self._held[publication] = hold
         return self._pool is not None
 
     def released(self, publication: int) -> None:
-        """Free what is held of a publication."""
         hold = self._held.pop(publication, None)
         if hold is not None:
             hold.free()

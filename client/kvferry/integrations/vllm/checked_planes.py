@@ -1,9 +1,9 @@
 """The planes of a rank of a vLLM engine, served only if tests or the self-check have shown that they are right.
 
-The planes are made from vLLM's specs and tensors. In the self-check vLLM itself says whether they are right, see
-`kvferry.testing.check_layout`: its own functions write into blocks that no request has yet. It runs once, on every
-rank, on the device, in `register_kv_caches`: before the first request, and before CUDA graphs are captured. It was run
-on CPU only so far, with vLLM's CPU kernels, and with its Triton kernels under Triton's interpreter.
+The planes are made from vLLM's specs and tensors. In the self-check vLLM's own functions write into blocks that no
+request has yet, see `kvferry.testing.check_layout`. The self-check runs once, on every rank, on the device, in
+`register_kv_caches`: before the first request, and before CUDA graphs are captured. So far it has run on CPU only, with
+vLLM's CPU kernels, and with its Triton kernels under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How the layers of one kind were checked.
+    """The check of the layers of one kind.
 
     Attributes:
         backend: the backend, or the class of the layers.
         layers: names of the layers, alike in backend, spec, strides and planes. The first of them was written to.
-        layout: what was compared, and in which blocks.
-        unwritten: why nothing was written, so that strides, sizes and bounds alone were compared with the spec; else
+        layout: the compared components and blocks.
+        unwritten: why nothing was written, so that only strides, sizes and bounds were compared with the spec; else
             empty.
     """
 
@@ -58,12 +58,8 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a self-check has checked.
-
-    Attributes:
-        kinds: the kinds of layers. The first and the last layer are written to in any case.
-        seconds: how long it took.
-    """
+    """The result of a self-check, by kind of layers, with its duration in seconds. The first and the last layer are
+    always written to."""
 
     kinds: tuple[Checked, ...]
     seconds: float
@@ -78,8 +74,8 @@ def checked_planes(
     """Return the planes of a rank's caches, ordered by group.
 
     Raises:
-        LayoutMismatch: vLLM writes elsewhere than the planes say.
-        InvalidField: the layout of a layer is not known; or no test has shown it, and the self-check could not.
+        LayoutMismatch: vLLM writes elsewhere than the planes declare.
+        InvalidField: the layout of a layer is unknown; or neither a test nor the self-check has proven it.
     """
     if not current_platform.is_cpu():
         logger.warning("kvferry was not run on %s yet: please report what you see", current_platform.device_name)
@@ -107,7 +103,7 @@ def layers_of(
             if name in kv_caches:
                 spec = layer_spec(listed, name)
                 held = holding(spec, name, vllm_config, place)
-                # The spec of a state says all about it.
+                # The spec of a state is complete without a backend.
                 backend = "" if isinstance(spec, MambaSpec) else backend_of(vllm_config, name)
                 found.append(Layer(name, kv_caches[name], spec, table.group, held, vllm_config, backend))
     return found
@@ -115,14 +111,10 @@ def layers_of(
 
 def check_shown(layers: Sequence[Layer], report: Report | None) -> None:
     """Raise `InvalidField` for a layer whose layout neither the tests nor the self-check have shown to be right.
-
-    Args:
-        layers: the layers of the rank.
-        report: what the self-check has checked; None: it was turned off.
-    """
+    Without a report, the self-check is off."""
     unwritten = {name: kind.unwritten for kind in report.kinds for name in kind.layers} if report is not None else {}
     for layer in layers:
-        # What a state consists of is in its spec alone, and compared with the module's own tensors.
+        # A state's spec alone describes its parts, and was compared with the module's own tensors.
         if isinstance(layer.spec, MambaSpec) or family_of(layer).proven:
             continue
         reason = unwritten.get(layer.name, "self_check is false")
@@ -133,17 +125,13 @@ def check_shown(layers: Sequence[Layer], report: Report | None) -> None:
 
 
 def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | None = None) -> Report:
-    """Check the planes of a rank against what vLLM writes, and log the result in one line.
+    """Check the planes of a rank against vLLM's writes, and log the result in one line.
 
-    Nothing else may use the caches meanwhile. It waits for the device.
-
-    Args:
-        layers: the layers of the rank.
-        planes: their planes.
-        seed: of the blocks that are drawn; None: others at each start.
+    Nothing else may use the caches meanwhile. Waits for the device. `seed` is for the choice of blocks; None: other
+    blocks at each start.
 
     Raises:
-        LayoutMismatch: the planes of a layer are wrong; nothing may be read by them.
+        LayoutMismatch: the planes of a layer are wrong; do not read by them.
     """
     begin = time.perf_counter()
     by_layer: dict[str, list[Plane]] = {layer.name: [] for layer in layers}
@@ -173,13 +161,13 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | Non
 
 
 def _check(layer: Layer, planes: Sequence[Plane], names: tuple[str, ...], seed: int | None) -> Checked:
-    """Let vLLM write the cache of a layer, which stands for those of these names."""
+    """Check a layer by vLLM's writes; the result is that of all layers of these names."""
     path = write_path(layer, planes)
     reason = path.reason
     if not reason:
         try:
             if path.write is not None and path.token is not None:
-                # Padding, which vLLM's kernels skip: with its first call a backend may prepare the whole cache, as
+                # Padding, which vLLM's kernels skip: at the first call a backend may prepare the whole cache, as
                 # Triton's does for the scales of each token and head.
                 padding = torch.full((1,), -1, dtype=torch.int64, device=layer.cache.device)
                 path.write({name: zeros[None] for name, zeros in path.token.items()}, padding)
@@ -197,14 +185,14 @@ def _check(layer: Layer, planes: Sequence[Plane], names: tuple[str, ...], seed: 
         except LayoutMismatch:
             raise
         except Exception as error:
-            # A function of vLLM that does not take these arguments is no proof against the planes.
+            # If vLLM's function does not take these arguments, that does not disprove the planes.
             logger.exception("self-check: %s of %s could not be written", layer.name, path.name)
             reason = f"vLLM's write failed: {error!r}"
     return Checked(path.name, names, CheckedLayout(), reason)
 
 
 def _kind(layer: Layer, planes: Sequence[Plane]) -> tuple[Any, ...]:
-    """Return what is equal for layers of which it is enough to write to one."""
+    """Return a key of layers that are alike, so that a check writes to only one of them."""
     module, view = layer.module, view_of(layer.cache)
     cache = getattr(module, "kv_cache", None)
     tensors = cache if isinstance(cache, tuple) else (cache,) if isinstance(cache, torch.Tensor) else ()
@@ -216,7 +204,7 @@ def _kind(layer: Layer, planes: Sequence[Plane]) -> tuple[Any, ...]:
 
 
 def _content_bytes(spec: Any) -> int:
-    """Return the bytes of a block without padding, as the spec of a layer says."""
+    """Return the bytes of a block without padding, by the spec of a layer."""
     for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):
         if hasattr(spec, name):
             return int(getattr(spec, name))

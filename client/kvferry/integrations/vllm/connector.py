@@ -24,9 +24,9 @@ from kvferry.integrations.vllm.worker import ConnectorWorker
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Implements vLLM's KV connector with kvferry. The package's docstring shows how to configure it.
+    """Implements vLLM's KV connector with kvferry. The package's docstring shows the configuration.
 
-    It forwards calls to a `ConnectorScheduler` in the scheduler's process, and to a `ConnectorWorker` in each worker's.
+    Forwards calls to a `ConnectorScheduler` in the scheduler's process, and to a `ConnectorWorker` in each worker's.
     Calls from an engine's step return at once (R11).
     """
 
@@ -34,8 +34,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: a sleeping engine unmaps memory that NIXL has registered and that other engines read. vLLM asks
-        from 0.33 on; before, `check_supported` refuses."""
+        """Return False: a sleeping engine unmaps memory that NIXL has registered and that other engines read. vLLM
+        calls this from 0.33 on; before, `check_supported` refuses."""
         return False
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -50,7 +50,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout blocks, heads, tokens, in which the heads of a block on a rank are contiguous."""
+        """Return the layout in which the heads of a block on a rank are contiguous: blocks, heads, tokens."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
@@ -63,8 +63,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take vLLM's block pool, to hold blocks that are published while their request is still computed. Versions
-        that do not call this publish requests when they have finished."""
+        """Take vLLM's block pool, to hold blocks that are published while their request is still computed. In versions
+        of vLLM that do not call this, requests are published when they have finished."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._in_scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
 
@@ -77,7 +77,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens will be read, or None to be asked again, and whether the read is asynchronous."""
+        """Return the number of tokens to read, or None to be called again, and whether the read is asynchronous."""
         return self._in_scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -85,27 +85,25 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._in_scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request, in an engine without the hybrid allocator."""
+        """Called by engines without the hybrid allocator."""
         return self._in_scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request."""
         return self._in_scheduler.finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """Return the metadata of this step for the workers."""
         return self._in_scheduler.step(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers reported in a step."""
+        """Take the workers' reports of a step."""
         scheduler = self._in_scheduler
         scheduler.collect(connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids or ())
         told = connector_output.finished_recving or set()
         scheduler.told(told)
-        # vLLM looks at the set after this call. It has counted the workers' reports, and does not count these: the port
-        # has heard from all ranks.
+        # vLLM reads the set after this call. vLLM has counted the workers' reports, and does not count these requests:
+        # the port has the reports of all ranks.
         received = scheduler.take_received()
         if received:
             connector_output.finished_recving = {*told, *received}
@@ -130,41 +128,40 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the caches of this rank with NIXL. They are announced with the first step.
+        """Register the caches of this rank with NIXL. The first step announces them.
 
         Raises:
-            LayoutMismatch: vLLM writes elsewhere than the planes say, so that nothing may be read.
-            InvalidField: the layout of a layer is not known, or was neither tested nor can be checked here.
+            LayoutMismatch: vLLM writes elsewhere than the planes declare.
+            InvalidField: the layout of a layer is unknown, or neither a test nor the self-check has proven it.
         """
         place = RankPlace.of_process()
         planes = checked_planes(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, place)
         self._in_worker.register(kv_caches, planes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start and cancel reads as the step's metadata says."""
         self._in_worker.step(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no layer is computed before its read has ended."""
+        """Do nothing: vLLM computes a request only after its read."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: decode instances read from the cache itself."""
 
     def wait_for_save(self) -> None:
-        """Note that the step is queued on the device, its drafter included. Does not wait."""
+        """Record that the step is queued on the device, its drafter included. Does not wait."""
         self._in_worker.queued(self._step.step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the transfers that the scheduler has found ended. Every worker returns the same, as vLLM expects."""
+        """Return the transfers that have ended according to the scheduler. Every worker returns the same, as vLLM
+        expects."""
         step = self._step
         return KVConnectorTransferResults(set(step.sent), set(step.received), set(step.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed reads; nothing can write to them any more."""
+        """Return the blocks of failed reads, which are quiet."""
         return set(self._step.lost)
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
-        """Return this worker's news for the scheduler."""
         return self._in_worker.news()
 
     # Called in both.
@@ -175,23 +172,20 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
-        """Rebuild counts that another process has sent."""
         return KvferryStats(data)
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KvferryPromMetrics:
-        """Make the Prometheus counters."""
         return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the ports and the client when the engine ends."""
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
 
 
-# MultiConnector finds its children's statistics by name, also if the child was named by its module.
+# MultiConnector finds its children's statistics by name, even if a child's configuration names its module.
 register()

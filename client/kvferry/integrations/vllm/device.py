@@ -1,16 +1,16 @@
 """The order of a rank's device and kvferry: which steps the device has computed, and when arrived bytes are visible.
 
-A block must not be published before the kernels that write to it have ended, because NIXL knows nothing of streams.
+A block must not be published before the kernels that write to it have ended, because NIXL does not order with streams.
 vLLM's step only queues kernels, and its output may leave before the drafter has run, whose KV cache is published too
 (vLLM 0.32.0, ``vllm/v1/worker/gpu/model_runner.py``, ``sample_tokens``: the copy of the output starts before the
-speculator proposes). So each rank records an event behind each step, and tells the scheduler which have completed:
+speculator proposes). So each rank records an event behind each step, and reports completed steps to the scheduler:
 
-- CPU: a step has run when the model runner returns. There is nothing to wait for, and nothing is recorded.
+- CPU: a step has run when the model runner returns. No events are recorded.
 - CUDA: the event is recorded on the stream that is current where vLLM calls ``wait_for_save``, which is that of the
-  forward. vLLM calls it after the drafter, and its side streams have been joined by then. An event completes after all
+  forward. vLLM makes this call after the drafter, when it has joined its side streams. An event completes after all
   kernels before it, and the end of a kernel makes its writes visible to the whole system, other devices included.
 - ROCm: torch gives HIP's streams and events the names of CUDA's. Its events are made without
-  ``hipEventDisableSystemFence``, so that their completion also writes the caches back to memory.
+  ``hipEventDisableSystemFence``, so their completion also writes the caches back to memory.
 
 Events are queried, never waited for (R11).
 
@@ -18,13 +18,13 @@ In the other direction, the kernels of a request that was read see the bytes tha
 every byte has landed, or has been permuted on the device, and only then does vLLM compute the request:
 
 - CPU: memory is coherent.
-- CUDA: a kernel sees what was in the device's memory when it was launched, also what another device or a network card
-  has written. vLLM's own connector relies on this, too.
+- CUDA: a kernel sees all bytes that were in the device's memory at its launch, including those that another device or
+  a network card has written. vLLM's own connector relies on this, too.
 - ROCm: as CUDA. But vLLM's own connector synchronises the device after reads into models with Mamba layers, before it
-  reports them (vLLM 0.32.0, ``nixl/base_worker.py``, ``_sync_device_after_direct_recv``), so this one does. It is the
-  only wait for a device in an engine's step.
+  reports them (vLLM 0.32.0, ``nixl/base_worker.py``, ``_sync_device_after_direct_recv``), and so does kvferry. This is
+  the only wait for a device in an engine's step.
 
-None of this could be run on a GPU here; the tests play a stream.
+None of this has run on a GPU; the tests simulate a stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.tensors import Tensor
 
 EVERY_STEP = 2**63 - 1
-"""The number of a step after all others: that of a rank whose steps have run when vLLM returns from them."""
+"""A number above those of all steps, for a rank whose steps have run when vLLM returns from them."""
 
 
 class Event(Protocol):
@@ -49,13 +49,13 @@ class Event(Protocol):
 
 
 class DeviceSteps:
-    """The steps that the device of one rank has been given, and which of them it has computed.
+    """The queued and the computed steps of one rank's device.
 
     Threading: every method may be called from any thread. None waits for the device.
 
     Args:
-        record: records an event behind all that the calling thread has queued on its current stream; None: the steps
-            run when they are called, as on a CPU.
+        record: records an event behind all kernels that the calling thread has queued on its current stream; None: a
+            step has run when vLLM returns from it, as on a CPU.
     """
 
     def __init__(self, record: Callable[[], Event] | None) -> None:
@@ -66,7 +66,7 @@ class DeviceSteps:
         self._computed = EVERY_STEP if record is None else 0
 
     def begun(self, step: int) -> None:
-        """Record that vLLM has begun a step, so all before it are queued.
+        """Record that vLLM has begun a step, so all earlier steps are queued.
 
         With a drafter, vLLM's older model runner never ends the steps of pipeline stages before the last
         (``vllm/v1/worker/gpu_model_runner.py``, ``sample_tokens``). Those steps end here.
@@ -84,22 +84,22 @@ class DeviceSteps:
                 self._events.append((step, event))
 
     def computed(self) -> int:
-        """Return the last step that the device has computed, with all before it."""
+        """Return the last step of which the device has computed all kernels so far, and all earlier steps."""
         with self._lock:
             while self._events and self._events[0][1].query():
                 self._computed, _ = self._events.popleft()
             return self._computed
 
     def ended(self) -> int:
-        """Return the last step that is known to be queued as a whole and computed, with all before it. Unlike
-        `computed`, it never names a step that vLLM has only begun."""
+        """Return the last step that is queued as a whole and computed, with all earlier steps. Unlike `computed`, never
+        a step that vLLM has only begun."""
         computed = self.computed()
         with self._lock:
             return min(self._queued, computed)
 
 
 def steps_of(tensors: Iterable[Tensor]) -> DeviceSteps:
-    """Return the steps of the device that the caches of a rank lie on."""
+    """Return the steps of the device on which a rank's caches lie."""
     device = _device_of(tensors)
     if device is None:
         return DeviceSteps(None)
@@ -114,7 +114,7 @@ def steps_of(tensors: Iterable[Tensor]) -> DeviceSteps:
 
 
 def arrival_fence(groups: Iterable[Group], tensors: Iterable[Tensor]) -> Callable[[], None] | None:
-    """Return what has to be called after reads, before vLLM computes with what has arrived; None: nothing."""
+    """Return the function to call after reads, before vLLM computes with the arrived bytes; None: not needed."""
     torch: Any = sys.modules["torch"]
     states = any(group.kind is GroupKind.STATE for group in groups)
     if not states or torch.version.hip is None or _device_of(tensors) is None:
@@ -124,6 +124,6 @@ def arrival_fence(groups: Iterable[Group], tensors: Iterable[Tensor]) -> Callabl
 
 
 def _device_of(tensors: Iterable[Tensor]) -> Any:
-    """Return the device that tensors lie on; None: the host."""
+    """Return the device of tensors; None: the host."""
     devices = (getattr(tensor, "device", None) for tensor in tensors)
     return next((device for device in devices if device is not None and device.type != "cpu"), None)

@@ -1,8 +1,8 @@
 """vLLM's KV-cache groups as kvferry's, and the block ids of their block tables as blocks.
 
-A group is named by what its block table keeps, such as ``full`` or ``window-1024``; of several such groups the second
-is called ``full.1``, in vLLM's order. Neither block sizes, nor the tensor-parallel size, nor the layers of a pipeline
-stage are in the name, because both engines of a read, and all processes of one, must use the same.
+A group's name says which tokens its block table keeps, such as ``full`` or ``window-1024``; of several such groups the
+second is called ``full.1``, in vLLM's order. Neither block sizes, nor the tensor-parallel size, nor the layers of a
+pipeline stage are in the name, because both engines of a read, and all processes of one, must use the same names.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _REFUSED = {
     "HiSparseHotSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
     "HiSparseResidentSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
 }
-"""Specs of vLLM that are not supported, and why. They are known by name, since older versions of vLLM lack some."""
+"""Unsupported specs of vLLM, and why. By name, since older versions of vLLM lack some."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """How vLLM lists the blocks of a request in one of its groups.
+    """vLLM's list of a request's blocks in one group.
 
     Attributes:
         index: number of the group in vLLM's configuration.
         group: the group.
-        entry_tokens: tokens per entry of the table. vLLM's tables of states have an entry for so many tokens too.
+        entry_tokens: tokens per entry of the table, also in tables of states.
         chunk_tokens: the chunk size of chunked local attention; else 0.
         window_tokens: the size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables
-            begin late: the planner would move a window to the token, but vLLM takes each full block that was read
-            into, also the one in which the window begins, for its prefix cache. So whole blocks are read.
-        draft_blocks: blocks of a state for drafts; they stand behind its own.
+            begin late: the planner would read a window from its first token on, but vLLM takes each full block that was
+            read into for its prefix cache, also the block in which the window begins. So whole blocks are read.
+        draft_blocks: blocks of a state for drafts, behind its own block.
     """
 
     index: int
@@ -65,11 +65,11 @@ class BlockTable:
 
     @property
     def forgets(self) -> bool:
-        """Whether vLLM frees blocks that the next token does not need."""
+        """Whether vLLM frees, or overwrites, blocks that the next token does not need."""
         return self.chunk_tokens > 0 or self.window_tokens > 0 or self.group.kind is GroupKind.STATE
 
     def first_needed(self, end: int) -> int:
-        """Return the first token of the block with the first token that a token at position `end` attends to."""
+        """Return where the block begins that has the first token that a token at position `end` attends to."""
         if self.chunk_tokens:
             return end // self.chunk_tokens * self.chunk_tokens
         if self.window_tokens:
@@ -77,11 +77,8 @@ class BlockTable:
         return 0
 
     def published(self, ids: Sequence[int], tokens: int) -> Blocks:
-        """Return the blocks that a source publishes, of the first `tokens` tokens.
-
-        Raises:
-            InvalidField: vLLM has freed what had to be published.
-        """
+        """Return the blocks of the first `tokens` tokens, as a source publishes them. Raises `InvalidField`: vLLM has
+        freed a needed state."""
         if self.group.kind is GroupKind.STATE:
             state = self._state(ids, tokens)
             if not state:
@@ -90,7 +87,7 @@ class BlockTable:
         ids = ids[: -(-tokens // self.entry_tokens)]
         absent = [index for index, block in enumerate(ids) if block == NULL_BLOCK]
         if not self.forgets:
-            # R-SWA frees blocks in the middle of what it has generated: what comes before them is whole.
+            # R-SWA frees blocks in the middle of generated tokens: only the blocks before them are published.
             end = min(tokens, absent[0] * self.entry_tokens) if absent else tokens
             return Blocks(ids[: -(-end // self.entry_tokens)], 0, end)
         first = absent[-1] + 1 if absent else 0
@@ -98,8 +95,8 @@ class BlockTable:
         return Blocks(ids[first:], begin, max(tokens, begin))
 
     def early(self, ids: Sequence[int], begin: int, tokens: int) -> Blocks:
-        """Return the full blocks from `begin` on of a prompt whose first `tokens` tokens are computed: they will not
-        change. None of a group that forgets, because windows move and states are overwritten."""
+        """Return the full blocks from `begin` on of a prompt whose first `tokens` tokens are computed: these blocks
+        will not change. No blocks of a group that `forgets`, because windows move and states are overwritten."""
         first = begin // self.entry_tokens
         found = [] if self.forgets else list(ids[first : tokens // self.entry_tokens])
         if NULL_BLOCK in found:
@@ -107,19 +104,15 @@ class BlockTable:
         return Blocks(found, begin, begin + len(found) * self.entry_tokens)
 
     def rest(self, published: Blocks, begin: int) -> Blocks:
-        """Return what is left of the blocks of a finished request after those before the token `begin`."""
+        """Return the blocks of a finished request from the token `begin` on."""
         if self.forgets or not begin:
             return published
         end = max(begin, begin if published.end_token is None else published.end_token)
         return Blocks(published.ids[begin // self.entry_tokens :], begin, end)
 
     def wanted(self, ids: Sequence[int], tokens: tuple[int, int]) -> Blocks:
-        """Return the blocks that a destination reads into.
-
-        Args:
-            ids: vLLM's block ids.
-            tokens: the tokens to read, ``[a, b)``; ``a`` is the first token of a block.
-        """
+        """Return the blocks that a destination reads into, for vLLM's block ids and the tokens to read, ``[a, b)``;
+        ``a`` is the first token of a block."""
         begin, end = tokens
         if self.group.kind is GroupKind.STATE:
             return Blocks(self._state(ids, end), state_token=end)
@@ -127,10 +120,10 @@ class BlockTable:
         return Blocks(ids[begin // self.entry_tokens : -(-end // self.entry_tokens)], begin, end)
 
     def _state(self, ids: Sequence[int], tokens: int) -> list[int]:
-        """Return the block of the state after `tokens` tokens, or nothing if vLLM has none.
+        """Return the block of the state after `tokens` tokens; empty if vLLM has none.
 
-        Its index follows from the position in all of vLLM's cache modes: with ``none`` there is one entry, with
-        ``align`` and ``all`` an entry for each block of tokens. Blocks of drafts stand behind it.
+        The index follows from the position in all of vLLM's cache modes: with ``none`` there is one entry, with
+        ``align`` and ``all`` an entry for each block of tokens. Blocks of drafts stand behind these entries.
         """
         index = (tokens - 1) // self.entry_tokens
         return [block for block in ids[index : index + 1] if block != NULL_BLOCK]
@@ -151,7 +144,7 @@ def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ..
         specs = [layer_spec(listed, name) for name in listed.layer_names] or [_first(listed.kv_cache_spec)]
         for spec in specs:
             _check(spec)
-        # The scheduler has the first one only.
+        # The scheduler has only the first spec.
         table = _table(index, _first(listed.kv_cache_spec), vllm_config, kv_cache_config.num_blocks, seen)
         for spec in specs:
             if _kept(spec) != _kept(_first(listed.kv_cache_spec)):
@@ -161,7 +154,7 @@ def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ..
 
 
 def transferred(kv_cache_config: Any) -> list[tuple[int, Any]]:
-    """Return the groups that are transferred, with their numbers."""
+    """Return the transferred groups with their numbers."""
     return [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
 
 
@@ -172,16 +165,14 @@ def layer_spec(listed: Any, name: str) -> Any:
 
 
 def readable(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], computed: int, limit: int) -> int:
-    """Return how many tokens of a publication can be read.
+    """Return the end of the readable tokens of a publication; 0 if there are none, for example because a state includes
+    more tokens than `limit`.
 
     Args:
         tables: the destination's.
         offered: the blocks that the source has published, by group.
-        computed: tokens that the destination has already.
-        limit: the most that it can use.
-
-    Returns:
-        The end of the tokens to read; 0 if nothing can be read, such as a state that has seen more tokens than `limit`.
+        computed: number of tokens that the destination has.
+        limit: the most tokens that the destination can use.
     """
     known = [(table, offered[table.group.name]) for table in tables if table.group.name in offered]
     ends = [_end(table, blocks) for table, blocks in known]
@@ -197,16 +188,16 @@ def readable(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], comput
 
 
 def readable_later(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], limit: int) -> int | None:
-    """Return how many tokens of a publication will be readable when its source has computed the prompt.
+    """Return the end of the tokens of a publication that will be readable when its source has computed the prompt:
+    `limit`, or None if that is unknown until the publication is complete.
+
+    Sources publish windows and states at the end. A window's blocks fit only if blocks of both sides have equally many
+    tokens, and then the other groups' blocks have, too.
 
     Args:
         tables: the destination's.
         offered: the first blocks that the source has published, by group.
-        limit: the most that the destination can use.
-
-    Returns:
-        `limit`; None: that cannot be told before the publication is complete. Sources publish windows and states at the
-        end. Those of a window fit only if the blocks of both sides have as many tokens; so do the other groups' then.
+        limit: the most tokens that the destination can use.
     """
     tables = tuple(tables)
     if any(table.chunk_tokens or table.window_tokens for table in tables):
@@ -231,7 +222,6 @@ def _first(spec: Any) -> Any:
 
 
 def _check(spec: Any) -> None:
-    """Raise `InvalidField` if a spec is not supported."""
     for known in type(spec).__mro__:
         if known.__name__ in _REFUSED:
             raise _refused(type(spec).__name__, _REFUSED[known.__name__])
@@ -244,7 +234,7 @@ def _refused(name: str, reason: str) -> InvalidField:
 
 
 def _kept(spec: Any) -> str:
-    """Return the name of what the block table of a spec keeps, with the size of its window or chunk."""
+    """Return the name of the tokens that a spec's block table keeps, with the size of the window or chunk."""
     if isinstance(spec, MambaSpec):
         return f"state-{spec.mamba_type.name.lower()}"
     if isinstance(spec, SlidingWindowSpec):
@@ -262,10 +252,10 @@ def _table(index: int, spec: Any, vllm_config: Any, num_blocks: int, seen: Count
     entry = entry_tokens(spec, vllm_config)
     chunk = int(spec.attention_chunk_size) if isinstance(spec, ChunkedLocalAttentionSpec) else 0
     window = int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
-    # Tokens that drafts of several modules may compute again are behind the window.
+    # Drafters of several modules may compute tokens behind the window again.
     window += getattr(spec, "extra_retained_tokens", 0) if window else 0
     if chunk % entry:
-        # Otherwise a chunk begins inside a block, and a page of some formats cannot be cut there.
+        # Otherwise a chunk begins inside a block, and some formats' pages cannot be divided there.
         raise InvalidField("attention_chunk_size", chunk, f"a multiple of {entry}, the tokens of a block")
     group = Group(
         name=f"{name}.{count}" if count else name,
@@ -279,12 +269,12 @@ def _table(index: int, spec: Any, vllm_config: Any, num_blocks: int, seen: Count
 
 
 def entry_tokens(spec: Any, vllm_config: Any) -> int:
-    """Return the tokens per entry of a block table: a block of each rank that holds a part of the tokens."""
+    """Return the tokens per entry of a block table: one block of each rank that holds a part of the tokens."""
     return int(spec.block_size) * token_shards(spec, vllm_config)
 
 
 def token_shards(spec: Any, vllm_config: Any) -> int:
-    """Return among how many ranks the tokens of a layer are divided: those of decode context parallelism, or 1."""
+    """Return the number of ranks that divide a layer's tokens: those of decode context parallelism, or 1."""
     if isinstance(spec, MambaSpec) or not is_divided_by_tokens(spec):
         return 1
     return int(vllm_config.parallel_config.decode_context_parallel_size)

@@ -1,4 +1,4 @@
-"""The requests that decode wants to read: each from its arrival until its read has ended or was given up."""
+"""The requests that decode wants to read, from their arrival until the read has ended or was given up."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ class Load:
 
     Attributes:
         reference: reference of the publication to read.
-        until: when its time to read ends, on the scheduler's clock.
-        traceparent: of the trace that it belongs to; empty: none.
-        prompt: its prompt, once it is to be read and not to follow.
-        follows: another request of the same reference is read, and this one waits to find its blocks in vLLM's prefix
-            cache; no lease is acquired for it.
-        found: it follows, and the blocks are there.
-        waits: nothing has changed since vLLM was told to ask again.
-        computed: number of tokens that it has already, according to vLLM's last call.
-        reading: it has blocks, and the workers are reading into them.
-        aborted: vLLM has aborted it.
-        failed: its read has failed, and vLLM is being told.
-        error: with which the read was refused, or has failed; vLLM is told of both alike, which it can only be after it
-            has allocated blocks.
+        until: end of the time to read, on the scheduler's clock.
+        traceparent: of the request's trace; empty: none.
+        prompt: set when the request is to be read and does not follow another.
+        follows: another request of the same reference is read, and this request waits to find its blocks in vLLM's
+            prefix cache, without a lease of its own.
+        found: the request follows, and the blocks are in the prefix cache.
+        waits: there was no news since vLLM was last answered to ask again.
+        computed: number of tokens that are computed already, according to vLLM's last call.
+        reading: the request has blocks, and the workers are reading into them.
+        aborted: vLLM has aborted the request.
+        failed: the read has failed, and the failure is on its way to vLLM.
+        error: of a refused or a failed read. Both are reported to vLLM alike, after vLLM has allocated blocks.
     """
 
     reference: str = field(repr=False)
@@ -50,9 +49,9 @@ class Loads:
         self._by_request: dict[str, Load] = {}
         self._by_reference: dict[str, dict[str, Load]] = {}
         self._leaders: dict[str, str] = {}
-        """The request that is read, or that vLLM will find in its prefix cache soon, by its reference."""
+        """By reference, the request that is read, or whose blocks will be in vLLM's prefix cache soon."""
         self._led: dict[str, str] = {}
-        """The references of those requests."""
+        """The inverse of `_leaders`."""
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -61,16 +60,14 @@ class Loads:
         return self._by_request[request_id]
 
     def get(self, request_id: str) -> Load | None:
-        """Return the load of a request; None: there is none."""
         return self._by_request.get(request_id)
 
     def add(self, request_id: str, load: Load) -> None:
-        """Add the load of a request that has arrived."""
         self._by_request[request_id] = load
         self._by_reference.setdefault(load.reference, {})[request_id] = load
 
     def pop(self, request_id: str) -> Load:
-        """Forget the load of a request, and return it. The request still leads those that follow it."""
+        """Remove the load of a request, and return it. The request still leads its followers."""
         load = self._by_request.pop(request_id)
         others = self._by_reference[load.reference]
         del others[request_id]
@@ -83,24 +80,17 @@ class Loads:
         return reference in self._by_reference
 
     def lead(self, request_id: str, load: Load) -> None:
-        """Let a request be the one of its reference that is read."""
+        """Make a request the leader of its reference: the request that is read."""
         self._leaders[load.reference] = request_id
         self._led[request_id] = load.reference
 
     def is_led(self, reference: str) -> bool:
-        """Whether a request of this reference is read, or will be in the prefix cache soon."""
+        """Whether a request of this reference is read, or its blocks will be in the prefix cache soon."""
         return reference in self._leaders
 
     def end_lead(self, request_id: str, *, found: bool) -> str:
-        """Let the followers of a request go on.
-
-        Args:
-            request_id: the request.
-            found: its blocks are in the prefix cache.
-
-        Returns:
-            Its reference; empty: it has led none.
-        """
+        """Wake the followers of a request; return its reference, empty if the request was no leader. `found`: its
+        blocks are in the prefix cache."""
         reference = self._led.pop(request_id, "")
         if reference:
             del self._leaders[reference]

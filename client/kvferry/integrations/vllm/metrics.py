@@ -1,4 +1,5 @@
-"""The table of the metrics ``vllm:kvferry_…``. It imports nothing of vLLM: docs/vllm.md is made from it as well."""
+"""The table of the metrics ``vllm:kvferry_…``. Does not import vLLM, because docs/vllm.md is also made from this
+table."""
 
 from __future__ import annotations
 
@@ -10,17 +11,12 @@ from kvferry.stats import METRICS as OF_CLIENTS
 from kvferry.stats import SECONDS, SIZES, Metric
 
 REASONS = "reasons"
-"""The key of failed and refused reads by the class of their error, the only metric with a label of its own."""
+"""The key of failed and refused reads by error class, the only metric with a label of its own."""
 
 
 class VllmMetric(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        metric: how vLLM shows it.
-        of: what a good read adds, or None for nothing. Rows without it are counted where something happens, by
-            `KvferryStats.count`.
-    """
+    """One row of the table. `of` returns what a good read adds, or None. Rows without `of` are counted at their events,
+    by `KvferryStats.count`."""
 
     metric: Metric
     of: Callable[[ReadEnd], float | None] | None = None
@@ -96,4 +92,4 @@ METRICS: dict[str, VllmMetric] = {
         (0.0, 0.25, 0.5, 0.75, 0.99, 1.0),
     ),
 }
-"""All of them, by their keys in the data that passes between vLLM's processes."""
+"""All rows, by their keys in the data that passes between vLLM's processes."""

@@ -1,4 +1,4 @@
-"""The requests that prefill will publish: what is held of each, and those under references that routers made in parts,
+"""The requests that prefill will publish: holds their blocks, and publishes requests with a router's reference in parts
 while their prompts are computed."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvferry.integrations.vllm.setup import Setup
 logger = logging.getLogger(__name__)
 
 STUCK = 2.0
-"""Seconds without any computing after which a preempted request's publication is withdrawn, so that the request can
-have the memory that it holds."""
+"""Seconds without any computing after which a preempted request's publication is withdrawn, so that the request gets
+the memory that its publication holds."""
 
 MOST_USED = 1024
-"""References that are remembered of what was published. A sample that comes after its own was forgotten is refused."""
+"""Most remembered references of publications. A sample that comes after its reference was forgotten is refused."""
 
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the ids of a request's blocks, by vLLM's groups."""
@@ -34,24 +34,24 @@ BlockIds = Callable[[str], Sequence[Sequence[int]]]
 
 class OutgoingRequests:
     """The requests that will be published, until they finish. Publishes the parts of prompts that have a router's
-    reference, and holds the blocks of all until they are released.
+    reference, and holds all published blocks until their release.
 
-    A part is the full blocks that a step of vLLM has completed in groups that keep all tokens. It is published when the
-    step has ended and every rank's device has computed it. What is left comes at the end of the request: the last
-    block, windows, states. Only tokens of the prompt are published before: vLLM may sample others again. Nor is a block
-    that a drafter may still write to: vLLM does not take it for its prefix cache either.
+    A part is the full blocks that a step of vLLM has completed in groups that keep all tokens. A part is published when
+    the step has ended and every rank's device has computed it. The rest follows at the end of the request: the last
+    block, windows, states. Parts have only tokens of the prompt, because vLLM may sample other tokens again, and no
+    block that a drafter may still write to, which vLLM does not take for its prefix cache either.
 
-    vLLM frees the blocks of a request that it preempts, and computes it again, in other blocks where it does not find
-    the old ones in its prefix cache. The publication keeps what it has, and goes on with the new blocks of later
-    tokens. If nothing can be computed any more, because the memory is full of what publications hold, that of a
-    preempted request is withdrawn.
+    vLLM frees the blocks of a request that it preempts, and computes the request again, in other blocks if the old ones
+    are no longer in its prefix cache. The publication keeps its blocks, and goes on with the new blocks of later
+    tokens. If publications hold so much memory that vLLM can compute nothing, the publication of a preempted request is
+    withdrawn.
 
     Args:
         setup: the engine.
-        port: its port.
-        holds: what is held of all publications.
-        count: counts something by its name, see `KvferryStats`.
-        sums: takes the parts that are published: integrity mode sums them.
+        port: the engine's port.
+        holds: the holds of all publications.
+        count: adds to a count by its name, see `KvferryStats`.
+        sums: receives the published parts: integrity mode sums them.
     """
 
     def __init__(
@@ -67,15 +67,14 @@ class OutgoingRequests:
         self._step = 0
         self._block_ids: BlockIds | None = None
         self._requests: dict[str, OutgoingRequest] = {}
-        """Each by its request_id."""
         self._followers: dict[str, OutgoingRequest] = {}
         """Other samples of the same prompt (n > 1), which have the same reference."""
         self._used = Remembered[str](MOST_USED)
-        """References under which something was published."""
+        """References of publications."""
         self._idle_since: float | None = None
 
     def bind(self, block_ids: BlockIds) -> None:
-        """Take what returns the blocks of a request. Without it, requests are published when they have finished."""
+        """Take the function that returns a request's blocks. Without it, requests are published when they finish."""
         self._block_ids = block_ids
 
     @property
@@ -84,21 +83,21 @@ class OutgoingRequests:
         return any(outgoing.parts for outgoing in self._requests.values())
 
     def expect(self, request: Any, reference: str, prompt: Prompt, traceparent: str) -> None:
-        """Note that a request that has arrived is to be published, under a router's reference if there is one."""
+        """Add an arrived request that is to be published, under a router's reference unless that is empty."""
         outgoing = OutgoingRequest(request, reference, prompt, self._holds.begin(), traceparent, self._step)
         # The prompt of a session grows, and its last tokens are computed again.
         outgoing.closed = not reference or self._block_ids is None or bool(getattr(request, "resumable", False))
-        # A sample may come when the first one has ended.
+        # A sample may come when the first sample has ended.
         others = reference in self._used or any(other.reference == reference for other in self._requests.values())
         (self._followers if reference and others else self._requests)[outgoing.request_id] = outgoing
 
     def prompt(self, request_id: str) -> Prompt:
-        """Return the prompt of an expected request, as it arrived; unknown, if it is not expected."""
+        """Return the prompt of an expected request, as it arrived; otherwise `Prompt.unknown`."""
         outgoing = self._requests.get(request_id) or self._followers.get(request_id)
         return Prompt.unknown if outgoing is None else outgoing.prompt
 
     def begin(self, scheduled: Mapping[str, int]) -> int:
-        """Begin a step in which so many tokens of requests are computed; return its number, from 1."""
+        """Begin a step, with the number of computed tokens by request; return the step's number, from 1."""
         self._step += 1
         for known in (self._requests, self._followers):
             for request_id in scheduled.keys() & known.keys() if known else ():
@@ -110,8 +109,7 @@ class OutgoingRequests:
         return self._step
 
     def ended(self, steps: Mapping[int, int]) -> None:
-        """Take the last step that has ended on each of some ranks, and publish the parts that were computed until
-        then."""
+        """Take the last ended step of some ranks, and publish the parts that all ranks have computed."""
         for rank, step in steps.items():
             self._ended[rank] = max(self._ended[rank], step)
         everywhere = min(self._ended.values())
@@ -120,11 +118,11 @@ class OutgoingRequests:
                 self._publish(outgoing, outgoing.parts[0].blocks)
 
     def lost(self, blocks: Iterable[int]) -> None:
-        """Handle blocks into which another connector could not load: vLLM computes them again, in place, and all that
-        was computed from them.
+        """Handle blocks into which another connector could not load: vLLM computes these blocks again, in place, and
+        all blocks that were computed from them.
 
-        With two steps under way, a worker's news may say that a step has ended before its output names such blocks. A
-        publication that has them by then is withdrawn.
+        With two steps under way, a worker's news may report the end of a step before the step's output names such
+        blocks. A publication that has them by then is withdrawn.
         """
         bad = set(blocks)
         for outgoing in self._requests.values():
@@ -137,12 +135,11 @@ class OutgoingRequests:
                 self._withdraw(outgoing)
 
     def follows(self, request_id: str) -> bool:
-        """Forget a request that has finished, if it is another sample of one that is published; return whether it
-        is."""
+        """Forget a finished request if it is another sample of a published request; return whether it is."""
         return self._followers.pop(request_id, None) is not None
 
     def take(self, request: Any) -> OutgoingRequest:
-        """Return a request that has finished, and forget it."""
+        """Remove a finished request, and return it."""
         outgoing = self._requests.pop(request.request_id, None)
         if outgoing is None:
             return OutgoingRequest(request, "", Prompt.unknown, self._holds.begin(), step=self._step)
@@ -150,7 +147,7 @@ class OutgoingRequests:
         return outgoing
 
     def rest(self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks]) -> dict[str, Blocks]:
-        """Return what is not published yet of all blocks of a finished request, and hold it."""
+        """Return the unpublished blocks of a finished request, and hold them."""
         found = {
             table.group.name: table.rest(blocks[table.group.name], outgoing.published.get(table.group.name, 0))
             for table in self._setup.tables
@@ -159,18 +156,14 @@ class OutgoingRequests:
         return found
 
     def keep(self, outgoing: OutgoingRequest, publication: Publication) -> bool:
-        """Keep what is held of a request until its publication is released, see `Holds.keep`."""
+        """Keep a request's hold until its publication is released, see `Holds.keep`."""
         if outgoing.reference:
             self._used.add(outgoing.reference)
         return self._holds.keep(publication.number, outgoing.held)
 
     def give_up(self, outgoing: OutgoingRequest, *, decline: bool = True) -> None:
-        """Handle that a request ends, and nothing or nothing more of it will be published.
-
-        Args:
-            outgoing: as `take` returned it.
-            decline: nobody else will publish under its reference.
-        """
+        """Handle a request of `take` of which no more blocks will be published. `decline`: no other request publishes
+        under its reference."""
         if outgoing.publication is not None:
             if not outgoing.withdrawn:
                 self._withdraw(outgoing)
@@ -183,16 +176,16 @@ class OutgoingRequests:
                 self._requests[request_id] = self._followers.pop(request_id)
                 return
         try:
-            # Decode waits for it.
+            # Decode waits for the publication.
             self._port.decline(outgoing.reference)
         except KvferryError as error:
             logger.info("could not decline the reference of request %r: %s", outgoing.request_id, error)
 
     def released(self, publication: int) -> None:
-        """Forget what is held of a publication, which is free again."""
+        """Drop the hold of a publication, whose blocks are free again."""
         for outgoing in self._requests.values():
             if outgoing.publication is not None and outgoing.publication.number == publication:
-                # Its reader has given up, or died.
+                # The reader has given up, or died.
                 outgoing.held = self._holds.begin()
                 self._forget_parts(outgoing)
                 outgoing.closed = outgoing.withdrawn = True
@@ -200,10 +193,10 @@ class OutgoingRequests:
     # Internal.
 
     def _plan(self, outgoing: OutgoingRequest, tokens: int) -> None:
-        """Plan to publish what this step completes of a prompt; nothing, if vLLM's blocks are not known."""
+        """Plan to publish the blocks of a prompt that this step completes; none, if vLLM's blocks are not known."""
         if self._block_ids is None:
             return
-        # The last token comes with the end of the request, so that something is left for it.
+        # The last token is left for the end of the request, which must publish at least one block.
         tokens = min(tokens - self._setup.rewritten, outgoing.request.num_prompt_tokens - 1)
         if not self._is_longer(outgoing, tokens):
             return
@@ -216,12 +209,12 @@ class OutgoingRequests:
                 blocks[name] = found
                 outgoing.planned[name] = found.end_token or 0
         if blocks:
-            # From now on, because vLLM may free them before the step has ended.
+            # Held from now on, because vLLM may free the blocks before the step has ended.
             outgoing.held.add(blocks)
             outgoing.parts.append(ComputedPart(self._step, blocks))
 
     def _is_longer(self, outgoing: OutgoingRequest, tokens: int) -> bool:
-        """Whether a block of some group is full that was not before."""
+        """Whether the tokens fill another block of some group."""
         return any(
             tokens // table.entry_tokens * table.entry_tokens > outgoing.planned.get(table.group.name, 0)
             for table in self._setup.tables
@@ -248,7 +241,7 @@ class OutgoingRequests:
             logger.warning("request %r could not be published: %s", outgoing.request_id, error)
             self._forget_parts(outgoing)
             outgoing.closed = True
-            # A reference that another publication has is not ours to decline.
+            # The reference of another publication must not be declined.
             outgoing.withdrawn = isinstance(error, RouterKeyUsed)
             if outgoing.publication is not None:
                 self._withdraw(outgoing)
@@ -258,7 +251,7 @@ class OutgoingRequests:
         outgoing.published |= {name: listed.end_token or 0 for name, listed in blocks.items()}
 
     def _forget_parts(self, outgoing: OutgoingRequest) -> None:
-        """Free the blocks of the parts that are not published yet."""
+        """Free the blocks of unpublished parts."""
         for part in outgoing.parts:
             outgoing.held.drop(part.blocks)
         outgoing.parts.clear()
@@ -288,7 +281,7 @@ class OutgoingRequests:
             self._idle_since = self._now()
         elif self._now() - self._idle_since > STUCK:
             self._idle_since = None
-            # The youngest: vLLM computes the others before it.
+            # The youngest, because vLLM computes the others first.
             outgoing = preempted[-1]
             logger.warning(
                 "request %r was preempted, and the blocks that are published keep it from being computed again: its "

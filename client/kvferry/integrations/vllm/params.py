@@ -9,16 +9,16 @@ from kvferry import Publication, parse_reference
 from kvferry.errors import KvferryError
 
 REFERENCE = "kvferry_reference"
-"""The field that holds kvferry's reference: of the publication that decode reads, or that prefill makes."""
+"""The field of kvferry's reference: of the publication that decode reads, or that prefill makes."""
 
 PUBLISH_AS = "kvferry_publish_as"
-"""The field that holds the reference to publish under, of a request that reads `REFERENCE`."""
+"""The field of the reference to publish under, for a request that reads `REFERENCE`."""
 
 TRACEPARENT = "kvferry_traceparent"
-"""The field that holds the W3C traceparent: for prefill that of its router, for decode that of prefill's span."""
+"""The field of the W3C traceparent: for prefill that of its router, for decode that of prefill's span."""
 
 _SHORT = re.compile(r"[!-~]{55,455}")
-"""At most this is a traceparent: 55 characters, later versions more. The SDK ignores one that is malformed."""
+"""Upper bound of a traceparent: 55 characters, later versions more. The SDK ignores malformed ones."""
 
 
 def asks_to_publish(request: Any) -> bool:
@@ -29,8 +29,8 @@ def asks_to_publish(request: Any) -> bool:
 def read_reference(request: Any) -> str:
     """Return the reference of the publication that a request reads; empty: none.
 
-    Clients send what they like. What is not a string is returned as one that is not a reference, so that the read fails
-    with the error that says so.
+    Clients may send any value. For a value that is not a string, a string that is not a reference is returned, so that
+    the read fails with `BadReference`.
     """
     params = _params(request)
     reference = params.get(REFERENCE)
@@ -40,14 +40,14 @@ def read_reference(request: Any) -> str:
 
 
 def publish_reference(request: Any) -> str:
-    """Return the reference that a router made for what a request publishes; empty: it has made none."""
+    """Return the router's reference for a request's publication; empty: the router has made none."""
     params = _params(request)
     reference = params.get(PUBLISH_AS) or (None if params.get("do_remote_prefill") else params.get(REFERENCE))
     return reference if isinstance(reference, str) and is_routers(reference) else ""
 
 
 def is_routers(reference: str) -> bool:
-    """Whether a reference was made by a router, before there was a publication."""
+    """Whether a router has made a reference, before there was a publication."""
     try:
         return bool(parse_reference(reference).router_key)
     except KvferryError:
@@ -62,10 +62,10 @@ def published_params(published: Publication) -> dict[str, Any]:
 
 def traceparent_of(request: Any) -> str:
     """Return the traceparent of a request: from its parameters, otherwise from its HTTP headers, which vLLM keeps if it
-    traces itself; empty: there is none, or one that is none."""
+    traces itself; empty: there is none, or it is malformed."""
     headers = getattr(request, "trace_headers", None) or {}
     given = _params(request).get(TRACEPARENT) or headers.get("traceparent")
-    # It goes to every worker.
+    # Bounded, because every worker receives the traceparent.
     return given if isinstance(given, str) and _SHORT.fullmatch(given) else ""
 
 

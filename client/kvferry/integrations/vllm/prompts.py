@@ -9,14 +9,10 @@ from kvferry.errors import InvalidField
 
 
 def prompt_of(request: Any, *, names_inputs: bool) -> Prompt:
-    """Return what the KV cache of a request's prompt is computed from; unknown, if embeddings are part of it. The salt
-    of the prefix cache is none of it.
+    """Return the prompt of a request, without the salt of the prefix cache; unknown if it contains embeddings.
 
-    Called when the request arrives: the tokens are hashed then, and not in the step that needs them.
-
-    Args:
-        request: the request, shortened if it will be.
-        names_inputs: see `Setup`.
+    Call this when the request arrives, after `shorten`: the tokens are hashed now, and not in the step that needs the
+    digest. `names_inputs`: see `Setup`.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return Prompt.unknown
@@ -24,7 +20,7 @@ def prompt_of(request: Any, *, names_inputs: bool) -> Prompt:
         PromptInput(each.mm_position.offset, each.mm_position.length, each.identifier if names_inputs else "")
         for each in request.mm_features
     )
-    # Its number and its path differ from server to server.
+    # An adapter's number and path differ from server to server.
     adapter = request.lora_request.lora_name if request.lora_request else ""
     try:
         return Prompt(request.prompt_token_ids, adapter=adapter, inputs=inputs)
@@ -34,30 +30,26 @@ def prompt_of(request: Any, *, names_inputs: bool) -> Prompt:
 
 
 def published_prompt(request: Any, prompt: Prompt, tokens: int, *, names_inputs: bool) -> Prompt:
-    """Return the prompt of a finished request, with what was generated of its first `tokens` tokens.
+    """Return the prompt of a finished request with the generated tokens up to `tokens`, the number of published tokens.
 
-    Args:
-        request: the request.
-        prompt: its prompt when it arrived.
-        tokens: how many of its tokens are published.
-        names_inputs: see `Setup`.
+    `prompt` is that of the request's arrival. `names_inputs`: see `Setup`.
     """
     if not prompt:
         return prompt
     if len(prompt) != request.num_prompt_tokens:
-        # That of a session has grown since, perhaps by images.
+        # The prompt of a session has grown since, perhaps by images.
         prompt = prompt_of(request, names_inputs=names_inputs)
     generated = request.all_token_ids[len(prompt) : tokens]
     return prompt.followed_by(generated) if generated else prompt
 
 
 def shorten(request: Any, tokens: int) -> None:
-    """Take tokens off the end of a prompt that is prefilled for another engine, which computes them itself.
+    """Remove tokens from the end of a prompt that is prefilled for another engine, which computes these tokens itself.
 
     Source: vllm-project/vllm 0.32.0, ``_truncate_request_for_prefill`` in
     vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py.
     """
-    # A request that does not read the prefix cache reads nothing in decode either.
+    # A request that does not read the prefix cache is not read by decode either.
     if not 0 < tokens < request.num_prompt_tokens or request.get_skip_reading_prefix_cache():
         return
     if request.prompt_token_ids is None and request.prompt_embeds is None:

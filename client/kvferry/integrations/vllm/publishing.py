@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class ComputedPart(NamedTuple):
-    """Blocks that may be published when `step` has ended."""
+    """Blocks that are published when `step` has ended."""
 
     step: int
     blocks: Mapping[str, Blocks]
@@ -31,17 +31,17 @@ class OutgoingRequest:
 
     Attributes:
         request: vLLM's request.
-        reference: the one that its router made; empty: none, and it is published when it has finished.
-        prompt: its prompt when it arrived.
+        reference: the router's reference; empty: none, and the request is published when it has finished.
+        prompt: the prompt at the request's arrival.
         held: the blocks that are published or will be soon.
-        traceparent: of the trace that it belongs to; empty: none.
-        step: the last in which it was scheduled.
-        publication: what its first part was published as; None: nothing is published yet.
-        parts: computed blocks that are not published yet, because their step has not ended.
+        traceparent: of the request's trace; empty: none.
+        step: the last step in which the request was scheduled.
+        publication: None: no part is published yet.
+        parts: blocks that are not published yet, because their step has not ended.
         published: end of the published tokens, by group.
         planned: the same, with the parts.
-        closed: no more of it is published before its end, or at all.
-        withdrawn: its publication has failed, was released early, or was withdrawn.
+        closed: no more parts are published before the end of the request, or ever.
+        withdrawn: the publication has failed, was released early, or was withdrawn.
     """
 
     request: Any
@@ -59,7 +59,6 @@ class OutgoingRequest:
 
     @property
     def request_id(self) -> str:
-        """vLLM's request_id."""
         return str(self.request.request_id)
 
 
@@ -74,7 +73,7 @@ class _HeldBack(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Published blocks that integrity mode sums: number of the publication, blocks, whether no others follow."""
+    """Published blocks for the sums of integrity mode: number of the publication, blocks, whether they are the last."""
 
     publication: int
     blocks: Mapping[str, Blocks]
@@ -82,16 +81,16 @@ class Summed(NamedTuple):
 
 
 class ComputedPublishing:
-    """Publishes requests when all ranks have computed the last step in which they were scheduled.
+    """Publishes requests when all ranks have computed the last step in which they were scheduled, for the reasons in
+    `kvferry.integrations.vllm.device`.
 
-    `kvferry.integrations.vllm.device` has the reasons, and how the ranks know. vLLM asks for the reference when a
-    request finishes. So a request that is not computed everywhere is published without blocks first, and its reader
-    waits for them. This costs one more message to the home.
+    vLLM needs the reference when a request finishes. So a request that some rank has not computed is published without
+    blocks first, and its reader waits for the blocks. This costs one more message to the home.
 
     Args:
         port: the engine's port.
         ranks: number of ranks.
-        sums: takes what is published: integrity mode sums it.
+        sums: receives the published blocks: integrity mode sums them.
         checksums: whether the source will sum the blocks, see `EngineSession.publish`.
     """
 
@@ -110,8 +109,8 @@ class ComputedPublishing:
     def publish(
         self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks], *, prompt: Prompt, payload: bytes = b""
     ) -> Publication:
-        """Publish the blocks of a finished request that are not published yet, as soon as they are computed. The
-        payload goes with the last blocks, the marks of the prompt with the first. Errors as `SchedulerPort.publish` and
+        """Publish the remaining blocks of a finished request as soon as they are computed: with the payload, and the
+        marks of the prompt with the first blocks. Errors as `SchedulerPort.publish` and
         `SchedulerPort.publish_more`."""
         now, publication = outgoing.step <= min(self._computed.values()), outgoing.publication
         if publication is None:
@@ -134,11 +133,11 @@ class ComputedPublishing:
         return publication
 
     def computed(self, steps: Mapping[int, int]) -> None:
-        """Take the last step that each of some ranks has computed, and publish what was held until then."""
+        """Take the last computed step of some ranks, and publish blocks that were held back until that step."""
         for rank, step in steps.items():
             self._computed[rank] = max(self._computed[rank], step)
         everywhere = min(self._computed.values())
-        # Requests finish in the order of their last steps, or nearly: one that waits behind another is only later.
+        # Requests finish nearly in the order of their last steps: waiting behind another request only delays them.
         while self._held and self._held[0].step <= everywhere:
             held = self._held.popleft()
             try:
@@ -147,6 +146,6 @@ class ComputedPublishing:
                 )
                 self._sums.append(Summed(held.publication.number, held.blocks))
             except KvferryError as error:
-                # Released in the meantime, or its blocks were refused: nobody can read it, and `released` has it.
+                # The publication was released, or its blocks were refused: it cannot be read, and `released` follows.
                 logger.warning("request %r could not be published: %s", held.publication.request_id, error)
                 self._port.abort(held.publication)

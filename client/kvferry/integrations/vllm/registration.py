@@ -1,7 +1,7 @@
-"""Makes the connector known to vLLM by its name. Imports vLLM only when vLLM asks for it.
+"""Makes the connector known to vLLM by its name. Imports vLLM only when vLLM calls.
 
 vLLM calls `register` in each of its processes, by the entry point ``kvferry`` of the group ``vllm.general_plugins``
-(vllm/plugins/__init__.py, `load_general_plugins`; 0.32.0). Where ``VLLM_PLUGINS`` is set, it must name ``kvferry``.
+(vllm/plugins/__init__.py, `load_general_plugins`; 0.32.0). If ``VLLM_PLUGINS`` is set, it must name ``kvferry``.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from contextlib import suppress
 logger = logging.getLogger(__name__)
 
 CONNECTOR = "KvferryConnector"
-"""The connector's name for vLLM. It must be the name of its class: MultiConnector finds the counts of its children by
-the names of their classes."""
+"""The connector's name for vLLM, and the name of its class: MultiConnector finds its children's counts by class
+name."""
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory, so that ``kv_connector`` alone names it, and let kvferry's lines go
-    where vLLM's go. Idempotent."""
+    """Register the connector with vLLM's factory, so that ``kv_connector`` alone names it, and send kvferry's log lines
+    to vLLM's handlers. Idempotent."""
     _log_as_vllm()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     except ImportError as error:
-        # vLLM does not catch errors of plugins: it would not start, also for those who do not use this connector.
+        # vLLM does not catch errors of plugins: it would not start, even without this connector.
         logger.warning("%s is not available in this version of vLLM: %s", CONNECTOR, error)
         return
-    # ValueError: it is registered in this process already.
+    # ValueError: the connector is registered in this process already.
     with suppress(ValueError):
         KVConnectorFactory.register_connector(CONNECTOR, "kvferry.integrations.vllm", CONNECTOR)
 
 
 class _VllmsHandlers(logging.Handler):
-    """Shows lines as vLLM shows its own of that moment: vLLM configures its logger after it has loaded plug-ins, and
-    may do so again."""
+    """Passes lines to the present handlers of vLLM's logger: vLLM configures its logger after it has loaded plug-ins,
+    and may do so again."""
 
     def emit(self, record: logging.LogRecord) -> None:
         vllms = logging.getLogger("vllm")
@@ -42,11 +42,11 @@ class _VllmsHandlers(logging.Handler):
 
 
 def _log_as_vllm() -> None:
-    """Treat kvferry's lines as vLLM treats its own: with its level, and with time, level and process. vLLM configures
-    its own logger alone, and Python shows what no handler takes as bare text, from warnings on.
+    """Log kvferry's lines like vLLM's own: with its level, and with time, level and process. vLLM configures only its
+    own logger, and without a handler Python shows lines as bare text, from warnings on.
 
-    Nothing is changed where the application has configured the logger ``kvferry``; if it does so later, as a file of
-    `VLLM_LOGGING_CONFIG_PATH` may, that replaces this handler.
+    A logger ``kvferry`` that the application has configured stays unchanged; a later configuration, such as a file of
+    `VLLM_LOGGING_CONFIG_PATH`, replaces this handler.
     """
     ours = logging.getLogger("kvferry")
     if ours.handlers:

@@ -1,4 +1,4 @@
-"""What is remembered of requests that have ended, so that those which come later fare as they did."""
+"""A bounded memory of keys, such as references of requests that have ended."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Remembered(Generic[Key]):
-    """The last so many keys that were added.
-
-    Args:
-        most: how many.
-    """
+    """The `most` keys that were added last."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -26,7 +22,6 @@ class Remembered(Generic[Key]):
         return len(self._keys)
 
     def add(self, key: Key) -> None:
-        """Remember a key, and forget the oldest if there are too many."""
         self._keys[key] = None
         if len(self._keys) > self._most:
             del self._keys[next(iter(self._keys))]

@@ -27,21 +27,21 @@ from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 logger = logging.getLogger(__name__)
 
 LEAST_TIME = 1.0
-"""Seconds that a sample has to read if the one that it followed has used up their time."""
+"""Seconds that a sample has to read if the sample that it followed has used up the time."""
 
 
 MOST_HAD = 1024
-"""References that are remembered of requests whose blocks vLLM has. A sample that comes after it was forgotten asks for
-a publication that was released. As many are remembered of those that came with another prompt."""
+"""Most remembered references whose blocks vLLM has. A sample that comes after its reference was forgotten asks for a
+publication that was released. Equally many references that came with another prompt are remembered."""
 
 
 class ConnectorScheduler:
     """Publishes the requests that prefill has finished, and acquires those that decode wants to read.
 
-    What becomes of a request whose read fails is vLLM's decision alone (``kv_load_failure_policy``: "fail" or
-    "recompute"). The connector never looks at that setting: inside MultiConnector it would see its own, which is "fail"
-    unless it is written there too, while vLLM follows MultiConnector's. So each failure is reported, and `_told` learns
-    from what vLLM does next whether the publication is still of use to somebody.
+    vLLM alone decides whether a request whose read has failed is failed or computed (``kv_load_failure_policy``: "fail"
+    or "recompute"). The connector never reads that setting: inside MultiConnector it would see its own value, which is
+    "fail" by default, while vLLM follows MultiConnector's. So each failure is reported, and `told` and `finished` see
+    from vLLM's next call whether another reader may still need the publication.
     """
 
     def __init__(self, setup: Setup, now: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +54,7 @@ class ConnectorScheduler:
             self._client,
             setup.spec,
             hold_until_quiet=True,
-            # `Turns` bounds them, for each source.
+            # `Turns` bounds the waiting requests of each source.
             max_waiting=sys.maxsize,
             timeout=settings.start_timeout,
         )
@@ -63,11 +63,11 @@ class ConnectorScheduler:
         self._idle = IdleSteps(self._port, setup.depth)
         self._rest = Rest(drains=setup.drains, now=now)
         self._sent: set[str] = set()
-        """Requests whose blocks vLLM keeps and may free."""
+        """Requests whose blocks vLLM keeps, and may free now."""
         self._loads = Loads()
         self._turns = Turns(settings.max_waiting)
         self._had = Remembered[str](MOST_HAD)
-        """References of which vLLM has the blocks in its prefix cache, or had them."""
+        """References whose blocks are, or were, in vLLM's prefix cache."""
         self._mistaken = Remembered[str](MOST_HAD)
         """References that came with another prompt than that of their publications."""
         self._registered: set[int] = set()
@@ -78,25 +78,25 @@ class ConnectorScheduler:
         self._warned = False
 
     def bind(self, pool: Any, block_ids: BlockIds) -> None:
-        """Take vLLM's block pool, and what returns the blocks of a request, by group."""
+        """Take vLLM's block pool, and the function that returns a request's blocks by group."""
         self._sending.bind(pool, block_ids)
 
     # The requests of decode.
 
     def on_new_request(self, request: Any) -> None:
-        """Start to acquire the publication of a request that has arrived, or shorten its prompt if decode will compute
-        the end of it."""
-        # vLLM may have rested, and looks for blocks for this request first.
+        """Start to acquire the publication of an arrived request, or shorten its prompt if decode will compute the end
+        of the prompt."""
+        # vLLM may have rested, and will look for blocks for this request next.
         self._take_released()
         self._rest.did_something()
         self._sending.expect(request)
         reference = read_reference(request)
         if not reference or reference in self._had:
-            # It was read for another sample, which has ended already: vLLM has its blocks, or computes them.
+            # The publication was read for another sample, which has ended: vLLM has the blocks, or computes them.
             return
         if getattr(request, "abort_immediately", False):
-            # No request: vLLM's API server has refused or failed one, and says so in this way, with a prompt of one
-            # token (vllm/v1/engine/async_llm.py, `notify_kv_transfer_request_rejected`; 0.32.0).
+            # A notice of vLLM's API server that it has refused or failed a request, with a prompt of one token
+            # (vllm/v1/engine/async_llm.py, `notify_kv_transfer_request_rejected`; 0.32.0).
             if reference not in self._mistaken and not self._loads.any_of(reference):
                 self._decline_reference(reference)
             return
@@ -108,24 +108,23 @@ class ConnectorScheduler:
         load = Load(reference, until, traceparent_of(request))
         self._loads.add(request_id, load)
         if self._setup.caches_prefixes and self._loads.is_led(reference):
-            # Another sample of the same prompt (n > 1): all of them have the reference of one publication, which is
+            # Another sample of the same prompt (n > 1): all samples have the reference of one publication, which is
             # released after its first read.
             load.follows = True
             return
         self._lead(request, load)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after the first `computed` will be read, or None if that is not known yet, and whether
+        """Return the number of tokens to read after the first `computed`, or None if it is not known yet, and whether
         the read is asynchronous."""
         request_id = request.request_id
         load = self._loads.get(request_id)
         if load is None or load.reading:
             return 0, False
         if computed >= request.num_tokens - self._setup.recomputed:
-            # Whatever the publication has, or whether there is one: nothing of it is needed.
+            # No token of the publication is needed, whether it exists or not.
             return self._found_here(request_id, load)
-        # vLLM asks for each request that waits in each of its steps, so the rest is done for those of which there is
-        # news.
+        # vLLM calls this for each waiting request in each of its steps, so the rest runs only for requests with news.
         self._take_news()
         if load.waits:
             return None, False
@@ -134,13 +133,13 @@ class ConnectorScheduler:
         return matched or (None, False)
 
     def _matched(self, request: Any, load: Load, computed: int) -> tuple[int, bool] | None:
-        """Return the answer of `matched_tokens`; None: nothing is known until there is news."""
+        """Return the answer of `matched_tokens`; None: unknown until there is news."""
         request_id = request.request_id
         if load.follows:
             if self._loads.is_led(load.reference):
                 return None
             if load.found:
-                # vLLM has counted the blocks among the computed ones; what is left is less than a block.
+                # vLLM has counted these blocks as computed; less than a block is left.
                 self._loads.pop(request_id)
                 return 0, False
             load.follows = False
@@ -159,8 +158,8 @@ class ConnectorScheduler:
                 return None
             self._turns.end(request_id)
             if offer.incarnation == self._incarnation:
-                # This engine prefilled it (kv_both). vLLM has it in its prefix cache once it is complete, and computes
-                # what it does not find there.
+                # This engine prefilled the request (kv_both). A complete publication is in vLLM's prefix cache, and
+                # vLLM computes the tokens that are not.
                 if self._setup.caches_prefixes and not offer.complete:
                     return None
                 return self._found_here(request_id, load)
@@ -176,7 +175,7 @@ class ConnectorScheduler:
         """Attach the blocks that vLLM has allocated for `count` tokens after the computed ones."""
         load = self._loads.get(request_id)
         if load is None:
-            # It is about to be computed. If it was read, vLLM has put its blocks into the prefix cache just now.
+            # vLLM is about to compute the request. If it was read, its blocks are in the prefix cache now.
             self._led(request_id, found=True)
             return
         if load.reading:
@@ -192,7 +191,7 @@ class ConnectorScheduler:
                 self._starts.append(self._port.attach(request_id, blocks, tokens))
                 return
             except KvferryError as error:
-                # Its lease has ended, or the blocks were refused, so it will not be read.
+                # The lease has ended, or the blocks were refused, so the request will not be read.
                 load.error = error
                 self._port.cancel(request_id)
         lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
@@ -212,7 +211,7 @@ class ConnectorScheduler:
         load = self._loads.get(request_id)
         if load is not None and load.failed:
             if request.status is RequestStatus.FINISHED_ERROR:
-                # vLLM fails requests whose read has failed. The router may let another engine read the publication.
+                # vLLM fails the request because its read has failed. Another engine may still read the publication.
                 self._loads.pop(request_id)
         elif load is not None and load.reading:
             # vLLM itself keeps the blocks until the read has ended.
@@ -225,11 +224,8 @@ class ConnectorScheduler:
     # In each step.
 
     def step(self, scheduled: Mapping[str, int]) -> StepMetadata:
-        """Return the metadata of a step for the workers.
-
-        Args:
-            scheduled: how many tokens of each request are computed in this step.
-        """
+        """Return the metadata of a step for the workers. `scheduled` has the number of tokens that the step computes,
+        by request."""
         idle = not scheduled
         if self._take_released() or not idle:
             self._rest.did_something()
@@ -242,7 +238,7 @@ class ConnectorScheduler:
             self._sending.begin(scheduled),
             warms=self._sources.take(),
             starts=self._starts,
-            # After the grants that were attached until now.
+            # The steps of the grants that were attached until now.
             grant_steps=self._port.grant_steps(),
             cancels=self._port.cancels(),
             sent=self._sent,
@@ -261,8 +257,8 @@ class ConnectorScheduler:
         return metadata
 
     def take_received(self) -> set[str]:
-        """Return the requests whose reads have ended well since the step was begun. Failures wait for the next step,
-        because workers have to name the blocks."""
+        """Return the requests whose reads have ended well since the begin of the step. Failures wait for the next step,
+        because workers must name the blocks."""
         received = set()
         for end in self._finished():
             if end.error is not None:
@@ -273,28 +269,25 @@ class ConnectorScheduler:
         return received
 
     def _finished(self) -> tuple[ReadEnd, ...]:
-        """Return the reads that have ended; count those that are disputed, of which the port's log tells."""
+        """Return the ended reads, and count the disputed ones, which the port logs."""
         finished = self._port.finished()
         if finished.disputed:
             self._stats.count("disputed", len(finished.disputed))
         return finished.reads
 
     def told(self, received: Iterable[str]) -> None:
-        """Handle that vLLM knows the ends of these reads, and has failed requests that it wanted to fail."""
+        """Handle reads whose ends vLLM has received. vLLM has failed requests by now, if it fails them."""
         for request_id in received:
             load = self._loads.get(request_id)
             if load is not None and load.failed:
-                # vLLM has not failed it, so it computes it here, or it was aborted: nobody will read the publication.
+                # vLLM has not failed the request, so vLLM computes it, or it was aborted: the publication is not
+                # needed.
                 self._give_back(self._loads.pop(request_id))
 
     def collect(self, news: WorkerNews | None, lost: Iterable[int] = ()) -> None:
-        """Take the news of the workers; raises `KvferryError` if a rank cannot be registered.
-
-        Args:
-            news: the news; None: there are none.
-            lost: blocks that some connector could not load, as vLLM was told.
-        """
-        # First: what was computed from them is not published.
+        """Take the news of the workers, if any, and the blocks that some connector has reported lost. Raises
+        `KvferryError` if a rank cannot be registered."""
+        # First, because blocks that were computed from lost ones must not be published.
         if lost:
             self._sending.lost(lost)
         if news is None:
@@ -307,31 +300,30 @@ class ConnectorScheduler:
         self._sending.computed(news.done())
 
     def has_work(self) -> bool:
-        """Return whether vLLM has to run steps even without a request: workers are being registered, or have to say
-        what their devices have computed, or readers are likely to be done soon, see `Rest`."""
+        """Return whether vLLM must run steps even without a request: workers are being registered, or must report the
+        progress of their devices, or readers are likely to end soon, see `Rest`."""
         if not self._all_registered() or self._sending.waiting or self._sending.unsummed:
             return True
         if self._sending.holding:
-            # While vLLM rests, nothing else looks for them, and it asks before it pauses.
+            # While vLLM rests, only this call takes releases, and vLLM makes this call before it pauses.
             self._take_released()
         return not self._rest.may_rest(holding=self._sending.holding)
 
     def take_stats(self) -> KvferryStats | None:
-        """Return the counts since the last call; None: nothing was counted."""
+        """Return the counts since the last call; None: there are none."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KvferryStats()
         return stats
 
     def close(self) -> None:
-        """Close the port and the client."""
         self._port.close()
         self._client.close()
 
     # Internal.
 
     def _take_released(self) -> bool:
-        """Free what was released, or note what vLLM may free; return whether there was anything."""
+        """Free the blocks of released publications, or add their requests to `_sent`; return whether there were any."""
         releases = self._port.released()
         self._sent |= self._sending.released(releases)
         return bool(releases)
@@ -340,8 +332,9 @@ class ConnectorScheduler:
         return len(self._registered) == self._setup.spec.num_ranks
 
     def _leave_unread(self, request: Any, reference: str) -> None:
-        """Handle that an engine is asked to read that does not: it computes the prompt. vLLM may give out blocks of a
-        producer to which a step still writes, and its reading agents were not made before graphs were captured."""
+        """Decline a request to read at an engine that only publishes: the engine computes the prompt. vLLM may reuse
+        blocks of a producer to which a step still writes, and the engine has no reading agents, which must be made
+        before graphs are captured."""
         self._stats.count("not_granted")
         if not self._warned:
             self._warned = True
@@ -353,10 +346,10 @@ class ConnectorScheduler:
         self._decline_reference(reference, self._sending.prompt(request))
 
     def _lead(self, request: Any, load: Load) -> None:
-        """Acquire the publication of a request, which others of the same reference then follow, when it is its turn.
+        """Acquire the publication of a request, when it is the request's turn. Others of the same reference follow it.
 
-        Its prompt is all that it has: it reads before vLLM computes anything of it, and never again, also if it is
-        preempted with what it has generated.
+        The request has only its prompt: it is read before vLLM computes any token, and never again, even if vLLM
+        preempts it after it has generated tokens.
         """
         request_id = request.request_id
         load.prompt = self._sending.prompt(request)
@@ -371,7 +364,7 @@ class ConnectorScheduler:
                 load.waits = False
 
     def _ask_next(self) -> None:
-        """Ask for the requests whose turn it is."""
+        """Acquire the publications of the requests whose turn it is."""
         for request_id in self._turns.take():
             load = self._loads[request_id]
             load.waits = False
@@ -383,7 +376,7 @@ class ConnectorScheduler:
                 request_id,
                 load.reference,
                 progressive=is_routers(load.reference),
-                # Of the time since its arrival: it may have followed a request that waited in vain.
+                # The time counts from the arrival: the request may have followed another that waited in vain.
                 timeout=max(min(LEAST_TIME, self._setup.settings.read_timeout), load.until - self._now()),
                 traceparent=load.traceparent,
                 prompt=load.prompt,
@@ -394,47 +387,42 @@ class ConnectorScheduler:
             self._sources.see(load.reference)
 
     def _led(self, request_id: str, *, found: bool = False) -> None:
-        """Let the followers of a request go on.
-
-        Args:
-            request_id: the request.
-            found: its blocks were read and are in the prefix cache; if not, the first follower reads them.
-        """
+        """Wake the followers of a request. `found`: its blocks were read and are in the prefix cache; if not, the first
+        follower reads them."""
         reference = self._loads.end_lead(request_id, found=found)
         if reference and found:
             self._has(reference)
 
     def _has(self, reference: str) -> None:
-        """Remember that vLLM has the blocks of a publication in its prefix cache."""
+        """Remember that the blocks of a publication are in vLLM's prefix cache."""
         if self._setup.caches_prefixes:
             self._had.add(reference)
 
     def _found_here(self, request_id: str, load: Load) -> tuple[int, bool]:
-        """Give up a request of which vLLM has all that could be read; return what `matched_tokens` does then."""
+        """Decline a request of which vLLM has all readable tokens; return the answer of `matched_tokens`."""
         self._decline(request_id)
         if load.error is None and not load.follows:
             self._has(load.reference)
         return 0, False
 
     def _decline(self, request_id: str) -> None:
-        """Give up a request that will not be read."""
         load = self._loads.pop(request_id)
         if load.follows:
             return
         self._led(request_id)
         self._turns.end(request_id)
-        # Before the port forgets what it was told of the publication.
+        # Before `cancel`, with which the port forgets the publication.
         self._give_back(load)
         self._port.cancel(request_id)
 
     def _give_back(self, load: Load) -> None:
-        """Tell the source's home that nobody will read a publication, unless another request here still may, or it is
-        of another prompt: its own reader may still come."""
+        """Decline a publication, unless another request here may still read it, or it is of another prompt, whose own
+        reader may still come."""
         if not isinstance(load.error, PromptMismatch) and not self._loads.any_of(load.reference):
             load.error = self._decline_reference(load.reference, load.prompt) or load.error
 
     def _decline_reference(self, reference: str, prompt: Prompt = Prompt.unknown) -> KvferryError | None:
-        """Decline a publication; return why it could not be."""
+        """Decline a publication; return the error, if any."""
         try:
             self._port.decline(reference, prompt=prompt)
         except KvferryError as error:
@@ -444,7 +432,7 @@ class ConnectorScheduler:
         return None
 
     def _refuse(self, request_id: str, error: KvferryError) -> None:
-        """Handle a request that will not be granted: vLLM is told as soon as it has allocated blocks."""
+        """Handle a request that will not be granted: the error is reported when vLLM has allocated blocks."""
         self._turns.end(request_id)
         self._loads[request_id].error = error
 
@@ -470,7 +458,6 @@ class ConnectorScheduler:
             metadata.failed.add(request_id)
 
     def _read(self, end: ReadEnd) -> None:
-        """Forget a request that was read."""
         self._stats.read_ended(end, granted=True)
-        # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
+        # Followers wait until the blocks are in vLLM's prefix cache, see `allocated`.
         self._loads.pop(end.request_id)

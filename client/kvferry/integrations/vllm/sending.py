@@ -1,4 +1,4 @@
-"""The requests of prefill in vLLM's scheduler: what is published, when, and which blocks are kept for it."""
+"""The requests of prefill in vLLM's scheduler: publishes them, and keeps their blocks until the release."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 class Sending:
     """Publishes the requests of prefill.
 
-    A request is published when it has finished, or in parts under the reference that its router made. Its blocks are
-    held here until they are released. If vLLM has not given its pool, vLLM keeps them, and steps until then.
+    A request is published when it has finished, or in parts under its router's reference. The blocks are held here
+    until the release. Without vLLM's pool, vLLM keeps the blocks, and runs steps, until the release.
 
     Args:
         setup: the engine.
-        port: its port.
-        count: counts something by its name, see `KvferryStats`.
+        port: the engine's port.
+        count: adds to a count by its name, see `KvferryStats`.
     """
 
     def __init__(self, setup: Setup, port: SchedulerPort, count: Callable[[str], None]) -> None:
@@ -47,38 +47,38 @@ class Sending:
         self._holds = Holds()
         self._requests = OutgoingRequests(setup, port, self._holds, count, self._sums)
         self._kept: dict[int, str] = {}
-        """Requests whose blocks vLLM keeps until they are released, by the numbers of their publications: a client may
-        use a request_id again while blocks are held for it here."""
+        """Requests whose blocks vLLM keeps until the release, by the numbers of their publications: a client may use a
+        request_id again while blocks are held for the first request."""
         self._published = Siblings()
         self._warned = False
 
     @property
     def waiting(self) -> bool:
-        """Whether finished requests are not published yet, because their devices have not computed them."""
+        """Whether finished requests are unpublished, because some device has not computed them."""
         return self._publishing.waiting
 
     @property
     def unsummed(self) -> bool:
-        """Whether published blocks are to be summed in the next step."""
+        """Whether the next step has published blocks to sum."""
         return self._setup.sums and bool(self._sums)
 
     @property
     def asks(self) -> bool:
-        """Whether the end of a step is waited for."""
+        """Whether parts of a prompt wait for the end of a step."""
         return self._requests.waiting
 
     @property
     def holding(self) -> bool:
-        """Whether blocks are held here."""
         return bool(self._holds)
 
     def bind(self, pool: Any, block_ids: BlockIds) -> None:
-        """Take vLLM's block pool, and what returns the blocks of a request."""
+        """See `Holds.bind` and `OutgoingRequests.bind`."""
         self._holds.bind(pool)
         self._requests.bind(block_ids)
 
     def expect(self, request: Any) -> None:
-        """Look at a request that has arrived, and shorten its prompt if decode will compute the end of it."""
+        """Add an arrived request if it is to be published, and shorten its prompt if decode will compute the end of the
+        prompt."""
         if not asks_to_publish(request):
             return
         reference = publish_reference(request)
@@ -90,23 +90,20 @@ class Sending:
         self._requests.expect(request, reference, self.prompt(request), traceparent_of(request))
 
     def prompt(self, request: Any) -> Prompt:
-        """Return the prompt of a request that has arrived, which is made once if it is to be published, too."""
+        """Return the prompt of an arrived request; a request that is also published has one `Prompt` object."""
         known = self._requests.prompt(request.request_id)
         return known or prompt_of(request, names_inputs=self._setup.names_inputs)
 
     def begin(self, scheduled: Mapping[str, int]) -> int:
-        """Begin a step in which so many tokens of requests are computed; return its number, from 1."""
+        """See `OutgoingRequests.begin`."""
         return self._requests.begin(scheduled)
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Publish a request that has ended, if decode will read it, or what is left of it.
-
-        Returns:
-            Whether vLLM must keep its blocks, and the ``kv_transfer_params`` for the router.
-        """
+        """Publish an ended request, or the rest of it, if decode will read it. Return whether vLLM must keep the
+        blocks, and the ``kv_transfer_params`` for the router."""
         request_id = request.request_id
         follows, outgoing = self._requests.follows(request_id), self._requests.take(request)
-        # The last token was sampled, and its KV cache is not computed yet.
+        # The last token was only sampled: its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         asked = asks_to_publish(request) and self._setup.serves
         if not asked or request.status not in _SERVED or tokens <= 0:
@@ -115,7 +112,7 @@ class Sending:
         if sibling is not None or follows:
             return self._not_published(outgoing), None if sibling is None else published_params(sibling)
         if self._setup.has_states and self._state_is_elsewhere(request):
-            logger.info("request %r is not published: where its last token's state is, is not known", request_id)
+            logger.info("request %r is not published: the block of its last token's state is unknown", request_id)
             return self._not_published(outgoing), None
         if outgoing.withdrawn:
             return self._not_published(outgoing), None
@@ -136,16 +133,16 @@ class Sending:
         return not held, published_params(publication)
 
     def lost(self, blocks: Iterable[int]) -> None:
-        """Handle blocks that vLLM was told could not be loaded."""
+        """See `OutgoingRequests.lost`."""
         self._requests.lost(blocks)
 
     def computed(self, steps: Mapping[int, StepsDone]) -> None:
-        """Take how far the devices of some ranks have come, and publish what was computed."""
+        """Take the progress of some ranks' devices, and publish computed blocks."""
         self._publishing.computed({rank: done.computed for rank, done in steps.items()})
         self._requests.ended({rank: done.ended for rank, done in steps.items()})
 
     def released(self, releases: Iterable[Release]) -> set[str]:
-        """Free what was released, or return the requests whose blocks vLLM may free."""
+        """Free the blocks of released publications, or return the requests whose blocks vLLM may free."""
         sent = set()
         for release in releases:
             self._published.released(release.publication)
@@ -155,14 +152,14 @@ class Sending:
             if not wanted:
                 self._count("unread")
             if not wanted or any(read.state not in ("valid", "cancelled") for read in release.reads):
-                # With the names by which the reader's log calls it.
+                # With the names in the reader's log.
                 logger.warning("engine %s, %s", self._setup.spec.engine_id, release)
             if release.publication in self._kept:
                 sent.add(self._kept.pop(release.publication))
         return sent
 
     def take_sums(self) -> list[Summed]:
-        """Return the blocks that were published since the last call: integrity mode sums them."""
+        """Return the blocks that were published since the last call, for integrity mode."""
         found = self._sums.copy()
         self._sums.clear()
         return found
@@ -170,7 +167,7 @@ class Sending:
     # Internal.
 
     def _refuse(self, reference: str) -> None:
-        """Handle that an engine is asked to publish whose caches nobody can read: nothing is kept for anybody."""
+        """Decline a request to publish at an engine whose caches cannot be read."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -180,30 +177,30 @@ class Sending:
             )
         if reference:
             try:
-                # Its reader waits for it.
+                # A reader waits for the publication.
                 self._port.decline(reference)
             except KvferryError as error:
                 logger.info("could not decline a reference: %s", error)
 
     def _first_token(self, request: Any, tokens: int) -> bytes:
-        """Return the payload of a request of which so many tokens are published: the first token of its answer.
+        """Return the payload of a request of which `tokens` tokens are published: the first token of the answer.
 
-        vLLM's decode computes the prompt's last token again, and needs none. Engines that compute nothing of a prompt
-        do. What they read must be the whole prompt and nothing else; otherwise the payload is empty.
+        Engines that compute no token of a prompt need the payload; vLLM's decode computes the prompt's last token
+        again, and does not. The payload is empty unless exactly the whole prompt is published.
         """
         whole = tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld
         return first_token_payload(request.all_token_ids[tokens], tokens) if whole else b""
 
     def _not_published(self, outgoing: OutgoingRequest, *, decline: bool = True) -> bool:
-        """Handle that nothing, or nothing more, of a request will be published; return False."""
+        """See `OutgoingRequests.give_up`; return False."""
         self._requests.give_up(outgoing, decline=decline)
         return False
 
     def _state_is_elsewhere(self, request: Any) -> bool:
-        """Whether the state of a request may not be that of its last token but one, in the block that this one has.
+        """Whether the block of the last token but one may have another state, or its state may be in another block.
 
         Asynchronous scheduling may have run a step after the last token. Drafts leave states in blocks of their own,
-        and which of them were accepted only the device knows.
+        and only the device knows the accepted drafts.
         """
         drafted = self._setup.drafts_states and request.num_output_tokens > 1
         return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)

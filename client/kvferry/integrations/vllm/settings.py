@@ -1,4 +1,4 @@
-"""What an operator writes into ``kv_connector_extra_config``: checked when vLLM starts, before it loads a model."""
+"""An operator's settings in ``kv_connector_extra_config``: checked when vLLM starts, before it loads a model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OF_NIXL_CONNECTOR = {
     "enable_cross_layers_blocks": "nothing: strides are taken from the tensors",
     "push_registration_timeout": "read_timeout",
 }
-"""Keys of vLLM's NixlConnector (0.32.0), and what kvferry has in their place."""
+"""Keys of vLLM's NixlConnector (0.32.0), and kvferry's replacements."""
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
-"""What an engine is by vLLM's ``kv_role``, unless the operator says it."""
+"""An engine's role by vLLM's ``kv_role``, unless the operator sets a role."""
 
 MOST_SECONDS = 1e8
 """The longest timeout of the SDK, about three years."""
@@ -49,23 +49,23 @@ class ConnectorSettings:
 
     Attributes:
         address: address of this node's server, ``unix:/path`` or ``host:port``; otherwise from ``KVFERRY_ADDRESS``.
-        role: whether others read from the engine ("prefill"), it reads from others ("decode"), or "both"; None: as
-            vLLM's ``kv_role`` says.
-        allowed_homes: shell patterns of the ``host:port`` of homes that may be connected to without TLS.
+        role: "prefill": others read from the engine; "decode": it reads from others; "both"; None: by vLLM's
+            ``kv_role``.
+        allowed_homes: shell patterns of the ``host:port`` of homes to which clients may connect without TLS.
         directory: URL of the directory of homes and engines; empty: none.
         home_in_references: whether references carry the address of the home.
         read_timeout: seconds until a read fails, the wait for its publication included.
         start_timeout: seconds for which the engine waits for its node server when it starts.
-        max_waiting: for how many requests' publications the home of each prefill engine is asked at once; further ones
-            wait for their turn.
+        max_waiting: number of requests whose publications are asked for at once at each prefill engine's home; further
+            requests wait for their turn.
         tls: files for TLS; None: no TLS.
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
-        integrity: whether published blocks are summed, and blocks that were read are compared with the sums.
+        integrity: whether published blocks are summed, and read blocks are compared with the sums.
         confirm, prompt_check: see `Client`.
-        self_check: whether each rank checks at its start that vLLM writes where the planes say. If False, only layouts
-            that the tests have shown are served.
-        traces: whether the spans of reads are recorded with OpenTelemetry, by the tracer provider of each process: see
+        self_check: whether each rank checks at its start that vLLM writes where the planes declare. If False, only
+            layouts that the tests have proven are served.
+        traces: whether to record the spans of reads with OpenTelemetry, by the tracer provider of each process: see
             `kvferry.integrations.otel`.
     """
 
@@ -96,7 +96,7 @@ class ConnectorSettings:
         homes = self.allowed_homes
         if not isinstance(homes, tuple) or not all(isinstance(home, str) for home in homes):
             raise InvalidField("allowed_homes", _shown(homes), "several strings")
-        # The client checks the others.
+        # The client checks the other settings.
         for name in ("self_check", "traces"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidField(name, _shown(getattr(self, name)), "true or false")
@@ -113,7 +113,7 @@ class ConnectorSettings:
         """Convert ``kv_connector_extra_config``.
 
         Raises:
-            InvalidField: a key is unknown, or a value is wrong; the field is the key, with dots inside objects.
+            InvalidField: a key is unknown, or a value is wrong; `field` is the key, with dots inside objects.
         """
         given = dict(extra)
         if not given.get("address"):
@@ -124,8 +124,8 @@ class ConnectorSettings:
         """Return the engine's role: "prefill", "decode" or "both".
 
         Raises:
-            InvalidField: the engine would read, and vLLM does not take it for a consumer. vLLM then gives out blocks
-                again to which a step that is under way still writes: it would overwrite what was read.
+            InvalidField: the engine would read, and is not a consumer to vLLM. vLLM would then reuse blocks to which a
+                running step still writes, and the step would overwrite the bytes of a read.
         """
         if self.role in ("decode", "both") and kv_role == "kv_producer":
             raise InvalidField(
@@ -137,7 +137,7 @@ class ConnectorSettings:
         return self.role or ROLES[kv_role]
 
     def client(self) -> Client:
-        """Make the client of a process; raises `InvalidField` if it shall trace and cannot."""
+        """Make the client of a process; raises `InvalidField` if `traces` is set and OpenTelemetry is missing."""
         if self.traces:
             try:
                 from kvferry.integrations import otel
@@ -159,15 +159,8 @@ class ConnectorSettings:
 
 
 def check_supported(vllm_config: Any, device_type: str) -> None:
-    """Refuse what the connector cannot do, before anything is registered.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        device_type: type of the device that holds the cache, as vLLM's platform names it: ``cpu``, ``cuda``, ``xpu``.
-
-    Raises:
-        InvalidField: names the setting of vLLM and the reason.
-    """
+    """Raise `InvalidField`, which names vLLM's setting and the reason, for unsupported settings. `device_type` is the
+    type of the cache's device, as vLLM's platform names it: ``cpu``, ``cuda``, ``xpu``."""
     buffer = vllm_config.kv_transfer_config.kv_buffer_device
     if buffer != device_type:
         raise InvalidField(
@@ -197,13 +190,7 @@ def check_supported(vllm_config: Any, device_type: str) -> None:
 
 
 def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options:
-    """Make a dataclass of options from a JSON object.
-
-    Args:
-        cls: the dataclass.
-        path: where the object stands, with a dot at its end; empty: it is the whole.
-        given: the object.
-    """
+    """Make a dataclass of options from a JSON object at `path`, which ends with a dot; empty for the whole."""
     hints = get_type_hints(cls)
     known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in given:
@@ -221,7 +208,7 @@ def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options
 
 
 def _value(path: str, hint: object, value: object) -> object:
-    """Convert a JSON value to what the options take: objects to options, and names of files to paths."""
+    """Convert a JSON value to the options' types: objects to options, and names of files to paths."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and type(None) in kinds:
         return None
@@ -234,20 +221,20 @@ def _value(path: str, hint: object, value: object) -> object:
             if not isinstance(value, str):
                 raise InvalidField(path, _shown(value), "the name of a file")
             if "\n" in value or value.startswith("-----BEGIN"):
-                # Perhaps the key itself: the error of opening such a file would log it as the name.
+                # Perhaps the key itself: the error of opening such a file would log the key as the name.
                 raise InvalidField(path, str, "the name of a file, not what is in it")
             return Path(value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _shown(value: object) -> object:
-    """Return what an error may show of a value: numbers, and short strings; of others, their type."""
+    """Return a number or short string as it is, and the type of any other value, for errors."""
     short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 80)
     return value if short else type(value)
 
 
 def _instead(key: str, known: Iterable[str], *, top: bool) -> str:
-    """Say what may stand in place of an unknown key."""
+    """Return the text of an error about an unknown key: a likely replacement, or all keys."""
     known = sorted(known)
     if top and key in OF_NIXL_CONNECTOR:
         return f"no key of NixlConnector; kvferry has {OF_NIXL_CONNECTOR[key]}"

@@ -1,4 +1,4 @@
-"""Converts vLLM's configuration to kvferry's description of the engine. The result is equal in all of its processes."""
+"""Converts vLLM's configuration to kvferry's description of the engine, which is equal in all of its processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class Setup:
 
     Attributes:
         spec: the engine.
-        settings: what the operator has configured.
+        settings: the operator's settings.
         caches_prefixes: whether vLLM keeps the blocks of requests for others with the same prefix.
-        tables: vLLM's block tables of its groups.
+        tables: vLLM's block tables.
         recomputed: tokens at the end of a prompt that decode computes itself.
-        rewritten: tokens at the end of what is computed whose cache vLLM may write again in later steps: that of a
-            drafter of several modules, which reads tokens that the model has not seen.
-        tails: what becomes of the tokens behind the last one read. vLLM clears the blocks that it gives out, where
-            kernels need it, except those that a connector fills.
-        serves, reads: whether other engines read from it, and whether it reads from others.
-        drains: whether vLLM waits for its work when it is told to end (``--shutdown-timeout``).
-        depth: how many steps vLLM has under way at once; None: it runs them together with other data-parallel ranks.
-        names_inputs: whether images and other inputs have names that another engine gives them, too: hashes of their
-            content, or the client's own. vLLM numbers them if it caches neither prefixes nor processed inputs.
+        rewritten: tokens at the end of the computed ones whose cache vLLM may write again in later steps: a drafter of
+            several modules reads tokens that the model has not seen.
+        tails: how to treat the memory behind the last token read. If kernels need cleared blocks, vLLM clears the
+            blocks that it allocates, except those that a connector fills.
+        serves: whether other engines read from this engine.
+        reads: whether this engine reads from others.
+        drains: whether vLLM finishes its work before it ends (``--shutdown-timeout``).
+        depth: number of steps that vLLM has under way at once; None: steps run together with other data-parallel ranks.
+        names_inputs: whether images and other inputs have names that are equal at another engine: hashes of their
+            content, or the client's own. vLLM numbers inputs if it caches neither prefixes nor processed inputs.
     """
 
     spec: EngineSpec
@@ -88,50 +89,39 @@ class Setup:
 
     @property
     def has_states(self) -> bool:
-        """Whether a group holds recurrent states, which are right at one token only."""
+        """Whether a group holds recurrent states, which are valid at one token only."""
         return any(table.group.kind is GroupKind.STATE for table in self.tables)
 
     @property
     def drafts_states(self) -> bool:
-        """Whether a state has blocks for drafts, of which one may hold the state that was accepted."""
+        """Whether a state has blocks for drafts, one of which may hold the accepted state."""
         return any(table.draft_blocks > 0 for table in self.tables)
 
     @property
     def withheld(self) -> int:
         """Tokens at the end of a prompt that prefill must not compute.
 
-        Decode computes the last token again. If prefill had seen it, a state would be one token too far, and vLLM would
-        have freed what only that token still needs of a window.
+        Decode computes the last token again. If prefill had computed it, a state would be one token too far, and vLLM
+        would have freed the block of a window that only this token still needs.
         """
         forgets = any(table.forgets for table in self.tables)
         return self.recomputed if forgets or self.recomputed > 1 else 0
 
     def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
-        """Convert vLLM's block ids of a request to the blocks that a source publishes, by group.
-
-        Args:
-            block_ids: ids by group.
-            tokens: number of tokens to publish.
-
-        Raises:
-            InvalidField: vLLM has freed a block that is needed.
-        """
+        """Convert vLLM's block ids of a request to the blocks of `tokens` tokens that a source publishes, by group.
+        Raises `InvalidField`: vLLM has freed a needed block."""
         return {table.group.name: table.published(block_ids[table.index], tokens) for table in self.tables}
 
     def wanted(self, block_ids: tuple[list[int], ...], tokens: tuple[int, int]) -> dict[str, Blocks]:
-        """Convert vLLM's block ids of a request to the blocks that a destination reads into, by group.
-
-        Args:
-            block_ids: ids by group.
-            tokens: the tokens to read, ``[a, b)``; ``a`` is the first token of a block.
-        """
+        """Convert vLLM's block ids of a request to the blocks that a destination reads into, by group, for the tokens
+        ``[a, b)``; ``a`` is the first token of a block."""
         return {table.group.name: table.wanted(block_ids[table.index], tokens) for table in self.tables}
 
     def readable(
         self, offered: Mapping[str, Blocks], computed: int, prompt: int, *, complete: bool = True
     ) -> int | None:
-        """Return how many tokens of a publication can be read for a prompt of so many; None: that is not known until it
-        is complete. See `groups.readable` and `groups.readable_later`."""
+        """Return the end of the readable tokens of a publication for a prompt of `prompt` tokens; None: unknown until
+        the publication is complete. See `groups.readable` and `groups.readable_later`."""
         limit = prompt - self.recomputed
         if not complete:
             return readable_later(self.tables, offered, limit)

@@ -1,4 +1,4 @@
-"""Which part of the model a rank of a vLLM engine holds."""
+"""The part of the model that a rank of a vLLM engine holds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ DRAFT_PREFIX = "draft_model."
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a rank among the ranks of its engine. Every data-parallel rank is an engine of its own.
-
-    Attributes:
-        tp, pcp, pp: ranks of tensor, prefill context and pipeline parallelism.
-        tp_size, pcp_size: how many there are.
-    """
+    """The place of a rank among the ranks of its engine, in tensor, prefill context and pipeline parallelism. Every
+    data-parallel rank is an engine of its own."""
 
     tp: int = 0
     pcp: int = 0
@@ -35,7 +31,6 @@ class RankPlace:
 
     @classmethod
     def of_process(cls) -> RankPlace:
-        """Return the place of this worker process."""
         tp, pcp, pp = get_tp_group(), get_pcp_group(), get_pp_group()
         return cls(tp.rank_in_group, pcp.rank_in_group, pp.rank_in_group, tp.world_size, pcp.world_size)
 
@@ -48,15 +43,14 @@ class RankPlace:
         return (self.pp * self.pcp_size + self.pcp) * self.tp_size + self.tp
 
     def token_rank(self, shards: int) -> int:
-        """Which of so many token shards the rank holds: decode context ranks are neighbours in prefill context, then in
+        """Return the index of the rank's token shard: decode context ranks are neighbours in prefill context, then in
         tensor parallelism (same source)."""
         return (self.tp * self.pcp_size + self.pcp) % shards
 
 
 def holding(spec: Any, name: str, vllm_config: Any, place: RankPlace) -> Holding:
-    """Return what a rank holds of a layer: its heads, or all if ranks are equal, and its tokens.
-
-    For a state that is its share of the state's heads; for one without heads, of its channels.
+    """Return a rank's part of a layer: its heads, or all heads if ranks are equal, and its tokens; of a state, its
+    heads, or its channels if the state has no heads.
 
     Args:
         spec: vLLM's spec of the layer.
@@ -97,9 +91,8 @@ def _of_state(spec: Any, place: RankPlace) -> Holding:
 
 
 def _heads(spec: Any, name: str, vllm_config: Any, place: RankPlace) -> tuple[Interval, int]:
-    """Return the KV heads of a rank, and their number in the model.
-
-    A rank has its share, or one that other ranks share if there are fewer heads than ranks.
+    """Return the KV heads of a rank, and the number of KV heads of the model. With fewer heads than ranks, several
+    ranks hold the same head.
 
     Source: vllm-project/vllm 0.32.0, ``ModelConfig.get_num_kv_heads`` in vllm/config/model.py, and
     ``QKVParallelLinear`` in vllm/model_executor/layers/linear.py: ``tp_rank // num_kv_head_replicas``.
@@ -113,7 +106,7 @@ def _heads(spec: Any, name: str, vllm_config: Any, place: RankPlace) -> tuple[In
 
 
 def _total_of_single_heads(name: str, vllm_config: Any, ranks: int) -> int:
-    """Return the number of KV heads of a layer that has one on each rank: as many as ranks, or fewer."""
+    """Return the number of KV heads of a layer with one head on each rank: the number of ranks, or less."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     totals = {"target": int(vllm_config.model_config.get_total_num_kv_heads())}

@@ -1,5 +1,5 @@
-"""The sources that decode reads from: which are new, whose turn it is to be asked for something, and what the log says
-of a failed read."""
+"""The sources that decode reads from: new sources, the turns of requests at each source, and the log line of a failed
+read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from kvferry.integrations.vllm.remembered import Remembered
 logger = logging.getLogger(__name__)
 
 MOST = 1024
-"""Sources that are remembered. A source that is seen again after it was forgotten is only connected to for nothing."""
+"""Most remembered sources. A source that was forgotten and is seen again costs a needless connection."""
 
 
 class NewSources:
-    """The sources of the requests that have arrived.
-
-    Args:
-        own: the incarnation of this engine, which it does not read from.
-    """
+    """Finds the new sources in the references of requests. `own` is the incarnation of this engine, which does not read
+    from itself."""
 
     def __init__(self, own: bytes = b"") -> None:
         self._own = own
@@ -31,14 +28,14 @@ class NewSources:
         self._new: list[str] = []
 
     def see(self, reference: str) -> None:
-        """Look at the reference of a request."""
+        """Add the source of a request's reference, unless it is known."""
         try:
             parsed = parse_reference(reference)
         except KvferryError:
-            # The read says so.
+            # The read fails with this error.
             return
         source = parsed.home, parsed.engine_id, parsed.incarnation
-        # A router's own reference does not say which incarnation will publish.
+        # A router's own reference does not name the incarnation that will publish.
         if parsed.router_key or parsed.incarnation == self._own or source in self._seen:
             return
         self._seen.add(source)
@@ -58,12 +55,8 @@ class _Source:
 
 
 class Turns:
-    """Whose turn it is among the requests that wait for their publications: of each source, so many are asked for at
-    once, in the order of their arrival. A source that is dead, or slow, holds up its own requests and no others (R10).
-
-    Args:
-        most: requests of one source that are asked for at once.
-    """
+    """The turns of requests that wait for their publications: at each source, at most `most` are asked for at once, in
+    the order of their arrival. A dead or slow source delays only its own requests (R10)."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -71,11 +64,11 @@ class Turns:
         self._by_request: dict[str, _Source] = {}
 
     def add(self, request_id: str, reference: str) -> None:
-        """Add a request that has arrived."""
+        """Add an arrived request."""
         try:
             engine_id = parse_reference(reference).engine_id
         except KvferryError:
-            # It is refused when it is asked for.
+            # `SchedulerPort.acquire` will refuse the reference.
             engine_id = ""
         source = self._sources.setdefault(engine_id, _Source(engine_id))
         source.waiting[request_id] = None
@@ -87,7 +80,7 @@ class Turns:
         return source is not None and request_id in source.waiting
 
     def take(self) -> list[str]:
-        """Return the requests whose turn it is now; each only once."""
+        """Return the requests whose turn it is now; each request only once."""
         found: list[str] = []
         for source in self._sources.values():
             turns = [*islice(source.waiting, self._most - len(source.asked))]
@@ -98,7 +91,7 @@ class Turns:
         return found
 
     def end(self, request_id: str) -> None:
-        """Note that a request is granted, refused or gone: it makes room for another. Idempotent."""
+        """End the turn of a request that is granted, refused or gone. Idempotent."""
         source = self._by_request.pop(request_id, None)
         if source is not None:
             source.asked.discard(request_id)
@@ -108,14 +101,8 @@ class Turns:
 
 
 def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) -> None:
-    """Log a failed read in one line, with the names by which the source's log calls it and no secret.
-
-    Args:
-        end: how it ended.
-        reference: the reference of its publication.
-        engine_id: the engine that reads.
-        aborted: vLLM has aborted the request.
-    """
+    """Log a failed read in one line, with the names in the source's log, and without secrets. `engine_id` is that of
+    the reader; `aborted`: vLLM has aborted the request."""
     mine = _shown(end.request_id)
     read = f"read {end.read_id} of request {mine}" if end.read_id else f"request {mine}"
     try:
@@ -135,6 +122,6 @@ def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) 
 
 
 def _shown(name: str) -> str:
-    """Return a name that any client may have made, of a reference or of its request, so that it stays within its line
-    of the log."""
+    """Quote a name unless it is printable: names of references and requests come from clients, and must not begin new
+    lines in the log."""
     return name if name.isprintable() else repr(name)

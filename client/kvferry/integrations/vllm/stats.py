@@ -15,27 +15,21 @@ from kvferry.integrations.vllm.metrics import METRICS, REASONS
 class KvferryStats(KVConnectorStats):  # type: ignore[misc]
     """Counts and measurements of one interval, for all ranks together: only the scheduler counts.
 
-    The data has, by the keys of `METRICS`, numbers, lists of measurements and, under `REASONS`, numbers by name;
-    nothing that was not seen. So it passes through msgpack between vLLM's processes.
+    The data has, by the keys of `METRICS`, numbers, lists of measurements and, under `REASONS`, numbers by name; keys
+    without events are missing. The data passes through msgpack between vLLM's processes.
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        # A copy, because vLLM's log adds to these while Prometheus still gets the dict that they were made of.
+        # A copy, because vLLM's log adds to these counts while Prometheus still reads the given dict.
         super().__init__(dict(data or {}))
 
     def count(self, what: str, by: float = 1) -> None:
-        """Add to a count."""
         self.data[what] = self.data.get(what, 0) + by
 
     def read_ended(self, end: ReadEnd, *, granted: bool) -> None:
-        """Add a read.
-
-        Args:
-            end: how it ended.
-            granted: a home has granted it.
-        """
+        """Add a read. `granted`: a home has granted it."""
         if isinstance(end.error, TransferCancelled):
             self.count("cancelled")
             return
@@ -53,11 +47,10 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
                 self.count(key, int(value))
 
     def reset(self) -> None:
-        """Start a new interval."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KvferryStats:
-        """Add those of another interval or engine, which stays as it is."""
+        """Add the counts of another interval or engine, which stay unchanged."""
         for what, value in other.data.items():
             if isinstance(value, dict):
                 mine = self.data.get(what, {})
@@ -69,7 +62,7 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the counts, and what is most telling of the measurements, for vLLM's log."""
+        """Return the counts, and a summary of the measurements, for vLLM's log."""
         found: dict[str, int | float] = {
             key: self.data[key] for key in METRICS if isinstance(self.data.get(key), int | float)
         }
@@ -83,12 +76,11 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
         return found
 
     def is_empty(self) -> bool:
-        """Return whether nothing was counted."""
         return not self.data
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same for Prometheus."""
+    """Exposes the counts and measurements to Prometheus."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -102,13 +94,12 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             else:
                 made = self._counter_cls(metric.full_name, metric.documentation, labelnames=labels)
             self._made[key] = made
-            # All series are there from the first scrape on, because an alert is to see the first of what it counts.
+            # All series exist from the first scrape on, because an alert must see the first event.
             for values in per_engine_labelvalues.values():
                 for own in [[value] for value in metric.values] if metric.labels else [[]]:
                     made.labels(*values, *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the counts and measurements of an interval."""
         labels = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
             if key not in self._made:

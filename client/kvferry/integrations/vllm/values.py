@@ -13,12 +13,7 @@ from kvferry.integrations.vllm.publishing import Summed
 
 
 class StepsDone(NamedTuple):
-    """How far a rank's device has come.
-
-    Attributes:
-        computed: see `DeviceSteps.computed`.
-        ended: see `DeviceSteps.ended`.
-    """
+    """The progress of a rank's device: see `DeviceSteps.computed` and `DeviceSteps.ended`."""
 
     computed: int
     ended: int
@@ -31,9 +26,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         step: number of the step, from 1.
         token: the engine's token, until all workers have registered; then empty.
-        warms: references of sources to connect to, ahead of the first read from each.
+        warms: references of sources to connect to ahead of the first read.
         starts: grants of the reads to start.
-        grant_steps: what their sources have published since.
+        grant_steps: later steps of the grants' publications.
         cancels: read_ids of the reads to cancel.
         sums: blocks that integrity mode sums.
         sent: requests whose blocks the source may free.
@@ -60,16 +55,15 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     @property
     def orders(self) -> bool:
-        """Whether there is something for the worker's port to do."""
+        """Whether the message has orders for the worker's port."""
         return bool(self.warms or self.starts or self.grant_steps or self.cancels or self.sums)
 
     def __bool__(self) -> bool:
-        """Whether the message has any content."""
         return bool(self.token or self.orders or self.sent or self.received)
 
     def anon_repr(self) -> str:
-        """Return what vLLM writes into its log when an engine dies (``vllm/logging_utils/dump_input.py``): without this
-        method, all attributes, the secret ones too."""
+        """Return the text that vLLM logs when an engine dies (``vllm/logging_utils/dump_input.py``). Without this
+        method, vLLM logs all attributes, also secret ones."""
         return repr(self)
 
 
@@ -77,17 +71,17 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The workers' message to the scheduler.
 
-    vLLM builds it when a step is queued, and sends it when the step's output is there. By then its device has computed
-    more, usually the step itself. So the message asks its rank for that as late as it can: when it is pickled, or read
-    in the same process.
+    vLLM builds the message when a step is queued, and sends it with the step's output. By then the device has computed
+    more, usually the step itself. So the message gets its rank's progress as late as possible: when it is pickled, or
+    read in the same process.
 
     Attributes:
         outputs: outputs of the workers' ports.
         registered: ranks whose caches are registered.
-        errors: messages of the errors with which ranks could not be registered, by rank.
-        rank, now: the rank that sends this message, and what returns how far its device has come; None in a message
-            that has arrived.
-        steps: how far the device of each rank had come when its message was sent.
+        errors: messages of failed registrations, by rank.
+        rank: the sender.
+        now: returns the progress of the sender's device; None in a message that has arrived.
+        steps: the progress of each rank's device when its message was sent.
     """
 
     outputs: list[WorkerOutput] = field(default_factory=list)
@@ -98,15 +92,13 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     steps: dict[int, StepsDone] = field(default_factory=dict)
 
     def done(self) -> dict[int, StepsDone]:
-        """Return how far the device of each rank has come."""
+        """Return the progress of each rank's device."""
         return self.steps if self.now is None else {**self.steps, self.rank: self.now()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled."""
         return {**self.__dict__, "now": None, "steps": self.done()}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        """Combine the news of several workers."""
         return WorkerNews(
             self.outputs + other.outputs,
             self.registered | other.registered,

@@ -25,22 +25,22 @@ AGAIN = 1.0
 """Shortest seconds until a failed announcement is repeated."""
 
 WARM_TIMEOUT = 10.0
-"""Seconds for which a new source is waited for ahead of the first read from it."""
+"""Seconds for a connection to a new source ahead of its first read."""
 
 MAX_WARMING = 16
-"""New sources that are connected to at once, each on a thread. Nobody has checked yet that a request's reference names
-an engine that exists."""
+"""Simultaneous connections to new sources, each on a thread. Bounded, because the references of requests may name
+engines that do not exist."""
 
 AGENT_TIMEOUT = 120.0
-"""Seconds for making the reading agents: to pin the memory of a large device takes a few."""
+"""Seconds for making the reading agents: pinning the memory of a large device takes a few seconds."""
 
 
 class ConnectorWorker:
     """Registers a rank's caches, and reads into them.
 
     vLLM makes the workers' connectors before the scheduler's, which opens the engine's session. So the caches are
-    registered with NIXL when vLLM hands them over, before it captures graphs and serves; the token comes with the first
-    step, and they are announced on a thread while steps run.
+    registered with NIXL when vLLM hands them over, before it captures graphs and serves. The token comes with the first
+    step, and a thread announces the caches while steps run.
     """
 
     def __init__(self, setup: Setup, rank: int) -> None:
@@ -55,22 +55,21 @@ class ConnectorWorker:
         self._steps = DeviceSteps(None)
         self._fence: Callable[[], None] | None = None
         self._told = 0
-        """The last computed step that the scheduler was told of, at least."""
+        """A computed step; the scheduler has received this step or a later one."""
         self._early: list[StepMetadata] = []
         self._waits = False
         self._asked = False
-        """Whether the scheduler wants to know of the end of this step."""
+        """Whether the scheduler waits for the end of this step."""
         self._warming: set[Future[tuple[int, ...]]] = set()
-        """Connections to new sources that are being made."""
 
     def register(self, kv_caches: Mapping[str, Tensor], planes: Sequence[Plane]) -> None:
         """Register the caches of this rank with NIXL, and make its agents. Waits; raises `KvferryError`.
 
-        All that maps memory or makes connections of the device happens here, on vLLM's thread and with its device set.
-        vLLM captures its graphs afterwards, and until the first read nothing of kvferry calls the device.
+        All mapping of memory and all connections of the device are made here, on vLLM's thread and with its device set.
+        vLLM captures its graphs afterwards, and kvferry does not call the device before the first read.
         """
         # `planes` declare the heads of each rank. A plane with a whole axis is either latent, and equal on all ranks,
-        # or the only one of its pipeline stage.
+        # or the only plane of its pipeline stage.
         self._port.register_memory(kv_caches, planes=planes, replicated=True, serve=self._setup.serves)
         if self._setup.reads:
             self._port.prepare(AGENT_TIMEOUT)
@@ -78,7 +77,7 @@ class ConnectorWorker:
         self._fence = arrival_fence(self._setup.spec.groups, kv_caches.values())
 
     def step(self, metadata: StepMetadata) -> None:
-        """Start and cancel reads as the scheduler's message says. Returns at once."""
+        """Start and cancel reads by the scheduler's message. Returns at once."""
         self._steps.begun(metadata.step)
         self._waits, self._asked = metadata.waits, metadata.asks
         with self._lock:
@@ -90,7 +89,7 @@ class ConnectorWorker:
                     announce.start()
                     self._announcing = True
                 except (RuntimeError, MemoryError) as error:
-                    # The system has no more threads. The token comes again with the next step.
+                    # The system has no more threads. The next step has the token again.
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
             if not self._announced:
                 if metadata.orders:
@@ -99,16 +98,16 @@ class ConnectorWorker:
             self._do(metadata)
 
     def queued(self, step: int) -> None:
-        """Note that all of a step is queued on the device. Returns at once."""
+        """Record that a whole step is queued on the device. Returns at once."""
         self._steps.queued(step)
 
     def news(self) -> WorkerNews | None:
-        """Return what has happened since the last call; None: nothing. Waits in an engine that computes nothing, and
-        for the device after some reads, see `arrival_fence`."""
+        """Return the news since the last call, or None. Waits if the engine computes nothing, and for the device after
+        some reads, see `arrival_fence`."""
         if self._waits and self._port.running():
             self._port.wait_news(PATIENCE)
         elif self._waits:
-            # Its reads have ended, or wait for its announcement, on a thread that needs Python's lock.
+            # The reads have ended, or wait for the announcement, on a thread that needs Python's lock.
             time.sleep(YIELD)
         with self._lock:
             news, self._news = self._news, WorkerNews()
@@ -118,13 +117,12 @@ class ConnectorWorker:
                     self._fence()
                 news.outputs.append(output)
         if self._asked or self._told < EVERY_STEP:
-            # Asked again when the message is sent, so it may then say more than it does now.
+            # The message calls `now` again when it is sent, and may then report later steps.
             self._told = self._steps.computed()
             news.rank, news.now = self._rank, self._steps_done
         return news if news.outputs or news.registered or news.errors or news.now else None
 
     def close(self) -> None:
-        """Close the port and the client."""
         self._port.close()
         self._client.close()
 
@@ -134,7 +132,7 @@ class ConnectorWorker:
     def _do(self, metadata: StepMetadata) -> None:
         for reference in metadata.warms:
             if len(self._warming) >= MAX_WARMING:
-                # Its first read connects to it.
+                # The first read will connect to this source.
                 break
             what = "a source is not connected to ahead of its first read"
             try:
@@ -166,7 +164,7 @@ class ConnectorWorker:
         for read_id in metadata.cancels:
             self._port.cancel(read_id)
         for publication, blocks, last in metadata.sums:
-            # Its readers then count its blocks as unverified.
+            # If this fails, readers count the blocks as unverified.
             what = f"publication {publication} was not summed"
             try:
                 summing = self._port.cache.checksum(publication, blocks, last=last)
@@ -175,7 +173,7 @@ class ConnectorWorker:
                 logger.warning("%s: %s", what, error)
 
     def _announce(self, token: str) -> None:
-        """Announce the caches to the node server, on a thread of its own; repeats it while errors are retryable."""
+        """Announce the caches to the node server, on a thread of its own; repeat while errors are retryable."""
         while True:
             try:
                 self._port.announce(token)
@@ -201,7 +199,7 @@ class ConnectorWorker:
 
 
 def _log_error(level: int, what: str, ended: Future[Any]) -> None:
-    """Log the error of a future, if it has one, behind these words."""
+    """Log the error of a future, if it has one, behind the text `what`."""
     error = None if ended.cancelled() else ended.exception()
     if error is not None:
         logger.log(level, "%s: %s", what, error)

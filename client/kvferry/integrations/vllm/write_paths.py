@@ -1,4 +1,4 @@
-"""vLLM's own ways to write a layer's cache, found on the layer's module.
+"""Finds vLLM's own functions that write a layer's cache, on the layer's module.
 
 Source: vllm-project/vllm 0.32.0, ``unified_kv_cache_update`` in vllm/model_executor/layers/attention/attention.py,
 ``MLAAttention.update_kv_cache`` in mla_attention.py beside it, ``sparse_attn_indexer`` in
@@ -26,14 +26,14 @@ _INDEXER_GROUP = 128
 
 
 class WritePath(NamedTuple):
-    """How vLLM writes the cache of a layer.
+    """vLLM's way to write the cache of a layer.
 
     Attributes:
         name: the backend, or the class of the layer, for people.
-        reason: why there is no function that could be called on its own; empty: there is.
+        reason: why there is no function that could be called on its own; empty: there is one.
         write, token: see `check_layout`; `token` has zeros.
-        states: the views by which vLLM's kernels write a recurrent state: they take whole tensors, there is no write
-            function.
+        states: the views by which vLLM's kernels write a recurrent state: the kernels take whole tensors, and there is
+            no write function.
     """
 
     name: str
@@ -44,7 +44,7 @@ class WritePath(NamedTuple):
 
 
 def write_path(layer: Layer, planes: Sequence[Plane]) -> WritePath:
-    """Return how vLLM writes the cache of a layer, whose planes these are."""
+    """Return vLLM's way to write the cache of a layer with these planes."""
     module = layer.module
     name = type(module).__name__
     if module is None:
@@ -72,7 +72,7 @@ def write_path(layer: Layer, planes: Sequence[Plane]) -> WritePath:
 
 
 def _fitting(path: WritePath, layer: Layer, planes: Sequence[Plane], page_tokens: int) -> WritePath:
-    """Return a path with the layer's own tensors of a token, unless its slots are not tokens of vLLM's blocks."""
+    """Add the layer's own tensors of a token to a path, if its slots are the tokens of vLLM's blocks."""
     if path.reason:
         return path
     if not isinstance(layer.spec, AttentionSpec) or any(plane.tokens_per_state != 1 for plane in planes):
@@ -107,12 +107,12 @@ def _latent(module: Any, update: Any) -> WritePath:
 
 
 def _indexer(module: Any) -> WritePath:
-    """CUDA's operation. It has not been run by the authors of this file, who had no GPU."""
+    """Return the path of CUDA's operation, which has never been run: there was no GPU."""
     name = type(module).__name__
     shuffled = getattr(module, "uses_shuffled_layout", False)
     if shuffled or not current_platform.is_cuda() or module.kv_cache.dtype is not torch.uint8:
         return WritePath(name, "its write operation is known on CUDA, for a cache of bytes, only")
-    # A key of whole groups, and a float32 for each.
+    # A key of whole groups, and a float32 for each group.
     groups, rest = divmod(module.kv_cache.shape[-1], _INDEXER_GROUP + 4)
     if rest:
         return WritePath(name, f"{module.kv_cache.shape[-1]} bytes of a token are no keys with scales")

@@ -33,6 +33,6 @@ def move(
 
 
 def copy(descriptors: Descriptors) -> None:
-    """What NIXL does."""
+    """Copy descriptors as NIXL does."""
     for from_address, to_address, length in copies(descriptors):
         ctypes.memmove(to_address, from_address, length)

@@ -164,13 +164,13 @@ def world(name: str, make: Callable[..., Model], arguments: tuple[Any, ...], sha
     return World(name, make(*arguments), shape)
 
 
-def test_every_layout_is_read_into_every_other() -> None:
+def test_layouts_are_read_into_every_other_layout() -> None:
     assert {shape.layout for shape in SOURCES} == {shape.layout for shape in DESTINATIONS} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("destination", DESTINATIONS, ids=str)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_packed_keys_and_values(source: Shape, destination: Shape) -> None:
+def test_packed_keys_and_values_move(source: Shape, destination: Shape) -> None:
     pair = world("p", triton, (), source), world("d", triton, (), destination)
     check_read(*pair)
     # The other ways, one for each pair.
@@ -187,31 +187,31 @@ PAIRS = (
 
 
 def check_pairs(make: Callable[..., Model], arguments: tuple[Any, ...] = ()) -> None:
-    """Some pairs of engines; that layouts do not matter is shown by `test_packed_keys_and_values`."""
+    """Some pairs of engines; that layouts do not matter is shown by `test_packed_keys_and_values_move`."""
     for source, destination in PAIRS:
         check_read(world("p", make, arguments, source), world("d", make, arguments, destination))
 
 
-def test_fp8_of_one_scale_for_a_tensor() -> None:
+def test_fp8_with_one_scale_for_a_tensor_moves() -> None:
     check_pairs(triton, ("fp8", KEY, KEY, FEW))
     check_pairs(rocm_slots, ("fp8",))
 
 
-def test_keys_and_values_of_different_sizes() -> None:
+def test_keys_and_values_of_different_sizes_move() -> None:
     check_pairs(triton, ("auto", KEY, VALUE, FEW))
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head"])
-def test_cells_with_a_scale_for_each_token_and_head(cache_dtype: str) -> None:
+def test_cells_with_a_scale_for_each_token_and_head_move(cache_dtype: str) -> None:
     check_pairs(triton, (cache_dtype, KEY, KEY, FEW))
 
 
-def test_cells_of_four_bits() -> None:
+def test_cells_of_four_bits_move() -> None:
     arguments = ("int4_per_token_head", KEY, KEY, 3)
     check_read(world("p", triton, arguments, PAIRS[0][0]), world("d", triton, arguments, PAIRS[0][1]))
 
 
-def test_a_layer_that_vllm_has_not_written_yet_keeps_the_scales_it_read() -> None:
+def test_layer_without_writes_of_vllm_keeps_the_scales_of_a_read() -> None:
     """vLLM sets all scales of a layer to 1 before it first writes to it: on an engine that decodes, after the read."""
     made = triton("int8_per_token_head", tokens=FEW)
     source, destination = World("p", made, Shape()), World("d", made, Shape())
@@ -234,7 +234,7 @@ def test_a_layer_that_vllm_has_not_written_yet_keeps_the_scales_it_read() -> Non
     assert inside[changed].all()
 
 
-def test_slots_of_keys_and_of_values() -> None:
+def test_slots_of_keys_and_of_values_move() -> None:
     check_pairs(rocm_slots)
 
 
@@ -275,7 +275,7 @@ PORTS = {
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_other_backends_write_what_a_proven_one_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_backends_write_the_bytes_of_a_proven_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own code finds K and V in the cache, and gives them to vLLM's Triton port of their kernel."""
     attention, impl_of, proven = PORTS[name]
     for module in (flash_attn, rocm_aiter_unified_attn.ops, torch.ops._C_cache_ops):
@@ -319,7 +319,7 @@ def nvfp4() -> Model:
     return Model("vllm.v1.attention.backends.flashinfer.FlashInferBackend", HEADS, spec, write)
 
 
-def test_nvfp4_pages() -> None:
+def test_nvfp4_pages_move() -> None:
     for source, destination in itertools.product(
         (Shape(2, 32), Shape(3, 32, "BLHNC")), (Shape(1, 32, "BLHNC"), Shape(3, 32), Shape(2, 32, padding=64))
     ):

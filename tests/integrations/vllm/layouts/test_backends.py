@@ -38,7 +38,7 @@ REFUSED = {
     "TURBOQUANT",
     "ULTRAQUANT",
 }
-"""Members of vLLM's registry that have no cache, or one that nobody has read yet."""
+"""Members of vLLM's registry without a cache, or with a cache that has not been examined."""
 
 
 def layer(spec: Any, backend: str, **of_the_module: Any) -> Layer:
@@ -60,13 +60,13 @@ def spec(cache_dtype: str = "auto") -> FullAttentionSpec:
     return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=dtype, kv_quant_mode=mode)
 
 
-def test_every_backend_of_vllms_registry_is_known_or_refused() -> None:
+def test_backends_of_vllms_registry_are_all_known_or_refused() -> None:
     registered = {name: member.value for name, member in AttentionBackendEnum.__members__.items()}
     assert {name for name, path in registered.items() if path not in BACKENDS} == REFUSED - MISSING_MEMBERS
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend not in MISSING_BACKENDS])
-def test_every_known_backend_is_one_of_vllm(backend: str) -> None:
+def test_known_backends_all_exist_in_vllm(backend: str) -> None:
     module, _, name = backend.rpartition(".")
     # Looked up, not imported: some need what only a GPU's environment has.
     found = find_spec(module)
@@ -76,7 +76,7 @@ def test_every_known_backend_is_one_of_vllm(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [FlashAttentionBackend, TritonFlashAttentionBackend])
-def test_classes_that_vllm_derives_for_their_metadata_are_the_same_backend(backend: type) -> None:
+def test_classes_that_vllm_derives_for_metadata_are_the_same_backend(backend: type) -> None:
     for found in (backend, subclass_attention_backend("ChunkedLocal", backend, object)):
         module = SimpleNamespace(get_attn_backend=lambda found=found: found)
         config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={NAME: module}))
@@ -98,7 +98,7 @@ def test_a_layer_without_a_backend_is_refused_by_name() -> None:
         backend_of(config, NAME)
 
 
-def test_an_unknown_content_is_refused_with_what_is_known() -> None:
+def test_unknown_content_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidField, match=r"turboquant_k8v4.*plain or fp8"):
         layer_planes(layer(spec("turboquant_k8v4"), TRITON))
 
@@ -109,7 +109,7 @@ def test_an_unknown_spec_is_refused_by_name() -> None:
         layer_planes(layer(ring, TRITON))
 
 
-def test_only_what_vllms_own_code_wrote_counts_as_proven() -> None:
+def test_proof_needs_a_cache_that_vllms_own_code_wrote() -> None:
     proven = family_of(layer(spec(), TRITON))
     assert (proven.proven, proven.proof) == (True, Proof.KERNEL)
     assert not family_of(layer(spec(), "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend")).proven
@@ -128,7 +128,7 @@ def test_engines_of_different_static_scales_are_refused() -> None:
         plan_read(engine("p", "fp8", 0.5), engine("d", "fp8", 0.25), 0)
 
 
-def test_two_kinds_of_fp8_are_told_apart() -> None:
+def test_fp8_kinds_are_distinguished() -> None:
     with pytest.raises(Incompatible, match="float8_e5m2"):
         plan_read(engine("p", "fp8", 1.0), engine("d", "fp8_e5m2", 1.0), 0)
 

@@ -150,7 +150,7 @@ def test_the_kernel_really_permutes_the_keys() -> None:
     assert torch.equal(page[1], value[:, 0])
 
 
-def test_another_block_size_is_refused_with_the_reason() -> None:
+def test_different_block_size_is_refused_with_the_reason() -> None:
     source = engine("p", shares(2, 1), 2, 64, 32, torch.float32, [1])
     destination = engine("d", shares(2, 1), 2, 64, 64, torch.float32, [1])
     with pytest.raises(Incompatible, match="cannot be cut to fit"):
@@ -159,7 +159,7 @@ def test_another_block_size_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("path", Path)
 @pytest.mark.parametrize(("theirs", "mine"), [(16, 16), (16, 32), (48, 32)])
-def test_latent_caches_move_whatever_their_block_sizes(theirs: int, mine: int, path: Path) -> None:
+def test_latent_caches_move_between_any_block_sizes(theirs: int, mine: int, path: Path) -> None:
     latent, rope, tokens = 512, 64, 3 * 48 - 7
     random = torch.Generator().manual_seed(1)
     content = torch.randn(tokens, latent, generator=random).to(torch.bfloat16)

@@ -66,7 +66,7 @@ def cpu_latent() -> Model:
     return Model(f"{MLA}.cpu_mla.CPUMLABackend", 0, latent_spec, write, config=CONFIG, tokens=FEW)
 
 
-def test_latent_and_rope() -> None:
+def test_latent_and_rope_move() -> None:
     check_pairs(
         cpu_latent,
         (
@@ -122,7 +122,7 @@ def compressor_spec(block: int, heads: int) -> Any:
     ],
     ids=["bfloat16", "fp8_ds_mla", "nvfp4_ds_mla", "compressor"],
 )
-def test_rows_of_tokens(backend: str, spec: Callable[[int, int], Any]) -> None:
+def test_rows_of_tokens_move(backend: str, spec: Callable[[int, int], Any]) -> None:
     pairs = PAIRS if spec(16, 1).page_size_padded is None else PAIRS[:1]
     check_pairs(lambda: by_rows(backend, spec), pairs)
 
@@ -165,7 +165,7 @@ def test_v4_pages_are_rows_then_scales() -> None:
     check_pairs(v4, ((Shape(1, 16, "BLHNC"), Shape(2, 32, "BLHNC")), (Shape(2, 32, "LBHNC"), Shape(1, 16, "BLHNC"))))
 
 
-def test_v4_states_of_several_tokens() -> None:
+def test_v4_states_of_several_tokens_move() -> None:
     check_pairs(lambda: v4(4), ((Shape(1, 16, "BLHNC"), Shape(2, 32, "BLHNC")), (Shape(2, 32), Shape(1, 16))))
 
 
@@ -212,7 +212,7 @@ def test_indexer_pages_are_keys_then_scales() -> None:
     )
 
 
-def test_on_rocm_keys_move_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_on_rocm_move_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
     for source, destination in ((Shape(1, 16), Shape(2, 32, "BLHNC")), (Shape(2, 32), Shape(1, 16))):
         check_read(World("p", rocm_indexer(), source), World("d", rocm_indexer(), destination), whole=True)

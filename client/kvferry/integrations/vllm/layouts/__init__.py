@@ -1,5 +1,5 @@
-"""vLLM's KV caches as planes: strides from the tensor, meaning from the layer's spec and its attention backend; what is
-unknown is refused."""
+"""vLLM's KV caches as planes: strides from the tensor, meaning from the layer's spec and its attention backend. Unknown
+specs and backends are refused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def layer_planes(layer: Layer) -> tuple[Plane, ...]:
     """Return the planes of a layer.
 
     Raises:
-        InvalidField: the meaning of its bytes is not known.
-        BadGeometry: its tensor is not what its spec says.
+        InvalidField: the meaning of the layer's bytes is not known.
+        BadGeometry: the tensor contradicts the spec.
     """
     if isinstance(layer.spec, MambaSpec):
         return state_planes(layer)

@@ -1,11 +1,11 @@
-"""What vLLM's attention backends write, and how each was proven: the one table of this package.
+"""The table of the layouts that vLLM's attention backends write, and how each was proven.
 
-A layer is looked up by its backend and what its elements are (`content_of`). What is not here is refused, also by name:
-backends with pages of their own that nobody has read yet (TurboQuant, UltraQuant, MiniMax M3, DeepSeek V4.1, GLM 5 with
-pooled keys, Qwen 4, Kimi K3), and DeepSeek V4 on CPUs.
+The keys are the backend and the content of the layer's elements (`content_of`). Everything else is refused: for example
+backends whose own pages have not been examined (TurboQuant, UltraQuant, MiniMax M3, DeepSeek V4.1, GLM 5 with pooled
+keys, Qwen 4, Kimi K3), and DeepSeek V4 on CPUs.
 
-Where `Proof` is not KERNEL, what writes the cache on a GPU has not been run: only a check on the machine itself can
-show that the planes are right.
+Where `Proof` is not KERNEL, the code that writes the cache on a GPU has not been run: only a check on the machine
+itself can show that the planes are right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.integrations.vllm.layouts.orders import Planes
 
 
 class Proof(enum.Enum):
-    """What filled the caches in the tests of tests/integrations/vllm/layouts. No GPU was used for any of them."""
+    """The code that filled the caches in the tests of tests/integrations/vllm/layouts, all without a GPU."""
 
     KERNEL = "the backend's own cache-write code, on CPU tensors"
     PORT = "vLLM's Triton port of the CUDA or HIP kernel, called by the backend's own code where it has any"
@@ -32,13 +32,7 @@ class Proof(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of layers.
-
-    Attributes:
-        name: its name for people, e.g. in an error message.
-        planes: makes the planes of such a layer.
-        proof: how it was shown that they are right.
-    """
+    """A family of layers: a name for people, the function that makes a layer's planes, and their proof."""
 
     name: str
     planes: Callable[[Layer], Planes]
@@ -46,8 +40,6 @@ class Family:
 
     @property
     def proven(self) -> bool:
-        """Whether the code that writes the layer's cache ran in the tests. If not, only a check on the machine itself
-        can show that the planes are right."""
         return self.proof is Proof.KERNEL
 
 
@@ -60,7 +52,7 @@ Order = Callable[[Layer], Planes]
 
 
 def _families(name: str, planes: Order, **proofs: Proof) -> dict[str, Family]:
-    """Families by content, whose names have spaces instead of underscores where K and V are slots."""
+    """Return families by content. Contents with slots of K and V are written with a space, not an underscore."""
     contents = {content.replace("_slots", " slots"): proof for content, proof in proofs.items()}
     return {content: Family(f"{name}, {content}", planes, proof) for content, proof in contents.items()}
 
@@ -112,7 +104,7 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
         **_packed(PORT),
         **_slots("AITER's tiles of K and of V", partial(orders.tiles, named="vllm-aiter-tiles"), KERNEL),
     },
-    # Its HIP kernel writes pages of 16 and 32 tokens, its Triton kernel all others, in the same order.
+    # The HIP kernel writes pages of 16 and 32 tokens, the Triton kernel all others, in the same order.
     f"{_V1}.rocm_attn.RocmAttentionBackend": _slots(
         "ROCm's tiles of K and of V", partial(orders.tiles, named="vllm-rocm-tiles"), PORT
     ),
@@ -155,7 +147,7 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
     f"{_V4}.compressor.CompressorBackend": _families("rows", orders.compressor_rows, plain=REFERENCE),
 }
 
-# By name, since older versions of vLLM lack some. A spec that vLLM derives from one of these may mean something else.
+# By name, since older versions of vLLM lack some. Derived specs are not accepted: their bytes may mean something else.
 _SPECS = (
     "FullAttentionSpec",
     "SlidingWindowSpec",
@@ -168,7 +160,7 @@ _SPECS = (
 
 
 def family_of(layer: Layer) -> Family:
-    """Return the family that a layer of attention belongs to; raises `InvalidField` if it is not known."""
+    """Return the family of an attention layer; raises `InvalidField` for an unknown spec, backend or content."""
     if type(layer.spec).__name__ not in _SPECS:
         raise InvalidField(f"KV-cache spec of {layer.name}", type(layer.spec).__name__, " or ".join(_SPECS))
     known = BACKENDS.get(layer.backend)

@@ -1,4 +1,4 @@
-"""One layer of a vLLM engine, as the functions of this package take it, and what its elements are."""
+"""One layer of a vLLM engine, and the type of its elements."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Holding
 from kvferry.testing.layout import SCALED
 
-# Contents whose bytes depend on factors that stand outside the cache.
+# Contents whose bytes depend on factors outside the cache.
 _SCALED = ("fp8", "fp8 slots", "nvfp4")
 
-# What a class that `subclass_attention_backend` of vLLM returns has of its own.
+# The own attributes of a class that vLLM's `subclass_attention_backend` returns.
 _OF_A_DERIVED_CLASS = {"get_builder_cls", "__module__", "__doc__", "__abstractmethods__", "_abc_impl"}
 
 
@@ -28,10 +28,10 @@ class Layer:
 
     Attributes:
         name: vLLM's full name of the layer, the same on every rank and in both engines.
-        cache: the tensor that vLLM handed over for it: its strides say where bytes lie.
-        spec: vLLM's KV-cache spec of this layer: it says, with the backend, what the bytes mean.
-        group: the group that the layer belongs to.
-        heads: the KV heads, and the tokens, that the rank holds of the model; see `shards.holding`.
+        cache: vLLM's tensor, whose strides say where bytes lie.
+        spec: vLLM's KV-cache spec, which gives the bytes their meaning, together with the backend.
+        group: the layer's group.
+        heads: the KV heads and tokens that the rank holds; see `shards.holding`.
         vllm_config: the engine's configuration.
         backend: module and class of the layer's attention backend (`backend_of`).
     """
@@ -46,30 +46,30 @@ class Layer:
 
     @property
     def module(self) -> Any:
-        """vLLM's module of the layer; None if it has none."""
+        """vLLM's module of the layer, or None."""
         return self.vllm_config.compilation_config.static_forward_context.get(self.name)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensor by its name, as `kvferry.geometry.formats` takes it."""
+        """The tensor by the layer's name, as `kvferry.geometry.formats` takes tensors."""
         return {self.name: self.cache}
 
     @property
     def by_head(self) -> Holding:
-        """What the tensor holds if each head is a unit."""
+        """The tensor's holding if each head is a unit."""
         return replace(self.heads, tokens_per_state=Fraction(self.spec.tokens_per_state))
 
     @property
     def for_all_heads(self) -> Holding:
-        """What the tensor holds if it is the same on every rank."""
+        """The tensor's holding if it is the same on every rank."""
         return replace(self.by_head, units=None, axis_size=None)
 
 
 def backend_of(vllm_config: Any, layer: str) -> str:
     """Return module and class of a layer's attention backend, e.g. ``vllm.v1…flash_attn.FlashAttentionBackend``.
 
-    vLLM derives classes from its backends that differ in how they build metadata, not in what they write; for these the
-    class that they are derived from is returned.
+    vLLM derives classes from its backends that build other metadata and write the same bytes; their base class is
+    returned.
 
     Raises:
         InvalidField: vLLM knows no backend of this layer.
@@ -84,9 +84,9 @@ def backend_of(vllm_config: Any, layer: str) -> str:
 
 
 def content_of(spec: Any) -> str:
-    """Return what a spec of vLLM says of the elements: ``plain``, ``fp8``, ``nvfp4``, ``int8_per_token_head`` …
+    """Return the content of the elements by vLLM's spec: ``plain``, ``fp8``, ``nvfp4``, ``int8_per_token_head`` …
 
-    ``slots`` follows where K and V are two slots of all heads instead of the two parts of each head's content.
+    ``slots`` follows if K and V are two slots of all heads instead of the two parts of each head's content.
     """
     packed = getattr(spec, "cache_dtype_str", None)
     if packed in ("fp8_ds_mla", "nvfp4_ds_mla"):
@@ -97,13 +97,13 @@ def content_of(spec: Any) -> str:
 
 
 def element_type(layer: Layer, plane: Plane) -> str:
-    """Return the name of a plane's elements, by which both engines of a read recognise each other's.
+    """Return the name of a plane's element type, which both engines of a read compare.
 
-    vLLM keeps fp8 in tensors of bytes, so their type does not tell two kinds of fp8 apart. Static scales belong to the
-    name: the same bytes mean other numbers under another scale.
+    vLLM keeps fp8 in tensors of bytes, so the tensor's type does not distinguish two kinds of fp8. Static scales belong
+    to the name: the same bytes mean other numbers under another scale.
 
     Raises:
-        InvalidField: scales that each engine would compute by itself.
+        InvalidField: each engine would compute its own scales.
     """
     content = content_of(layer.spec)
     if content == "fp8" or content == "fp8 slots":
@@ -118,7 +118,7 @@ def element_type(layer: Layer, plane: Plane) -> str:
 
 
 def _cache_dtype(layer: Layer) -> str:
-    """vLLM's name of the type; layers of a model may differ in it."""
+    """vLLM's name of the type, which may differ between layers of a model."""
     found = getattr(layer.module, "kv_cache_dtype", None) or layer.vllm_config.cache_config.cache_dtype
     return str(found)
 
@@ -126,12 +126,12 @@ def _cache_dtype(layer: Layer) -> str:
 def _fp8(layer: Layer) -> str:
     if "e5m2" in _cache_dtype(layer):
         return "float8_e5m2"
-    # On some AMD GPUs e4m3 is of another encoding.
+    # On some AMD GPUs e4m3 has another encoding.
     return str(current_platform.fp8_dtype()).removeprefix("torch.")
 
 
 def _scale(layer: Layer, plane: Plane) -> str:
-    """The static scale as the end of the type's name; nothing for 1."""
+    """Return the static scale as a suffix of the type's name; empty for 1."""
     if getattr(layer.module, "calculate_kv_scales", False):
         raise InvalidField(f"calculate_kv_scales of {layer.name}", True, "static scales: both engines need the same")
     scale = getattr(layer.module, "_v_scale" if plane.component.startswith("value") else "_k_scale", None)

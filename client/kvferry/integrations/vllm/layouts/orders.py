@@ -1,5 +1,5 @@
-"""The planes of layers by what their backends write: K and V of each head, or one latent for all heads (MLA), the same
-on every rank, with its indexer. `backends` has which backend writes what."""
+"""The planes of layers by the orders of bytes that backends write: K and V of each head, or one latent for all heads
+(MLA), the same on every rank, with its indexer. The table of backends is in `backends`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts.layer import Layer, content_of
 
 _INDEX_BYTES = {132: 128, 68: 64}
-"""Bytes of an indexer's key by those of key and scales: 128 fp8 and a float32, or 128 fp4 and 4 exponents."""
+"""Bytes of an indexer's key by the bytes of key and scales: 128 fp8 and a float32, or 128 fp4 and 4 exponents."""
 
 _ROCM_TILE = 16
 """Tokens in a tile of the indexer on ROCm."""
@@ -28,8 +28,8 @@ def packed(layer: Layer) -> Planes:
 
 def cells(layer: Layer) -> Planes:
     """Values and scales of each head and token, mixed."""
-    # vLLM sets the scales in the cache to 1 when it first writes to the layer. On an engine that decodes, that can be
-    # after a read, and what was read would be lost. So it does so now.
+    # vLLM sets the scales in the cache to 1 at its first write to the layer. On a decode engine, a read may come before
+    # that, and its scales would be lost. So vLLM sets the scales now.
     make_scales = getattr(getattr(layer.module, "impl", None), "_ensure_scale_caches", None)
     if make_scales is not None:
         make_scales(layer.cache)
@@ -49,7 +49,7 @@ def tiles(layer: Layer, named: str) -> Planes:
 
 def nvfp4_pages(layer: Layer) -> Planes:
     """Values and scales of K, then of V, in each page."""
-    # Two kernels write these pages, and how each orders scales inside a head's page was not checked.
+    # Two kernels write these pages. Their orders of scales inside a head's page were not compared.
     writer = "flashinfer" if getattr(getattr(layer.module, "impl", None), "nvfp4_fa2", False) else "vllm"
     named = f"vllm-nvfp4-scales-{writer}"
     return formats.vllm_nvfp4(layer.tensors, layer.group, layer.spec.num_kv_heads, named, layer.by_head)
@@ -57,10 +57,10 @@ def nvfp4_pages(layer: Layer) -> Planes:
 
 def cpu_pages(layer: Layer) -> Planes:
     """Pages of vLLM's attention on CPUs, which permutes inside a page."""
-    # Of this platform only: the module asks the processor what it can do.
+    # Imported on this platform only: the module examines the processor.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    # As `CPUAttentionMetadataBuilder` asks: the dtype is the model's, also where the cache is of fp8.
+    # With the arguments of `CPUAttentionMetadataBuilder`: the dtype is the model's, also for a cache of fp8.
     config = layer.vllm_config
     cache_dtype = config.cache_config.cache_dtype
     isa = _get_attn_isa(config.model_config.dtype, layer.cache.shape[2], layer.spec.head_size, cache_dtype)
@@ -91,7 +91,7 @@ def v4_pages(layer: Layer) -> Planes:
 
 
 def compressor_rows(layer: Layer) -> Planes:
-    """DeepSeek V4's compressor: for each token of its window what it will sum up."""
+    """DeepSeek V4's compressor: its inputs for each token of its window."""
     return formats.vllm_cells(layer.tensors, layer.group, "vllm-compressor", layer.for_all_heads)
 
 

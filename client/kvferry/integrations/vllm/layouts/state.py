@@ -1,8 +1,9 @@
 """Layers with a recurrent state: Mamba, gated delta nets, short convolutions, linear attention.
 
-vLLM hands over one tensor of bytes for all states of a layer, ``int8 [blocks, 1, 1, bytes]``; the layer cuts it into
-the inputs that a convolution still needs, and the state proper. Tensor ranks divide each projection of the convolution
-apart (x, B and C of Mamba-2; q, k and v of a gated delta net), so each is a component with channels of its own.
+vLLM hands over one tensor of bytes for all states of a layer, ``int8 [blocks, 1, 1, bytes]``; the layer divides the
+tensor into the last inputs of a convolution, and the state proper. Tensor ranks divide each projection of the
+convolution separately (x, B and C of Mamba-2; q, k and v of a gated delta net), so each projection is a component with
+channels of its own.
 
 Source: vllm-project/vllm 0.32.0, ``MambaBase.bind_kv_cache`` in vllm/model_executor/layers/mamba/abstract.py,
 ``MambaStateShapeCalculator`` in mamba_utils.py beside it, ``derive_mamba_conv_split`` in
@@ -26,7 +27,7 @@ from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.layouts.layer import Layer
 
 _GROUP_COUNTS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
-"""What models call the number of groups of Mamba-2 in their configurations."""
+"""Names of the number of Mamba-2's groups in configurations of models."""
 
 
 def state_planes(layer: Layer) -> tuple[Plane, ...]:
@@ -34,7 +35,7 @@ def state_planes(layer: Layer) -> tuple[Plane, ...]:
 
     Raises:
         InvalidField: a kind of state whose parts are not known, or that is wrong with this version of vLLM.
-        BadGeometry: the tensor is not what its spec says.
+        BadGeometry: the tensor contradicts the spec.
     """
     kind, states = layer.spec.mamba_type.name, _states(layer)
     if kind in versions.UNPROVEN_STATES:
@@ -52,7 +53,7 @@ def state_planes(layer: Layer) -> tuple[Plane, ...]:
 
 
 def _states(layer: Layer) -> list[TensorView]:
-    """Return the states of a layer, cut out of its bytes."""
+    """Return views of a layer's states in its bytes."""
     pages, sizes = view_of(layer.cache), [get_dtype_size(dtype) for dtype in layer.spec.dtypes]
     lengths = [prod(shape) * size for shape, size in zip(layer.spec.shapes, sizes, strict=True)]
     if pages.itemsize != 1 or len(pages.shape) != 4 or pages.shape[1:] != (1, 1, sum(lengths)):
@@ -87,7 +88,7 @@ def _convolution(layer: Layer, state: TensorView) -> tuple[Plane, ...]:
 
 
 def _projections(layer: Layer, channels: int) -> Sequence[Part]:
-    """Return the projections that a convolution takes, with the channels that this rank holds of each."""
+    """Return the projections of a convolution's input, with the channels of each that this rank holds."""
     kind, shape = layer.spec.mamba_type.name, layer.spec.shapes[-1]
     if kind in ("MAMBA1", "SHORT_CONV"):
         return _parts(layer, channels, [("conv_x", channels, False)])
@@ -102,7 +103,7 @@ def _projections(layer: Layer, channels: int) -> Sequence[Part]:
 
 
 def _parts(layer: Layer, channels: int, projections: Sequence[tuple[str, int, bool]]) -> list[Part]:
-    """Return parts of a convolution from their names, channels here, and whether they are equal on all ranks."""
+    """Return parts of a convolution from their names, channels on this rank, and whether all ranks hold the same."""
     ranks, rank = _share(layer)
     found, begin = [], 0
     for name, size, alike in projections:
@@ -116,7 +117,7 @@ def _parts(layer: Layer, channels: int, projections: Sequence[tuple[str, int, bo
 
 
 def _share(layer: Layer) -> tuple[int, int]:
-    """Return among how many ranks a state is divided, and which of the shares this is."""
+    """Return the number of shares of a state, and the index of this rank's share."""
     units, axis = layer.heads.units, layer.heads.axis_size
     if units is None or axis is None:
         raise BadGeometry(f"layer {layer.name}", "which heads of the state the rank holds is not declared")
@@ -124,9 +125,9 @@ def _share(layer: Layer) -> tuple[int, int]:
 
 
 def _one_group(layer: Layer, here: int) -> bool:
-    """Return whether all ranks hold the same group of B and C, as they do if the model has only one.
+    """Return whether all ranks hold the same group of B and C, which is so if the model has only one group.
 
-    The shape does not say whether one group on each rank is the only one, or one of several.
+    The shape does not show whether the group of each rank is the only one of the model.
     """
     ranks, _ = _share(layer)
     if ranks == 1:
