@@ -65,7 +65,6 @@ class ChecksumPage:
         return any(bool(np.isin(self.indexes, other.indexes, assume_unique=True).any()) for other in near)
 
     def equals(self, other: ChecksumPage) -> bool:
-        """Whether both pages have the same checksums for the same blocks and units."""
         return (
             self.units == other.units
             and (self.first, self.last) == (other.first, other.last)
@@ -124,7 +123,6 @@ class Checksums:
         self.size += page.size
 
     def pages(self, query: ChecksumQuery) -> Sequence[ChecksumPage]:
-        """Return the pages that hold the answer to a query."""
         return tuple(page for plane in query.planes for page in self._pages.get((query.rank, plane), ()))
 
     def clear(self) -> int:

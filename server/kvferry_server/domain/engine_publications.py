@@ -68,7 +68,6 @@ class EnginePublications:
         return len(self.listed)
 
     def arrived(self) -> Iterator[PublicationRecord]:
-        """Yield the publications that have arrived, in order."""
         return (publication for _, publication in self.listed.after(None))
 
     def bytes_of(self, publication: PublicationRecord) -> int:

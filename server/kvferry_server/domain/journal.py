@@ -187,7 +187,6 @@ class Journal:
         )
 
     def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
-        """Note that the live leases of a publication are not renewed any more."""
         self._publication(
             logging.INFO, "leases_revoked", publication, reason=reason.name, live_leases=len(publication.leases)
         )
@@ -212,7 +211,6 @@ class Journal:
             self.events.write(logging.WARNING, "report_too_late", fields)
 
     def notification_refused(self, kind: str, reason: str, values: Mapping[str, str], sender: EngineRef | None) -> None:
-        """Note that a notification was refused; `sender` None: unknown."""
         self.refused[kind, reason] += 1
         self.events.refusal(f"Notify.{kind}", reason, values, {"sender_id": sender.engine_id if sender else None})
 

@@ -12,7 +12,7 @@ Entry = TypeVar("Entry")
 
 FEW = 256
 GONE_SHARE = 8
-"""Keys of removed entries are kept up to this number, or this share of all keys, and dropped together. To drop each alone
+"""Keys of removed entries are kept up to this number, or this share of all keys, and dropped together. Dropping one alone
 would move all keys behind it, for each of a hundred thousand entries that are removed at once."""
 
 
@@ -27,7 +27,6 @@ class Ordered(Generic[Entry]):
         return len(self._entries)
 
     def add(self, key: Numbers, entry: Entry) -> None:
-        """Add an entry under a new key."""
         self._entries[key] = entry
         if not self._keys or key > self._keys[-1]:
             self._keys.append(key)
@@ -37,7 +36,6 @@ class Ordered(Generic[Entry]):
             self._keys.insert(index, key)
 
     def remove(self, key: Numbers) -> None:
-        """Remove an entry; KeyError if there is none."""
         del self._entries[key]
         gone = len(self._keys) - len(self._entries)
         if gone > FEW and gone * GONE_SHARE > len(self._keys):

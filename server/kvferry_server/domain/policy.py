@@ -46,7 +46,6 @@ class Grant:
     admin: bool = False
 
     def allows(self, need: Need) -> bool:
-        """Whether the roles satisfy a need."""
         for role in need.roles:
             engines = self._engines(role)
             if engines and need.engine_id is None:
@@ -97,7 +96,6 @@ class Policy:
     rules: tuple[Rule, ...] = ()
 
     def granted(self, identities: Collection[str]) -> Grant:
-        """Return the roles of a caller with these identities."""
         granted = self.everyone
         for rule in self.rules:
             if any(identity_matches(pattern, identity) for pattern in rule.identities for identity in identities):

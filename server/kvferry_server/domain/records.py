@@ -95,11 +95,9 @@ class Records:
         return not self.effects and self.next_deadline() > now
 
     def next_deadline(self) -> float:
-        """When to call `advance` next."""
         return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
 
     def take_effects(self) -> list[Changed | Released]:
-        """Return the changes and releases since the last call, for feeds and waiting calls."""
         effects, self.effects = self.effects, []
         return effects
 
@@ -232,7 +230,6 @@ class Records:
                 engine.router_keys.end(waiting)
 
     def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
-        """Add a record of a publication that has not arrived."""
         publication = engine.publications[number] = PublicationRecord(engine.source, number)
         self.memory.take(engine.source, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self._clock.now())

@@ -129,11 +129,9 @@ class Registry:
         return not self._effects and self._deadlines.next_deadline() > now
 
     def next_deadline(self) -> float:
-        """When to call `advance` next."""
         return self._deadlines.next_deadline()
 
     def take_effects(self) -> list[EngineEnded | RankDied]:
-        """Return the events since the last call."""
         effects, self._effects = self._effects, []
         return effects
 

@@ -98,7 +98,6 @@ class Feed:
         return max(0, self._dropped - sequence)
 
     def after(self, sequence: int) -> list[Numbered]:
-        """Return the kept events after this one, in order."""
         # From the end: a process that keeps up lacks only the last of maybe a thousand events.
         found = list(takewhile(lambda numbered: numbered.sequence > sequence, reversed(self._events.values())))
         found.reverse()

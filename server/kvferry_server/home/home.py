@@ -85,7 +85,6 @@ class Home(AbstractContextManager[float]):
             self._driver.set()
 
     def next_deadline(self) -> float:
-        """When the next turn is due, in seconds on the home's clock."""
         return min(self.engines.next_deadline(), self.records.next_deadline())
 
     async def run(self) -> None:
@@ -120,7 +119,6 @@ class Home(AbstractContextManager[float]):
 
     @property
     def uptime(self) -> float:
-        """Seconds since the start."""
         return self.clock.now() - self._started
 
     def check_may_watch(self, process: Process) -> None:

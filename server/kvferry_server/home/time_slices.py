@@ -111,7 +111,6 @@ class TimeSlice:
         self._recheck = recheck
 
     async def begin(self) -> None:
-        """Wait for the first slice; then check."""
         await self._slices.begin(self._host, short=self._short)
         self._recheck()
 

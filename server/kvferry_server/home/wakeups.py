@@ -44,7 +44,6 @@ class Wakeups:
                 del self._wakers[topic]
 
     def wake(self, topic: Hashable) -> None:
-        """Set the wakers of a topic, which has changed."""
         for waker in self._wakers.get(topic, ()):
             waker.set()
 

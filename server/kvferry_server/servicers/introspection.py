@@ -144,8 +144,6 @@ class Introspection(IntrospectionServicer):
         return await self._worker.run(remote_host(context), 0, answer)
 
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
-        """List the publications of one engine or of all, in pages."""
-
         def described(publication: PublicationRecord) -> tuple[str, Sequence[Lease]]:
             return publication.request_id, publication.reads
 
@@ -154,8 +152,6 @@ class Introspection(IntrospectionServicer):
         return ipb.ListRequestsResponse(home_epoch=self._home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
-        """List the reads of one engine's publications or of all, in pages."""
-
         def described(read: Lease | WaitingRead) -> tuple[str, Sequence[Lease | WaitingRead]]:
             return "" if isinstance(read, WaitingRead) else read.publication.request_id, (read,)
 

@@ -61,5 +61,4 @@ class Worker:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the thread to the next call."""
         self._busy = self._waiting.wake()
