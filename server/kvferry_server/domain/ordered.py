@@ -12,8 +12,8 @@ Entry = TypeVar("Entry")
 
 FEW = 256
 GONE_SHARE = 8
-"""Keys of removed entries are kept up to this number, or this share of all keys, and dropped together. Dropping one alone
-would move all keys behind it, for each of a hundred thousand entries that are removed at once."""
+"""Keys of removed entries are kept up to this number, or this share of all keys, and dropped together: dropping each
+separately would move all keys behind it, for each of a hundred thousand entries that are removed at once."""
 
 
 class Ordered(Generic[Entry]):
