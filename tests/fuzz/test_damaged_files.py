@@ -53,7 +53,7 @@ def put(value: Any, path: tuple[str | int, ...], new: object) -> Any:
 
 @FUZZ
 @given(data=st.data())
-def test_documents_with_strange_values(data: st.DataObject) -> None:
+def test_documents_with_strange_values_end_in_a_typed_error(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from(FILES)).read_text()
     document = json.loads(text)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -64,7 +64,7 @@ def test_documents_with_strange_values(data: st.DataObject) -> None:
 
 @FUZZ
 @given(data=st.data())
-def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damaged_files_end_in_a_typed_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     raw = bytearray(data.draw(st.sampled_from(FILES)).read_bytes())
     at = data.draw(st.integers(0, len(raw)))
     raw[at : at + data.draw(st.integers(0, 20))] = data.draw(
@@ -102,6 +102,6 @@ HUGE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_a_small_file_is_no_large_engine(case: str) -> None:
+def test_small_file_does_not_expand_to_a_large_engine(case: str) -> None:
     with bounded(), suppress(KvferryError):
         parse({**SMALL, **HUGE[case]})

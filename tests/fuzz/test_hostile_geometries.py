@@ -84,9 +84,7 @@ async def test_a_plan_that_takes_long_is_answered_in_parts(tmp_path: Path, monke
         assert [*planned, *answer.left_ranks] == list(range(MAX_RANKS))
 
 
-async def test_a_plan_that_nobody_waits_for_keeps_no_other_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_plan_without_a_waiting_caller_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take minutes."""
     monkeypatch.setattr(introspection, "PLAN_SECONDS", 3600)
     async with running(tmp_path) as node:
@@ -97,7 +95,7 @@ async def test_a_plan_that_nobody_waits_for_keeps_no_other_waiting(
 
 @FUZZ
 @given(world=worlds(), data=st.data())
-def test_a_source_with_strange_fields(world: World, data: st.DataObject) -> None:
+def test_source_with_strange_fields_ends_in_a_typed_error(world: World, data: st.DataObject) -> None:
     source = engine_to_proto(world.source.geometry())
     edit(source, data.draw, most=4)
     destination = world.destination.geometry()
@@ -111,7 +109,7 @@ def test_a_source_with_strange_fields(world: World, data: st.DataObject) -> None
 
 @FUZZ
 @given(world=worlds(), data=st.data())
-def test_blocks_with_strange_fields(world: World, data: st.DataObject) -> None:
+def test_blocks_with_strange_fields_end_in_a_typed_error(world: World, data: st.DataObject) -> None:
     """What a home says of a publication, expanded by the plan of engines that are what they say."""
     plan = plan_read(world.source.geometry(), world.destination.geometry(), world.readers[0])
     tokens = {group.name: group.block_tokens for group in world.source.groups}
@@ -133,7 +131,7 @@ def test_runs_of_many_groups_stay_short() -> None:
 
 @FUZZ
 @given(data=st.data())
-def test_references(data: st.DataObject) -> None:
+def test_references_of_any_text_end_in_a_typed_error(data: st.DataObject) -> None:
     message = pb.Reference(
         home="h:1", engine_id="e", incarnation=b"i" * 16, publication=1, request_id="r", key=b"k" * 16
     )

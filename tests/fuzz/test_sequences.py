@@ -28,7 +28,7 @@ def home(tmp_path: Path) -> Iterator[NodeServerProcess]:
         yield running
 
 
-def test_whatever_a_peer_sends_it_harms_nobody(home: NodeServerProcess) -> None:
+def test_peer_that_sends_anything_harms_no_other(home: NodeServerProcess) -> None:
     victims, peer = Victims(home.address), HostilePeer(home.address, random.Random(SEED))
     try:
         for _ in range(ROUNDS):
@@ -43,7 +43,7 @@ def test_whatever_a_peer_sends_it_harms_nobody(home: NodeServerProcess) -> None:
         victims.close()
 
 
-def test_whoever_comes_first_after_a_restart_is_nobody_else(home: NodeServerProcess) -> None:
+def test_peer_that_comes_first_after_a_restart_takes_no_other_identity(home: NodeServerProcess) -> None:
     victims, peer = Victims(home.address), HostilePeer(home.address, random.Random(SEED))
     try:
         for _ in range(max(1, ROUNDS // 5)):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sabotage_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SABOTAGES[name](monkeypatch)
     with pytest.raises(Violation):
         run_state_machine_as_test(Machine, settings=CAUGHT)

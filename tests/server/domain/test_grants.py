@@ -43,7 +43,7 @@ def test_a_pattern_fits_names_part_by_part(pattern: str, fits: list[str], does_n
     assert [name for name in does_not if identity_matches(pattern, name)] == []
 
 
-def test_all_rules_that_fit_count_together() -> None:
+def test_rules_that_fit_count_together() -> None:
     policy = Policy(
         Grant(),
         (
@@ -72,7 +72,7 @@ def test_a_role_is_for_the_engines_that_its_patterns_fit() -> None:
     assert Grant(engine=("p-*", "*")).covers((ENGINE,))
 
 
-def test_a_member_may_all_but_administer_and_an_operator_all() -> None:
+def test_member_has_every_role_but_admin_and_an_operator_all() -> None:
     roles = set(PolicyRole)
     assert {role for role in roles if MEMBER.covers((role,))} == roles - {PolicyRole.ADMIN}
     assert OPERATOR.covers(roles)

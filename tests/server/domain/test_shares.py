@@ -65,7 +65,7 @@ def opened(sources: Sources, engine: EngineRef) -> None:
     sources.set_groups(engine, GROUPS)
 
 
-def test_one_holder_gets_half_and_many_leave_a_share_free() -> None:
+def test_budget_gives_one_holder_half_and_keeps_a_share_free_from_many() -> None:
     budget = Budget(1000, 0)
     while budget.fits("a"):
         budget.take("a")
@@ -79,7 +79,7 @@ def test_one_holder_gets_half_and_many_leave_a_share_free() -> None:
     assert budget.fits("b", 100)
 
 
-def test_a_flood_by_three_engines_leaves_a_fourth_its_share_and_the_home_its_budget() -> None:
+def test_memory_flooded_by_three_engines_has_room_for_a_fourth() -> None:
     budget = 4 << 20
     scene = Scene(limits=Limits(memory=budget, engine_memory=64 << 10))
     for engine in FLOOD:
@@ -96,7 +96,7 @@ def test_a_flood_by_three_engines_leaves_a_fourth_its_share_and_the_home_its_bud
         scene.sources.acknowledge(P, [number])
 
 
-def test_the_floor_of_an_engine_is_not_refused_when_the_budget_is_used_up() -> None:
+def test_memory_floor_of_an_engine_is_granted_beyond_a_used_up_budget() -> None:
     scene = Scene(limits=Limits(memory=1 << 20, engine_memory=64 << 10))
     for letter in "abcdefghijklmnopqrstuvwxyz":
         engine = start(f"flood-{letter}", letter)
@@ -110,7 +110,7 @@ def test_the_floor_of_an_engine_is_not_refused_when_the_budget_is_used_up() -> N
         scene.publish(number, payload=b"x" * 4096)
 
 
-def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
+def test_engines_of_one_host_share_the_memory_of_one_engine() -> None:
     memory = MemoryBudget(1000, 10, retry_after=1)
     for engine in FLOOD[:2]:
         memory.comes_from(engine, "192.0.2.1")
@@ -131,7 +131,7 @@ def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
     memory.check(FLOOD[1], 400)
 
 
-def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked() -> None:
+def test_untaken_answers_count_against_their_reader_and_not_the_engine_asked() -> None:
     memory = MemoryBudget(1 << 20, 0, retry_after=1)
     memory.take(P, 1 << 16)
     with ExitStack() as stack:
@@ -148,7 +148,7 @@ def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked(
         pass
 
 
-def test_the_floor_is_had_to_the_last_of_the_room() -> None:
+def test_budget_floor_is_granted_down_to_the_last_of_the_capacity() -> None:
     shares = Budget(4, 4)
     assert flood_of(shares, "a") == 4
     assert Budget(4).floor == 1
@@ -169,7 +169,7 @@ def flood_of(shares: Budget, holder: str) -> int:
     return count
 
 
-def test_those_who_ask_from_one_peer_share_what_one_gets() -> None:
+def test_readers_of_one_host_share_the_answers_of_one_reader() -> None:
     size = 1 << 17
     memory = MemoryBudget(8 * size, 0, retry_after=1)
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ def test_those_who_ask_from_one_peer_share_what_one_gets() -> None:
         assert flood(ask_one) == 4
 
 
-def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:
+def test_host_opens_at_most_half_of_the_engines() -> None:
     registry = Registry(FakeClock(), TIMES, Limits(engines=8))
 
     def open_one(number: int, host: str = "192.0.2.1") -> None:
@@ -195,7 +195,7 @@ def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:
     open_one(1, "192.0.2.2")
 
 
-def test_every_byte_that_was_taken_is_given_back() -> None:
+def test_memory_that_was_taken_is_all_given_back() -> None:
     clock = FakeClock()
     home = Home(clock, TIMES, "home:1")
     scheduler = Process(P, Role.SCHEDULER)
@@ -226,7 +226,7 @@ def test_every_byte_that_was_taken_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted", "skipped"])
-def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
+def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
     scene = Scene(limits=Limits(reads=10**6, waiting_reads=10**6))
     memory = scene.records.memory
     scene.publish(1)
@@ -262,7 +262,7 @@ def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
     assert memory.held(P) - before <= 4 * taken
 
 
-def test_aborts_of_what_never_came_are_limited_like_publications() -> None:
+def test_aborts_of_publications_that_never_arrived_are_limited() -> None:
     scene = Scene(limits=Limits(publications=100))
     assert flood(lambda number: scene.sources.abort(P, number)) == 100
     # Of what came they are not: the source must be able to stop.
@@ -271,7 +271,7 @@ def test_aborts_of_what_never_came_are_limited_like_publications() -> None:
     scene.sources.abort(P, 500)
 
 
-def test_an_abort_that_the_home_has_no_room_for_may_be_sent_again() -> None:
+def test_abort_refused_for_lack_of_room_may_be_repeated() -> None:
     scene = Scene(limits=Limits(publications=1))
     scene.sources.abort(P, 1)
     assert refused(lambda: scene.sources.abort(P, 2)) == "publications"
@@ -280,7 +280,7 @@ def test_an_abort_that_the_home_has_no_room_for_may_be_sent_again() -> None:
     assert scene.told() == [(1, PublicationOutcome.ABORTED), (2, PublicationOutcome.ABORTED)]
 
 
-def test_declines_take_no_room_of_waiting_reads_nor_the_other_way_round() -> None:
+def test_declines_and_waiting_reads_have_separate_limits() -> None:
     scene = Scene(limits=Limits(waiting_reads=4, waiting_declines=3))
     assert flood(lambda number: scene.lessor.decline(P, number, key(number))) == 3
     scene.grant(10)
@@ -292,7 +292,7 @@ def test_declines_take_no_room_of_waiting_reads_nor_the_other_way_round() -> Non
     scene.lessor.decline(P, 5, key(5))
 
 
-def test_one_reader_never_takes_all_places_of_those_that_wait() -> None:
+def test_reader_takes_at_most_half_of_the_waiting_reads() -> None:
     scene = Scene(limits=Limits(waiting_reads=100))
     assert flood(lambda number: scene.grant(number)) == 50
     scene.grant(1000, reader=E)
@@ -316,7 +316,7 @@ def test_leases_on_one_engine_leave_room_for_those_on_others() -> None:
     assert flood(lambda number: scene.lessor.grant(ask(1, name=f"b{number}", source=FLOOD[0]))) == 50
 
 
-def test_a_reader_raises_expected_reads_to_a_bound_and_a_source_beyond_it() -> None:
+def test_expected_reads_are_raised_by_a_reader_to_a_bound_and_by_a_source_beyond() -> None:
     scene = Scene(limits=Limits(raised_reads=3))
     scene.grant(1, expected_reads=2**32 - 1)
     publication = scene.publish(1)
@@ -330,7 +330,7 @@ def test_a_reader_raises_expected_reads_to_a_bound_and_a_source_beyond_it() -> N
 # A home that restarted, or whose clock jumped.
 
 
-def test_while_a_home_recovers_a_decline_is_kept_until_its_publication_comes() -> None:
+def test_decline_is_kept_for_its_publication_during_recovery() -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     # A new request overtakes the snapshot, by more numbers than a home keeps apart.
@@ -342,7 +342,7 @@ def test_while_a_home_recovers_a_decline_is_kept_until_its_publication_comes() -
     assert scene.told() == [(7, PublicationOutcome.DECLINED)]
 
 
-def test_a_snapshot_that_a_new_request_overtakes_is_complete() -> None:
+def test_snapshot_overtaken_by_a_new_publication_is_complete() -> None:
     scene = Scene(recovering=True)
     scene.publish(5000)
     scene.sources.begin_snapshot(P)
@@ -352,7 +352,7 @@ def test_a_snapshot_that_a_new_request_overtakes_is_complete() -> None:
     assert [scene.grant(number).live for number in (1, 2, 4999, 5000)] == [True] * 4
 
 
-def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
+def test_snapshot_without_an_end_remembers_only_present_publications() -> None:
     scene = Scene()
     scene.sources.begin_snapshot(P)
     for number in range(1, 100):
@@ -365,7 +365,7 @@ def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
     assert scene.grant(100).live
 
 
-def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> None:
+def test_publication_that_is_forgotten_does_not_arrive_again_during_recovery() -> None:
     scene = Scene(recovering=True)
     scene.publish(1)
     scene.sources.abort(P, 1)
@@ -379,7 +379,7 @@ def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> No
 
 @pytest.mark.parametrize("early", [1.0, 0.5, 0.001])
 @pytest.mark.parametrize("end", ["abort", "decline", "last lease"])
-def test_nothing_is_released_just_before_the_floor_of_a_restart(early: float, end: str) -> None:
+def test_release_after_a_restart_waits_for_the_whole_max_ttl(early: float, end: str) -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish(1)
@@ -401,7 +401,7 @@ def test_nothing_is_released_just_before_the_floor_of_a_restart(early: float, en
     assert len(scene.told()) == 1
 
 
-def test_after_a_long_sleep_what_is_over_ends_before_anything_is_granted() -> None:
+def test_overdue_leases_and_publications_end_before_a_grant() -> None:
     scene = Scene()
     publication = scene.publish(1)
     lease = scene.grant(1)

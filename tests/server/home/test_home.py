@@ -55,7 +55,7 @@ async def next_event(home: Home, feed: Feed) -> Numbered:
     return feed.after(0)[0]
 
 
-async def test_deadlines_fire_by_themselves_also_ones_that_come_before_the_awaited_one() -> None:
+async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline() -> None:
     home = Home(BootClock(), Times(ttl=0.05, max_ttl=0.05, hold=0.05, final=60), "node:1")
     async with driven(home) as feed:
         with home.turn():
@@ -144,7 +144,7 @@ async def test_a_rank_that_is_back_before_its_readers_ask_was_not_lost() -> None
             assert granted.remaining(clock.now()) == TIMES.ttl
 
 
-async def test_who_is_told_a_full_state_again_before_it_took_the_first_needs_room_for_it() -> None:
+async def test_full_state_beside_an_unfinished_one_needs_memory() -> None:
     home = Home(FakeClock(), TIMES, "node:1", Limits(memory=1 << 20, engine_memory=0))
     with home.turn():
         opened(home)

@@ -118,7 +118,7 @@ async def test_calls_that_come_together_share_one_slice() -> None:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("short", [True, False])
-async def test_who_comes_later_does_not_overtake_who_waits(*, short: bool, at_once: bool) -> None:
+async def test_later_call_does_not_overtake_a_waiting_call(*, short: bool, at_once: bool) -> None:
     """Also if the slice of this pass has time left, and if the next one was given to who waits a moment ago."""
     worked: list[str] = []
     slices = TimeSlices(lambda: 2 * TIME_SLICE * ("a" in worked))
@@ -137,7 +137,7 @@ async def test_who_comes_later_does_not_overtake_who_waits(*, short: bool, at_on
     assert worked == ["a", "b", "c", "late"]
 
 
-async def test_a_call_that_leaves_when_it_was_given_a_slice_hands_it_on(shared: Shared) -> None:
+async def test_call_that_leaves_with_a_slice_passes_the_slice_on(shared: Shared) -> None:
     first = shared.send(GREEDY, RENEWAL, RENEWAL)
     leaving, stays = shared.send(GREEDY, RENEWAL), shared.send(OTHER, RENEWAL)
     await passes(shared, 1)

@@ -10,7 +10,7 @@ from kvferry_server.home.time_slices import Rotation
 
 
 @pytest.mark.parametrize("woken", [True, False])
-async def test_a_caller_that_leaves_hands_on_its_turn_if_it_has_it(*, woken: bool) -> None:
+async def test_caller_that_leaves_passes_on_only_its_own_turn(*, woken: bool) -> None:
     """A lost turn would stop the worker thread of a node server for ever; with one too many, two would have it."""
     handed_on: list[bool] = []
     rotation = Rotation(lambda: handed_on.append(rotation.wake()))

@@ -86,7 +86,7 @@ async def test_an_ended_lease_runs_out_and_its_publication_is_held_again(ready: 
     assert again.lease_number != accepted.lease_number
 
 
-async def test_a_lease_is_named_by_its_number_its_source_and_the_start_of_its_home(ready: Node) -> None:
+async def test_lease_is_named_by_number_source_and_start_of_the_home(ready: Node) -> None:
     await ready.publish()
     number = (await ready.read()).accepted.lease_number
     for wrong in (
@@ -117,7 +117,7 @@ async def test_an_aborted_publication_is_released_with_its_last_lease(ready: Nod
     assert isinstance(await raised(abort(ready)), PublicationStale)
 
 
-async def test_aborting_what_has_not_come_is_refused_and_keeps_nothing_out(ready: Node) -> None:
+async def test_abort_of_an_awaited_publication_is_refused_and_lets_the_publication_arrive(ready: Node) -> None:
     assert isinstance(await raised(abort(ready, 5)), PublicationStale)
     assert isinstance(await raised(abort(ready, source=proto(D))), EngineUnknown)
     assert isinstance(await raised(abort(ready, 0)), InvalidField)
@@ -163,12 +163,12 @@ async def test_watches_of_the_ranks_of_an_evicted_engine_end(node: Node) -> None
     assert isinstance(await raised(rank.next()), PeerRestarted)
 
 
-async def test_an_engine_that_the_home_never_had_cannot_be_evicted(node: Node) -> None:
+async def test_unknown_engine_cannot_be_evicted(node: Node) -> None:
     assert isinstance(await raised(evict(node)), EngineUnknown)
     assert isinstance(await raised(evict(node, pb.EngineRef(engine_id="P"))), InvalidField)
 
 
-async def test_a_drained_home_takes_nothing_new_and_finishes_what_is_live(ready: Node) -> None:
+async def test_drained_home_takes_no_new_work_and_finishes_live_leases(ready: Node) -> None:
     await ready.publish()
     watch = await ready.open_engine()
     accepted = (await ready.read()).accepted
@@ -226,7 +226,7 @@ async def test_each_call_is_audited_with_its_caller_its_object_and_its_result(
     assert accepted.lease_id.hex() not in caplog.text
 
 
-async def test_what_a_caller_sends_neither_floods_nor_forges_the_audit_log(
+async def test_audit_log_is_neither_flooded_nor_forged_by_a_caller(
     ready: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvferry_server.audit")
@@ -238,7 +238,7 @@ async def test_what_a_caller_sends_neither_floods_nor_forges_the_audit_log(
     assert len(line) < 500
 
 
-async def test_any_names_end_in_a_typed_error(ready: Node) -> None:
+async def test_names_of_any_kind_end_in_a_typed_error(ready: Node) -> None:
     turns = random.Random(7)
     for _ in range(50):
         noise = turns.randbytes(turns.randint(1, 40))

@@ -62,7 +62,7 @@ async def public_parts(node: Node) -> set[bytes]:
     return found
 
 
-async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: Node) -> None:
+async def test_lease_cannot_be_stolen_with_the_content_of_listings_and_page_tokens(ready: Node) -> None:
     await ready.publish(expected_reads=3)
     leases = [
         (await ready.read(reader=reader, read_id=read_id(name))).accepted
@@ -90,7 +90,7 @@ async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: N
     assert released.valid_reads == 3
 
 
-async def test_who_has_a_reference_and_no_read_id_gets_a_lease_of_its_own(ready: Node) -> None:
+async def test_bearer_of_a_reference_without_the_read_id_gets_a_separate_lease(ready: Node) -> None:
     await ready.publish(expected_reads=2)
     victim = (await ready.read(read_id=read_id("secret"))).accepted
     stranger = (await ready.read(read_id=read_id("guess"))).accepted
@@ -100,7 +100,7 @@ async def test_who_has_a_reference_and_no_read_id_gets_a_lease_of_its_own(ready:
     assert ended.read_ended.verdict == pb.VERDICT_VALID
 
 
-async def test_numbers_and_names_give_no_key(ready: Node) -> None:
+async def test_key_cannot_be_derived_from_numbers_and_names(ready: Node) -> None:
     """Whoever knows one reference cannot make the next one."""
     await ready.publish(1)
     for wrong in (P.incarnation, ready.home.epoch, SECRETS[P][:16], b"\0" * 16):
@@ -133,7 +133,7 @@ async def test_an_impostor_that_is_first_after_a_restart_does_not_become_the_eng
         watch.cancel()
 
 
-async def test_an_impostor_under_the_same_engine_id_keeps_nobody_from_coming_back(tmp_path: Path) -> None:
+async def test_impostor_under_the_same_engine_id_does_not_keep_the_engine_from_coming_back(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
         impostor = await node.open_engine(P2)
         await node.register(ref=P2)
@@ -178,7 +178,7 @@ async def test_an_impostor_gets_the_name_only_once_the_engine_counts_as_dead(rea
 
 
 @pytest.mark.parametrize("ref", [P, EngineRef("prefill", b"x" * 16)])
-async def test_nobody_without_the_secret_ends_a_session(ready: Node, ref: EngineRef) -> None:
+async def test_session_cannot_be_ended_without_its_secret(ready: Node, ref: EngineRef) -> None:
     ranks = pb.WATCH_ROLE_RANK
     for role in (pb.WATCH_ROLE_SCHEDULER, ranks):
         assert isinstance(await raised(Watch(ready, ref, secret=IMPOSTOR, role=role).next()), WrongSession)

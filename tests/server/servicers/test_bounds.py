@@ -71,7 +71,7 @@ async def ready(node: Node) -> Watch:
     return watch
 
 
-async def test_the_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> None:
+async def test_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ready(node)
         marks = [pb.PromptMark(end=2**64 - end, digest=b"d" * 16) for end in range(1, limits.MAX_MARKS + 1)]
@@ -156,7 +156,7 @@ async def test_a_full_batch_of_publications_is_answered(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "named", [LONGEST, "\x00" * 256, "%" * 256, "\x7f" * 256], ids=["emoji", "nul", "percent", "del"]
 )
-async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) -> None:
+async def test_error_arrives_whatever_values_it_repeats(tmp_path: Path, named: str) -> None:
     secret = b"!" * 32
     stranger = EngineRef(named, incarnation_of(secret))
     SECRETS[stranger] = secret
@@ -184,7 +184,7 @@ async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) 
             assert isinstance(error, BadReference) or error.values or error.reason == "LEASE_ENDED", error
 
 
-async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_first(tmp_path: Path) -> None:
+async def test_release_lists_valid_reads_first_as_far_as_a_message_holds(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         watch = await ready(node)
         await node.publish(1)
@@ -298,9 +298,7 @@ async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize("asked", ["blocks", "handshake"])
-async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_their_own(
-    tmp_path: Path, asked: str
-) -> None:
+async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path: Path, asked: str) -> None:
     budget = 64 << 20
     async with running(tmp_path, Limits(memory=budget, engine_memory=1 << 20)) as node:
         await node.open_engine()
@@ -353,7 +351,7 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         await channel.close()
 
 
-async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_room(tmp_path: Path) -> None:
+async def test_watch_gets_its_full_state_when_the_memory_is_used_up(tmp_path: Path) -> None:
     async with running(tmp_path, Limits(memory=1 << 22, engine_memory=1 << 10)) as node:
         watch = await ready(node)
         for number in range(1, 101):
@@ -519,7 +517,7 @@ async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(
 
 
 @pytest.mark.slow
-async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path: Path) -> None:
+async def test_step_after_very_many_costs_no_more_than_a_step_after_few(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         watch = Watch(node)
         await watch.kinds(2)
@@ -539,7 +537,7 @@ async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path:
         assert await took(1100, 1200) < 4 * early
 
 
-async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
+async def test_batch_of_an_engine_that_is_replaced_meanwhile_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time_slices, "TIME_SLICE", 0.0)
@@ -564,7 +562,7 @@ async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
         assert len(list(node.home.records.publications())) <= 1
 
 
-async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: Path) -> None:
+async def test_flood_by_three_engines_is_refused_to_them_alone(tmp_path: Path) -> None:
     budget = 16 << 20
     async with running(tmp_path, Limits(memory=budget, engine_memory=256 << 10)) as node:
         for letter in "abc":

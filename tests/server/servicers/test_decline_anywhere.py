@@ -100,7 +100,7 @@ def changed(reference: str, **changes: Any) -> str:
     return format_reference(message)
 
 
-async def test_any_node_server_takes_a_decline(stage: Stage) -> None:
+async def test_decline_is_accepted_by_any_node_server(stage: Stage) -> None:
     first, second, third = stage.references
     # A batch: each has its own result, at its own place.
     errors = await notify(stage.other, first, "kvf1.nonsense", changed(second, key=bytes(16)), third)
@@ -121,7 +121,7 @@ async def test_a_decline_by_a_reference_with_marks_is_sent_on(stage: Stage) -> N
     assert await stage.released() == (1, pb.RELEASE_OUTCOME_DECLINED)
 
 
-async def test_a_home_knows_its_engines_by_whatever_address(stage: Stage) -> None:
+async def test_home_finds_its_engines_under_any_address(stage: Stage) -> None:
     assert await notify(stage.home, changed(stage.references[0], home="203.0.113.9:7423")) == [None]
     assert (await stage.released())[0] == 1
 
@@ -154,7 +154,7 @@ async def test_a_decline_is_sent_on_once_and_only_to_homes_that_may_be_dialled(s
     ],
     ids=["none", "empty", "another kind", "huge", "too many"],
 )
-async def test_what_a_strange_home_answers_is_not_passed_on(stage: Stage, answers: list[pb.NotificationResult]) -> None:
+async def test_answers_of_a_strange_home_are_not_passed_on(stage: Stage, answers: list[pb.NotificationResult]) -> None:
     class Strange:
         def __getattr__(self, name: str) -> object:
             async def notify(request: pb.NotifyRequest, context: object) -> pb.NotifyResponse:

@@ -213,7 +213,7 @@ async def test_transfers_are_listed_as_long_as_their_outcome_is_kept(node: Node)
 
 
 @pytest.mark.parametrize(("size", "token"), [(1001, ""), (0, "?"), (0, "a"), (0, "x" * 5000), (0, "é")])
-async def test_pages_that_cannot_be(node: Node, size: int, token: str) -> None:
+async def test_pages_with_invalid_sizes_or_tokens_are_refused(node: Node, size: int, token: str) -> None:
     request = ipb.ListRequestsRequest(page_size=size, page_token=token)
     assert isinstance(await raised(node.introspection.ListRequests(request, timeout=TIMEOUT)), InvalidField)
 
@@ -261,7 +261,7 @@ async def test_a_plan_that_does_not_fit_one_answer_says_which_ranks_are_left(nod
     assert answers > 1
 
 
-async def test_plans_that_cannot_be(node: Node) -> None:
+async def test_plans_that_are_impossible_are_refused(node: Node) -> None:
     two, nine = engine_to_proto(engine("s", 2)), engine_to_proto(engine("d", 1, heads=9))
     other = ipb.PlanReadRequest(source_geometry=two, destination_engine_id="nobody")
     cases: list[tuple[ipb.PlanReadRequest, type[KvferryError]]] = [
@@ -275,7 +275,7 @@ async def test_plans_that_cannot_be(node: Node) -> None:
         assert isinstance(await raised(node.introspection.PlanRead(request, timeout=TIMEOUT)), expected), request
 
 
-async def test_a_node_server_says_what_it_is_and_what_it_allows(node: Node) -> None:
+async def test_server_info_has_identity_limits_and_capabilities(node: Node) -> None:
     node.pass_by(5)
     answer = await node.introspection.GetServerInfo(ipb.GetServerInfoRequest(), timeout=TIMEOUT)
     assert (answer.home_epoch, answer.version, answer.advertise) == (node.home.epoch, kvferry.__version__, ADVERTISE)

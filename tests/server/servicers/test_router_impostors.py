@@ -44,7 +44,7 @@ async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: s
     assert isinstance(await raised(node.read(reference=early)), PublicationReleased)
 
 
-async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(tmp_path: Path) -> None:
+async def test_impostor_at_a_home_that_has_just_started_delays_no_reader(tmp_path: Path) -> None:
     """It came first, has no caches, and is full. The true engine's readers wait there all the same."""
     async with running(tmp_path, Limits(waiting_reads=2, waiting_declines=2), new=True) as node:
         await node.open_engine(P2)
@@ -64,7 +64,7 @@ async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(
         full.cancel()
 
 
-async def test_an_impostor_without_caches_is_waited_beside(tmp_path: Path) -> None:
+async def test_impostor_without_caches_does_not_end_the_wait(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
         await node.open_engine(P2)
         await node.open_engine(P)
@@ -74,7 +74,7 @@ async def test_an_impostor_without_caches_is_waited_beside(tmp_path: Path) -> No
         assert (await read).accepted.source.incarnation == P.incarnation
 
 
-async def test_who_waits_with_any_key_takes_no_place_of_a_publications_own_reference(tmp_path: Path) -> None:
+async def test_waits_with_any_key_take_no_room_of_a_publications_own_reference(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_reads=2) as node:
         strangers = [await begin(node, made("no-such")), await begin(node, made("no-such"), before=1, reader=E)]
         answer = await node.read(1, read_id=read_id("own"), reader=D)

@@ -112,7 +112,7 @@ async def test_a_waiting_read_is_listed_without_its_secrets(ready: Node) -> None
     assert found.router_key == "room-7"
 
 
-async def test_the_key_is_compared_when_the_publication_comes(ready: Node) -> None:
+async def test_key_is_compared_when_the_publication_arrives(ready: Node) -> None:
     wrong = await begin(ready, made(key=OTHER_KEY))
     right = await begin(ready, made(), before=1, read_id=read_id("right"))
     await publish(ready)
@@ -148,7 +148,7 @@ async def test_a_key_is_used_once(ready: Node) -> None:
     assert (await publish(ready, 5)).HasField("published")
 
 
-async def test_a_late_reader_is_told_of_the_release(ready: Node) -> None:
+async def test_late_reader_gets_the_release_as_error(ready: Node) -> None:
     await publish(ready)
     await decline(ready, made())
     for acknowledged in (False, True):
@@ -190,7 +190,7 @@ async def test_a_decline_with_another_key_ends_nothing(ready: Node) -> None:
     assert (await ready.read(reference=made())).accepted.publication == 1
 
 
-async def test_a_decline_is_remembered_for_as_long_as_anybody_waits(ready: Node) -> None:
+async def test_decline_is_remembered_for_as_long_as_readers_may_wait(ready: Node) -> None:
     await decline(ready, made())
     ready.pass_by(TIMES.max_wait)
     read = await begin(ready, made())
@@ -198,7 +198,7 @@ async def test_a_decline_is_remembered_for_as_long_as_anybody_waits(ready: Node)
     assert (await read).accepted.publication == 1
 
 
-async def test_a_decline_of_what_is_published_releases_it(node: Node) -> None:
+async def test_decline_of_a_publication_releases_it(node: Node) -> None:
     watch = await node.open_engine()
     await node.register()
     await publish(node)
@@ -206,14 +206,14 @@ async def test_a_decline_of_what_is_published_releases_it(node: Node) -> None:
     assert await released(watch) == (1, pb.RELEASE_OUTCOME_DECLINED)
 
 
-async def test_an_abort_reaches_those_who_come_later(ready: Node) -> None:
+async def test_abort_reaches_readers_that_come_later(ready: Node) -> None:
     await publish(ready, last=False)
     assert (await ready.read(reference=made())).accepted.publication == 1
     await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
     assert isinstance(await raised(ready.read(reference=made(), read_id=read_id("late"))), PublicationAborted)
 
 
-async def test_one_reader_takes_half_the_places_to_wait(tmp_path: Path) -> None:
+async def test_reader_takes_at_most_half_of_the_waiting_reads(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_reads=4) as node:
         waiting = [await begin(node, made(), before=index, read_id=read_id(f"{index}")) for index in range(2)]
         error = await raised(node.read(reference=made(), read_id=read_id("third")))
@@ -229,7 +229,7 @@ async def test_one_reader_takes_half_the_places_to_wait(tmp_path: Path) -> None:
         await waiting_at(node, 0)
 
 
-async def test_one_caller_declines_half_of_what_is_remembered(tmp_path: Path) -> None:
+async def test_caller_takes_at_most_half_of_the_remembered_declines(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_declines=4) as node:
         results = await decline(node, *(made(f"room-{index}") for index in range(3)))
         assert [result.HasField("done") for result in results] == [True, True, False]
@@ -297,7 +297,7 @@ async def test_a_drain_ends_the_waits_until_later(ready: Node) -> None:
     assert isinstance(await raised(ready.read(reference=made())), ServerDraining)
 
 
-async def test_a_home_that_starts_anew_asks_readers_to_come_again(tmp_path: Path) -> None:
+async def test_restarted_home_gives_readers_a_retry_delay(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
         assert isinstance(await raised(node.read(reference=made())), HomeRecovering)
         (refused,) = await decline(node, made())
@@ -353,7 +353,7 @@ async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None
     assert isinstance(await raised(node.read(reference=made(engine_id="deployment", rank=2))), EngineUnknown)
 
 
-async def test_what_does_not_fit_is_refused(ready: Node) -> None:
+async def test_router_keys_and_references_that_are_malformed_are_refused(ready: Node) -> None:
     wrong: list[tuple[dict[str, Any], Callable[[KvferryError], bool]]] = [
         ({"router_key": "r", "key": b"short"}, lambda error: error.values["field"] == "publish.key"),
         ({"router_key": "r"}, lambda error: error.values["field"] == "publish.key"),
@@ -377,7 +377,7 @@ async def test_what_does_not_fit_is_refused(ready: Node) -> None:
     assert (await ready.read(2)).accepted.reference == ""
 
 
-async def test_a_home_that_waits_for_what_its_engines_had_published_says_so(tmp_path: Path) -> None:
+async def test_recovering_home_answers_recovering_for_router_keys(tmp_path: Path) -> None:
     """The publication may be one of those that the engine has yet to tell it again."""
     async with running(tmp_path, new=True) as node:
         watch = Watch(node, P)
@@ -391,7 +391,7 @@ async def test_a_home_that_waits_for_what_its_engines_had_published_says_so(tmp_
         assert (await read).accepted.source.engine_id == P.engine_id
 
 
-async def test_a_publication_whose_time_is_over_is_not_found_under_its_key(ready: Node) -> None:
+async def test_expired_publication_is_not_found_under_its_router_key(ready: Node) -> None:
     """Also where so many are due that the timers have not come to it."""
     for number in range(1, MAX_ENDED_AT_ONCE + 2):
         await publish(ready, number, f"room-{number}")

@@ -101,7 +101,7 @@ async def test_a_caller_from_before_versions_is_refused_at_its_first_call(raw: R
 
 
 @pytest.mark.parametrize("call", FIRST_CALLS)
-async def test_a_program_in_another_language_says_the_revision_alone(raw: Raw, call: str) -> None:
+async def test_caller_in_another_language_may_state_the_revision_alone(raw: Raw, call: str) -> None:
     answer = await raw.first(call, pb.Version(contract_revision=2))
     assert answer.version == OURS_ENCODED
 
@@ -117,7 +117,7 @@ async def test_a_later_release_decides_whether_it_works_with_this_one(raw: Raw, 
     assert "Upgrade this node server" in error.message
 
 
-async def test_what_a_caller_calls_itself_is_cut_and_on_one_line(raw: Raw) -> None:
+async def test_release_name_of_a_caller_is_cut_and_on_one_line(raw: Raw) -> None:
     error = await raw.refusal("Notify", pb.Version(contract_revision=1, release="x\n\x1b[31m" + "é" * 1000))
     assert isinstance(error, ContractDiffers)
     assert error.message.isprintable()
@@ -158,7 +158,7 @@ async def relayed() -> AsyncIterator[Relayed]:
         yield Relayed(servers[0].advertise, servers[1].advertise)
 
 
-async def test_all_three_parties_of_a_relayed_call_say_their_version(relayed: Relayed) -> None:
+async def test_versions_of_all_three_participants_of_a_relayed_call_are_stated(relayed: Relayed) -> None:
     async with grpc.aio.insecure_channel(relayed.home) as home, grpc.aio.insecure_channel(relayed.relay) as relay:
         at_home = Raw(cast(Node, None), home)
         stub: Any = kv_transfer_pb2_grpc.KVTransferStub(home)

@@ -40,7 +40,7 @@ async def test_hosts_take_turns(worker: Worker) -> None:
     assert order[:4] == ["greedy", "a", "b", "greedy"]
 
 
-async def test_who_leaves_hands_his_turn_on(worker: Worker) -> None:
+async def test_caller_that_leaves_passes_its_turn_on(worker: Worker) -> None:
     """Also one that was given to him a moment ago."""
     go_on, order = threading.Event(), list[str]()
     first = await asked(worker, "a", 1, lambda: go_on.wait(WITHIN))
@@ -54,7 +54,7 @@ async def test_who_leaves_hands_his_turn_on(worker: Worker) -> None:
     assert order[-2:] == ["b", "c"]
 
 
-async def test_one_host_leaves_room_for_others(worker: Worker) -> None:
+async def test_host_that_fills_the_worker_leaves_room_for_others(worker: Worker) -> None:
     go_on, most = threading.Event(), 4 << 20
     held = [await asked(worker, "greedy", most, lambda: go_on.wait(WITHIN))]
     while not held[-1].done():
