@@ -30,7 +30,7 @@ def test_enum_numbers_equal_those_of_the_contract(ours: type[LeaseState], theirs
 
 
 def _prefix(names: list[str]) -> str:
-    """What the names of a proto's enum have in common."""
+    """Return the common prefix of the names of a proto's enum."""
     return names[0].removesuffix("_UNSPECIFIED")
 
 
@@ -117,7 +117,7 @@ def test_waiting_reads_all_count_against_the_limit() -> None:
 
 
 def test_republished_publication_is_released_after_a_max_ttl() -> None:
-    """At a restarted home, readers that it does not know may still be reading (R2)."""
+    """Readers that a restarted home does not know may still be reading (R2)."""
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish()

@@ -121,7 +121,7 @@ def test_replaced_incarnation_is_refused_and_cannot_evict_the_live_one(scene: Sc
         with pytest.raises(PeerRestarted) as caught:
             call()
         assert caught.value.values["current"] == P2.incarnation.hex()
-    # Also once its successor is dead.
+    # Also after the death of its successor.
     scene.registry.close_engine(P2)
     scene.wait(TIMES.engine_ttl)
     with pytest.raises(PeerRestarted):
@@ -333,12 +333,12 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     with pytest.raises(EngineIncomplete) as caught:
         engine.check_readable()
     assert caught.value.values["missing_ranks"] == "1"
-    # Another process with the same token is not the rank that died: its memory is another.
+    # Another process with the same token is not the rank that died: it has other memory.
     with pytest.raises(CacheDiffers):
         scene.registry.register(_with_agent("another")(registration(rank=1, ranks=2)), secret)
     scene.registry.register(registration(rank=1, ranks=2), secret)
     engine.check_readable()
-    # Without a Watch it ends after one ttl.
+    # Without a Watch the rank ends after one ttl.
     assert scene.wait(TIMES.engine_ttl) == [RankDied(P, RankLost(1, "", node_lost=False))]
 
 
@@ -364,7 +364,7 @@ def test_watch_of_a_rank_that_the_engine_lacks_is_refused(scene: Scene) -> None:
 def test_refused_incarnation_retires_no_other() -> None:
     clock = FakeClock()
     registry = Registry(clock, TIMES, Limits())
-    # In a new home both live; then one of them is lost for long.
+    # In a new home both incarnations live; then one of them is lost for long.
     for ref in (P, P2):
         registry.open_engine(ref, SECRETS[ref])
     registry.close_engine(P)
@@ -400,12 +400,12 @@ def test_nodes_of_missing_ranks_are_named_and_so_are_lost_nodes(scene: Scene) ->
         scene.registry.open_rank(P, secret, rank, node)
     for rank in (0, 1, 2, 3):
         scene.registry.register(registration(rank=rank, ranks=5), secret)
-    # One that never came is of no node.
+    # A rank that never registered has no node.
     with pytest.raises(EngineIncomplete) as caught:
         engine.check_readable()
     assert (caught.value.values["missing_ranks"], caught.value.values["missing"]) == ("4", "1")
     assert not {"nodes", "lost_nodes"} & set(caught.value.values)
-    # Of the second, its node server says that it has ended: then its node has not.
+    # The node server of the second rank reports its end, so that node is alive.
     scene.registry.rank_left(P, 2)
     scene.registry.rank_left(P, 2)
     for own in (0, 3, 4):
@@ -424,7 +424,7 @@ def test_nodes_of_missing_ranks_are_named_and_so_are_lost_nodes(scene: Scene) ->
     values = caught.value.values
     assert (values["missing_ranks"], values["missing"]) == ("1,2,3,4", "4")
     assert (values["nodes"], values["lost_nodes"]) == ("one:1,two:1", "one:1")
-    # What was said of a rank's end is over when it is back, and so is the node that it had.
+    # A rank that is back has neither its old node nor the report of its end.
     scene.registry.open_rank(P, secret, 2, "two:1")
     scene.registry.open_rank(P, secret, 1)
     for rank in (1, 2):
@@ -450,7 +450,7 @@ def test_missing_ranks_are_named_up_to_a_limit(scene: Scene, missing: int, endin
 @pytest.mark.parametrize("grows", ["planes", "names", "groups", "identity", "regions", "metadata"])
 def test_registration_is_accounted_with_about_the_memory_it_uses(grows: str) -> None:
     def made(count: int) -> Registration:
-        """One that has about so much of something; nothing of it is shared."""
+        """A registration with about this much of one thing, sharing no objects."""
         given = registration()
         planes, agent = given.geometry.planes, given.agent
         assert agent is not None
@@ -517,7 +517,7 @@ def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> 
     with pytest.raises(PeerRestarted) as caught:
         scene.registry.retire(P)
     assert caught.value.values["current"] == P2.incarnation.hex()
-    # Its Watch ends after its last word.
+    # The Watch ends after `retire`.
     scene.registry.close_engine(P)
     with pytest.raises(PeerRestarted):
         scene.open(P)
@@ -538,7 +538,7 @@ def test_host_that_keeps_retiring_engines_leaves_room_for_others() -> None:
         retire(new, ref.incarnation * 2, "10.0.0.1")
     with pytest.raises(LimitReached, match="retired"):
         retire(made[4], refs[4].incarnation * 2, "10.0.0.1")
-    # What could not be retired ends by its ttl.
+    # Engines that could not be retired end by their ttl.
     scene.registry.close_engine(made[4])
     scene.wait(TIMES.engine_ttl)
     secret = scene.open()

@@ -64,7 +64,7 @@ def test_a_role_is_for_the_engines_that_its_patterns_fit() -> None:
     assert not granted.allows(Need((ENGINE,), "d-1"))
     assert not granted.allows(Need((ENGINE,), ""))
     assert not granted.allows(Need((READER,), "p-1"))
-    # For some engine, whichever.
+    # For any engine.
     assert granted.allows(Need((ENGINE,)))
     assert not granted.allows(Need((RELAY,)))
     assert granted.allows(Need((PolicyRole.OBSERVER,)))

@@ -1,5 +1,4 @@
-"""The journal's numbers are what a recount of all records would give, whatever happens; and its log is what an operator
-needs and no more."""
+"""The journal's metrics equal a recount of all records after any calls, and its log is what an operator needs."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ DOINGS = (
 
 
 def recount(scene: Scene) -> None:
-    """Compare what is counted as it happens with what is there."""
+    """Compare the counters with a count of the records."""
     records, journal = scene.records, scene.records.journal
     publications = [one for engine in records.engines.values() for one in engine.publications.values()]
     assert +journal.stages == Counter(one.stage for one in publications)
@@ -137,7 +136,7 @@ def test_successful_requests_are_not_logged_at_info(caplog: pytest.LogCaptureFix
         "publication_ended",
         "publication_released",
     ]
-    # The same request id in each of them.
+    # All events have the same request_id.
     assert len({getattr(record, FIELDS)["request_id"] for record in caplog.records}) == 1
 
 

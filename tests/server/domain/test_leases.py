@@ -36,7 +36,7 @@ def test_lease_lasts_exactly_its_ttl(scene: Scene) -> None:
     scene.clock.pass_by(TIMES.ttl - 0.001)
     assert scene.renew(lease) > 0
     scene.clock.pass_by(TIMES.ttl)
-    # No timer has fired: whoever asks is told the truth all the same.
+    # No timer has fired; the answer is right all the same.
     assert scene.report(lease, 0).verdict is Verdict.EXPIRED
     assert lease.state is LeaseState.EXPIRED
 
@@ -60,7 +60,7 @@ def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
     scene.wait(TIMES.ttl)
     assert scene.renew(expired) == 0
     assert (expired.state, expired.expires) == (LeaseState.EXPIRED, expires)
-    # Not even after its source is gone.
+    # Nor after the lease's source is gone.
     scene.sources.end_engine(P, Standing.REPLACED)
     assert scene.renew(expired) == 0
     with pytest.raises(LeaseEnded):
@@ -291,7 +291,7 @@ def test_report_of_a_rank_that_is_too_late_is_answered_expired(scene: Scene) -> 
     assert scene.report(lease, 0).verdict is Verdict.VALID
     scene.wait(TIMES.ttl)
     assert scene.report(lease, 1).verdict is Verdict.EXPIRED
-    # Replays are answered as they were.
+    # Replays get the same answers.
     assert scene.report(lease, 0).verdict is Verdict.VALID
     assert scene.report(lease, 0, 1).verdict is Verdict.EXPIRED
     assert publication.valid_reads == 0
@@ -305,7 +305,7 @@ def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) 
     scene.wait(2 * TIMES.max_ttl - 1)
     assert scene.report(lease, 0).verdict is Verdict.VALID
     scene.wait(1)
-    # There is no record of it; but it has ended, since this home was up before it was granted.
+    # There is no record of the lease; but it has ended, since this home was up before the grant.
     assert scene.report(lease, 0).verdict is Verdict.EXPIRED
     assert not list(scene.records.leases())
 
@@ -313,7 +313,7 @@ def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) 
 def test_a_lease_without_a_record_has_ended_unless_the_home_has_just_started(
     scene: Scene,
 ) -> None:
-    """A reader whose machine was paused for long, and its clock with it, takes its lease for live."""
+    """A reader whose machine was paused for long, and its clock with it, believes that its lease is live."""
     scene.wait(TIMES.max_ttl - 0.1)
     assert scene.lessor.report(b"?" * 16, D, done(0)).verdict is Verdict.UNKNOWN
     scene.wait(0.1)
@@ -463,7 +463,7 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
     assert scene.records.next_deadline() <= scene.clock.now()
-    # Not one moment longer than its time, all the same.
+    # The lease has ended exactly at its time, although no timer has acted on it.
     assert scene.report(alone, 0).verdict is Verdict.EXPIRED
     assert scene.renew(leases[-1]) == 0
     with pytest.raises(LeaseEnded):

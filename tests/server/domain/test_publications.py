@@ -295,7 +295,7 @@ def test_blocks_that_may_still_be_written_come_with_the_last_step(scene: Scene, 
 
 
 def named(*layers: str, begun: Sequence[BlockRuns] = ()) -> dict[str, Any]:
-    """A step that names layers of these blocks, or of those of the step before."""
+    """A step that names complete layers of its blocks, or of the previous step's blocks."""
     return {"groups": (), "unfinished": Unfinished(tuple(begun), layers), "last": False}
 
 
@@ -304,7 +304,7 @@ def test_blocks_may_be_published_layer_by_layer(scene: Scene) -> None:
     scene.publish(step=1, **named("a", begun=[blocks(4, start=5)]))
     scene.publish(step=2, **named("b", "c"))
     found = scene.publish(step=3, groups=(blocks(4, start=5, count=6),), last=False)
-    # The next part may begin in the step that completes the one before.
+    # The next unfinished blocks may begin in the step that completes the earlier ones.
     both: dict[str, Any] = {"groups": (blocks(10, count=2, start=20),), "last": False}
     scene.publish(step=4, **named("a", begun=[blocks(10, count=1, start=20)]))
     scene.publish(step=5, **{**both, "unfinished": Unfinished((blocks(12, count=1),), ("a",))})
@@ -358,7 +358,7 @@ def test_layers_of_unfinished_blocks_are_counted_over_all_steps(scene: Scene, mo
     monkeypatch.setattr(publications, "MAX_LAYERS", 3)
     scene.publish(last=False)
     scene.publish(step=1, **named("a", "b", begun=[blocks(4, start=5)]))
-    # The same ones again are no more layers.
+    # Repeated layers do not count twice.
     scene.publish(step=2, **named("b", "a", "c"))
     with pytest.raises(InvalidField, match="at most 3"):
         scene.publish(step=3, **named("d"))
@@ -423,7 +423,7 @@ def test_marks_are_accounted_with_about_the_memory_they_use(scene: Scene) -> Non
     tracemalloc.start()
     try:
         for number in numbers:
-            # Nothing of them is shared.
+            # The marks share no objects.
             ends = range(number << 20, (number << 20) + MAX_MARKS)
             scene.publish(number, marks=tuple(PromptMark(end, end.to_bytes(16, "big")) for end in ends))
         taken, _ = tracemalloc.get_traced_memory()
@@ -493,12 +493,12 @@ def test_publications_and_their_bytes_are_limited() -> None:
     for number in (1, 2):
         scene.lessor.decline(P, number, key(number))
     with pytest.raises(LimitReached):
-        scene.publish(3)  # Released, but its source has not said that it knows.
+        scene.publish(3)  # Released, but its source has not acknowledged the release.
     scene.sources.acknowledge(P, [1, 2])
     scene.publish(3, payload=b"x" * 4000)
 
 
-# A home that restarted.
+# Restart of the home.
 
 
 def test_grants_wait_for_the_end_of_the_snapshot() -> None:
@@ -522,7 +522,7 @@ def test_step_before_the_snapshot_waits_for_the_snapshot() -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish(last=False)
-    # The step before it is in the part of the snapshot that has not come yet.
+    # The previous step is in the part of the snapshot that has not arrived yet.
     with pytest.raises(HomeRecovering):
         scene.publish(step=2)
     scene.publish(step=1, last=False)

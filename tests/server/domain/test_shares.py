@@ -1,4 +1,4 @@
-"""How a home's room is shared out: a flood by some engines takes it from no other."""
+"""Budgets and limits of a home: a flood by some engines leaves room for the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FLOOD = [start(f"flood-{letter}", letter) for letter in "abc"]
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The limit that a call met."""
+    """Return the limit at which a call is refused."""
     with pytest.raises(LimitReached) as caught:
         call()
     assert caught.value.retry_after
@@ -49,7 +49,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def flood(call: Callable[[int], object], most: int = 100_000) -> int:
-    """Repeat until refused; how often it worked."""
+    """Repeat a call until it is refused; return how often it succeeded."""
     for count in range(most):
         try:
             call(count + 1)
@@ -123,7 +123,7 @@ def test_engines_of_one_host_share_the_memory_of_one_engine() -> None:
     assert 490 <= memory.used <= 520
     memory.comes_from(P, "192.0.2.2")
     memory.check(P, 200)
-    # A peer's account follows its engine, and is empty when that is.
+    # The bytes counted for a host move with its engine, and are freed with the engine's bytes.
     memory.comes_from(FLOOD[0], "192.0.2.3")
     memory.give(FLOOD[0], memory.held(FLOOD[0]))
     memory.give(FLOOD[1], memory.held(FLOOD[1]))
@@ -135,12 +135,12 @@ def test_untaken_answers_count_against_their_reader_and_not_the_engine_asked() -
     memory = MemoryBudget(1 << 20, 0, retry_after=1)
     memory.take(P, 1 << 16)
     with ExitStack() as stack:
-        # He calls himself like his victim.
+        # The reader uses the engine_id of its victim.
         assert flood(lambda _: stack.enter_context(memory.answer(P, "", 4096))) < 150
         assert memory.held(P) == 1 << 16
         memory.check(P, 1 << 17)
         for number in range(100):
-            # Those who cannot be told apart have one share together, but for a floor.
+            # Callers that cannot be told apart share one budget, but for a floor.
             stack.enter_context(memory.answer(f"reader {number}", "", 1000))
         assert refused(lambda: stack.enter_context(memory.answer("many", "", 1 << 19))) == "memory"
     assert memory.used == 1 << 16
@@ -161,7 +161,7 @@ def test_budget_floor_is_granted_down_to_the_last_of_the_capacity() -> None:
 
 
 def flood_of(shares: Budget, holder: str) -> int:
-    """How much one takes, one by one."""
+    """Return how much a holder can take, one at a time."""
     count = 0
     while shares.fits(holder):
         shares.take(holder)
@@ -210,7 +210,7 @@ def test_memory_that_was_taken_is_all_given_back() -> None:
         clock.pass_by(TIMES.max_ttl)
         sources.acknowledge(P, [1])
         sources.end_snapshot(P, 1)
-        sources.publish(P, offer(5, payload=b"x" * 100))  # Passes over some.
+        sources.publish(P, offer(5, payload=b"x" * 100))  # Skips numbers 2 to 4.
         lease = lessor.grant(ask(5, parties=2))
         lessor.report(lease.lease_id, D, done(0))
         lessor.grant(ask(9))
@@ -265,7 +265,7 @@ def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
 def test_aborts_of_publications_that_never_arrived_are_limited() -> None:
     scene = Scene(limits=Limits(publications=100))
     assert flood(lambda number: scene.sources.abort(P, number)) == 100
-    # Of what came they are not: the source must be able to stop.
+    # Aborts of publications that arrived are not limited: the source must be able to stop.
     scene.sources.acknowledge(P, [1])
     scene.publish(500)
     scene.sources.abort(P, 500)
@@ -296,10 +296,10 @@ def test_reader_takes_at_most_half_of_the_waiting_reads() -> None:
     scene = Scene(limits=Limits(waiting_reads=100))
     assert flood(lambda number: scene.grant(number)) == 50
     scene.grant(1000, reader=E)
-    # Readers name themselves as they like; the peer that they come from does not.
+    # Readers choose their own names, but not their host.
     assert flood(lambda number: scene.grant(2000 + number, reader=start(f"r{number}", "r"), host="192.0.2.1")) == 24
     scene.grant(3000, reader=E)
-    # What came, or was given up, waits no more.
+    # Reads whose publication arrived do not wait any more.
     for number in range(1, 51):
         scene.publish(number)
     assert flood(lambda number: scene.grant(4000 + number)) > 20
@@ -327,13 +327,13 @@ def test_expected_reads_are_raised_by_a_reader_to_a_bound_and_by_a_source_beyond
     assert scene.grant(2, expected_reads=2).publication.expected_reads == 1000
 
 
-# A home that restarted, or whose clock jumped.
+# Restarts, and jumps of the clock.
 
 
 def test_decline_is_kept_for_its_publication_during_recovery() -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
-    # A new request overtakes the snapshot, by more numbers than a home keeps apart.
+    # A new request overtakes the snapshot by more than MAX_SKIPPED numbers.
     scene.publish(5000)
     scene.lessor.decline(P, 7, key(7))
     assert scene.publish(7).outcome is PublicationOutcome.DECLINED

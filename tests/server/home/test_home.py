@@ -99,7 +99,7 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     with home.turn():
         home.open_watch(successor, SECRETS[P2])
         assert lease.live
-        # What a new home cannot know counts as long as it may last.
+        # Leases that a new home does not know count as long as they may last.
         assert home.reuse_after(successor.engine) == home.times.ttl - home.times.engine_ttl
     clock.pass_by(home.times.ttl)
     with home.turn():
@@ -115,7 +115,7 @@ async def test_leases_on_an_engine_that_stops_in_order_run_to_their_ends() -> No
         lease = home.lessor.grant(ask(reader=D))
         home.engines.retire(P)
     with home.turn():
-        # Its memory stays as it is for so long: nobody has to stop reading.
+        # The engine's memory stays unchanged for as long: no reader has to stop.
         assert home.lessor.renew(lease.lease_id, D).revoked is RevokeReason.ABORTED
         assert lease.live
 
@@ -174,7 +174,7 @@ async def test_full_state_beside_an_unfinished_one_needs_memory() -> None:
             with pytest.raises(WatchTakenOver):
                 await anext(taken_over)
         assert home.memory.held(P) == held
-        # One that nothing is being told to is never refused.
+        # A process to which no full state is being sent is never refused one.
         last = await again()
         assert [type(await anext(last)) for _ in range(4)] == [Numbered] * 3 + [pb.WatchSynced]
         assert home.memory.held(P) == held

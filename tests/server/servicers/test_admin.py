@@ -134,22 +134,22 @@ async def test_an_evicted_engine_is_gone_for_good_and_its_leases_run_out(node: N
         assert answer.leases == 1
         assert from_duration(answer.leases_remaining) == pytest.approx(TIMES.ttl)
     assert node.home.journal.engine_events["engine_evicted"] == 1
-    # Its process is told, and may not come back, in any way.
+    # Its process gets an error, and may not come back, in any way.
     assert isinstance(await raised(watch.next()), PeerRestarted)
     assert isinstance(await raised(Watch(node).next()), PeerRestarted)
     assert isinstance(await raised(node.register()), PeerRestarted)
     assert isinstance(await raised(node.publish(2)), PeerRestarted)
-    # Readers are refused as after a restart. The one that has a lease may finish.
+    # Readers are refused as after a restart. The reader with a lease may finish.
     assert isinstance(await raised(node.read(read_id=read_id("late"))), PeerRestarted)
     assert isinstance(await raised(node.handshake()), PeerRestarted)
     assert (await renewed(node, accepted.lease_id)).revoked == pb.REVOKE_REASON_SOURCE_LOST
-    # Its name is free at once, and its successor waits for the lease before it reuses the memory.
+    # The engine_id is free at once, and the successor waits for the lease before it reuses the memory.
     await node.open_engine(P2)
     assert from_duration((await node.register(ref=P2)).reuse_after) == pytest.approx(TIMES.ttl)
     (ended,) = await node.reader(read_done(accepted.lease_id, 0))
     assert ended.read_ended.verdict == pb.VERDICT_VALID
     assert (await evict(node)).leases == 0
-    # The call said which incarnation it means: the successor is not hurt by a repetition.
+    # The call names the incarnation: a repeated call does not evict the successor.
     (published,) = await node.source(publish_notification(1), ref=P2)
     assert published.WhichOneof("kind") == "published"
 
@@ -181,7 +181,7 @@ async def test_drained_home_takes_no_new_work_and_finishes_live_leases(ready: No
     assert isinstance(error_of(await ready.publish(2)), ServerDraining)
     assert isinstance(await raised(ready.register(ref=P)), ServerDraining)
     assert isinstance(await raised(Watch(ready, D).next()), ServerDraining)
-    # The engine hears of releases, also over a Watch that it had to open again.
+    # The engine gets release events, also over a Watch that it had to open again.
     watch = Watch(ready)
     assert await watch.kinds(2) == ["opened", "synced"]
     await ready.reader(read_done(accepted.lease_id, 0))
@@ -190,7 +190,7 @@ async def test_drained_home_takes_no_new_work_and_finishes_live_leases(ready: No
     assert (answer.leases, from_duration(answer.leases_remaining)) == (0, 0)
     info = await ready.introspection.GetServerInfo(ipb.GetServerInfoRequest(), timeout=TIMEOUT)
     assert info.draining
-    # kvferryd ends all the same.
+    # kvferryd ends nevertheless.
     ready.home.end_watches()
     assert isinstance(await raised(watch.next()), ServerDraining)
 

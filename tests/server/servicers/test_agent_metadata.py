@@ -56,7 +56,7 @@ METADATA = register_request().agent.metadata
 
 
 async def told(node: Node, given: str) -> bool:
-    """Whether who shows this is told the agents; the geometry it is told anyhow."""
+    """Whether a reader with this reference gets the agents; it gets the geometry in any case."""
     found = await node.handshake(reference=given)
     assert len(found.geometry.ranks) == 1
     assert found.has_agents == bool(found.agents)
@@ -76,7 +76,7 @@ async def test_stranger_gets_the_geometry_without_agents(ready: Node) -> None:
 
 async def test_reader_with_a_valid_reference_gets_the_agents(ready: Node) -> None:
     assert await told(ready, engine_reference())
-    # One that has not come, and nobody waits for.
+    # A publication that has not arrived, and has no waiting readers.
     assert await told(ready, reference(7))
     await ready.publish(1)
     assert await told(ready, reference(1))
@@ -87,7 +87,7 @@ async def test_reader_with_a_valid_reference_gets_the_agents(ready: Node) -> Non
 async def test_a_reference_is_good_until_its_publication_is_released(ready: Node) -> None:
     await ready.publish(1)
     lease_id = (await ready.read(1)).accepted.lease_id
-    # Its reader may still have to reach the memory.
+    # Its reader may still need access to the memory.
     await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
     assert await told(ready, reference(1))
     await ready.reader(read_done(lease_id, 0))
@@ -155,7 +155,7 @@ async def test_references_outlive_their_home(tmp_path: Path) -> None:
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.register()
         assert await told(node, engine_reference())
-        # It may have been released by the home before.
+        # The home may have released the publication before its restart.
         assert isinstance(await raised(node.handshake(reference=reference(4))), HomeRecovering)
         await node.source(*snapshot(publish_notification(4), high_water=5))
         assert await told(node, reference(4))
@@ -211,7 +211,7 @@ def test_stranger_gets_no_agents_by_any_call(server: tuple[Kvferryd, Authority],
         asked.reference = engine_reference_with(engine_id=source.engine_id, incarnation=source.incarnation)
         with pytest.raises(WrongKey):
             home.handshake(asked, TIMEOUT)
-        # Who needs agents is told what is missing.
+        # A reader that needs agents gets an error that names the missing reference.
         geometry = EngineGeometry("decode", (FULL,), (rank_geometry(),), {"model": "m"})
         spec = EngineSpec("decode", (FULL,), identity={"model": "m"})
         peers = SourceEngines(spec, proto(D), 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)

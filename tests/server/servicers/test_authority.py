@@ -40,7 +40,7 @@ IMPOSTOR = b"i" * 32
 
 
 async def public_parts(node: Node) -> set[bytes]:
-    """Every 16 bytes that listings and their page tokens hold."""
+    """Return all runs of 16 bytes in listings and their page tokens."""
     found: set[bytes] = set()
     lists: tuple[tuple[Any, Any], ...] = (
         (node.introspection.ListEngines, ipb.ListEnginesRequest),
@@ -82,7 +82,7 @@ async def test_lease_cannot_be_stolen_with_the_content_of_listings_and_page_toke
                 )
                 assert results[0].read_ended.verdict == pb.VERDICT_EXPIRED
                 assert isinstance(error_of(results[2]), LeaseEnded)
-    # Nobody has reported or cancelled anything, and all is as its readers know it.
+    # No report or cancel was accepted, and the leases are unchanged.
     for reader, lease in zip((D, D, E), leases, strict=True):
         [ended] = await ready.reader(read_done(lease.lease_id, 0), ref=reader)
         assert (ended.read_ended.verdict, ended.read_ended.reported) == (pb.VERDICT_VALID, 1)
@@ -101,7 +101,7 @@ async def test_bearer_of_a_reference_without_the_read_id_gets_a_separate_lease(r
 
 
 async def test_key_cannot_be_derived_from_numbers_and_names(ready: Node) -> None:
-    """Whoever knows one reference cannot make the next one."""
+    """One reference does not help to make the next."""
     await ready.publish(1)
     for wrong in (P.incarnation, ready.home.epoch, SECRETS[P][:16], b"\0" * 16):
         for number in (1, 2):
@@ -138,12 +138,12 @@ async def test_impostor_under_the_same_engine_id_does_not_keep_the_engine_from_c
         impostor = await node.open_engine(P2)
         await node.register(ref=P2)
         await node.source(publish_notification(1), ref=P2)
-        # Its publication of the same number is another one, with another key.
+        # The impostor's publication of the same number has another key.
         assert isinstance(await raised(node.read()), HomeRecovering)
         watch = Watch(node, P)
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.source(*snapshot(publish_notification(1), high_water=1))
-        # Whose memory it is cannot be known: who restarts over the same one waits for as long as anybody could read.
+        # The home cannot know whose memory it is: an engine that restarts over memory waits for all possible reads.
         assert from_duration((await node.register()).reuse_after) == TIMES.final
         accepted = (await node.read()).accepted
         assert accepted.source == proto(P)
@@ -153,14 +153,14 @@ async def test_impostor_under_the_same_engine_id_does_not_keep_the_engine_from_c
         second = await node.introspection.ListEngines(request, timeout=TIMEOUT)
         listed = [page.engines[0].engine.incarnation for page in (first, second)]
         assert listed == sorted([P.incarnation, P2.incarnation])
-        # The end of the one says nothing of the other.
+        # The end of one incarnation does not affect the other.
         await node.leaves(impostor)
         node.pass_by(TIMES.engine_ttl)
         [ended] = await node.reader(read_done(accepted.lease_id, 0))
         assert ended.read_ended.verdict == pb.VERDICT_VALID
         node.pass_by(TIMES.retire)
         assert [engine.ref for engine in node.home.engines.engines()] == [P]
-        # From now on the home knows who was here first.
+        # From now on the home knows which incarnation was first.
         assert isinstance(await raised(Watch(node, P2).next()), EngineIdInUse)
         watch.cancel()
 

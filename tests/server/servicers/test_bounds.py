@@ -98,7 +98,7 @@ async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Pa
             "groups": {"groups": [pb.GroupBlocks(group=f"g{index}") for index in range(MAX_GROUPS + 1)]},
             "payload": {"payload": b"x" * 65537},
             "expected_reads": {"expected_reads": Limits().reads + 1},
-            # Counted before any is looked at.
+            # Counted before any notification is looked at.
             "marks": {"marks": [pb.PromptMark()] * (limits.MAX_MARKS + 1)},
         }
         answer = await node.publish(1, **changes[beyond])
@@ -107,7 +107,7 @@ async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Pa
 
 
 def errors() -> dict[str, Callable[[int], pb.Notification]]:
-    """Notifications that fail, each with as much of its sender's in the error as can be."""
+    """Notifications that fail, each with as many of the sender's bytes in the error as possible."""
     stranger = proto(STRANGER)
     name = LONGEST
     return {
@@ -133,7 +133,7 @@ async def test_a_full_batch_is_answered_whatever_its_errors_repeat(tmp_path: Pat
         await ready(node)
         await node.publish(1)
         make = errors()[kind]
-        # As many as a call holds, less the sender and its secret.
+        # As many bytes as a call holds, less the sender and its secret.
         count = min(MAX_NOTIFICATIONS, (MAX_NOTIFY_BYTES - 1024) // (make(MAX_NOTIFICATIONS).ByteSize() + 5))
         results = await node.source(*(make(number) for number in range(count)))
         assert len(results) == count
@@ -308,13 +308,13 @@ async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path
         await node.kv.RegisterCache(request, timeout=TIMEOUT)
         await node.publish(1, groups=[SCATTERED])
         held, used = node.home.memory.held(P), node.home.memory.used
-        # Little is taken: gRPC itself reads ahead by little.
+        # gRPC itself reads ahead only a little.
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         channel = grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}", options=options)
         kv: Any = KVTransferStub(channel)
-        # They call themselves like their victim.
+        # The readers use the engine_id of their victim.
         if asked == "blocks":
-            # Called like a stream, so that nobody takes the answer.
+            # Called like a stream, so that the answer is not taken.
             read: Any = channel.unary_stream(
                 "/kvferry.v1.KVTransfer/ReadBlocks", request_serializer=pb.ReadBlocksRequest.SerializeToString
             )
@@ -325,15 +325,15 @@ async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path
             answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
         first = [] if asked == "blocks" else answers
         found = await asyncio.gather(*(raised_or_none(stream) for stream in first))
-        # The server writes until it may not: nothing tells when that is. But each read has its lease when it was
-        # answered or refused, and all are asked before any answer is taken.
+        # No event says when the server has written as much as it may. But each read that was answered or refused has
+        # its lease, and all are sent before any answer is taken.
         leases = 100 if asked == "blocks" else 0
         for _ in range(int(TIMEOUT / 0.01)):
             if node.home.memory.used >= used + (4 << 20) and node.home.records.engines[P].live_leases >= leases:
                 break
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
-        # The leases are the victim's, and nothing else: it goes on, and so does another.
+        # Only the leases count against the victim: the victim goes on, and so does another engine.
         assert node.home.memory.held(P) <= held + 100 * LEASE_BYTES
         await node.open_engine(E)
         await node.register(ref=E)
@@ -343,7 +343,7 @@ async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path
             told = await node.read(reference=reference(number, victim))
             assert told.HasField("accepted")
             assert told.HasField("complete")
-        # Who was refused is told when to come again.
+        # Refused readers get a retry delay.
         late = await asyncio.gather(*(raised_or_end(stream) for stream in answers))
         errors_of = [error for error in (*found, *late) if isinstance(error, LimitReached)]
         assert errors_of
@@ -357,7 +357,7 @@ async def test_watch_gets_its_full_state_when_the_memory_is_used_up(tmp_path: Pa
         for number in range(1, 101):
             await node.publish(number, payload=b"x" * 8192)
         await node.source(*(pb.Notification(abort=pb.Abort(publication=number)) for number in range(1, 51)))
-        # Strangers come, and less stays free than the engine holds.
+        # Strangers take memory until less stays free than the engine holds.
         node.home.memory.take(E, (1 << 22) - node.home.memory.used - 10_000)
         await node.leaves(watch)
         again = Watch(node)
@@ -366,7 +366,7 @@ async def test_watch_gets_its_full_state_when_the_memory_is_used_up(tmp_path: Pa
 
 
 async def raised_or_end(stream: Stream) -> KvferryError | None:
-    """The error that a stream ends with, if one comes at once."""
+    """Return the error with which a stream ends at once, if any."""
     try:
         while await asyncio.wait_for(stream.call.read(), 0.2) is not grpc.aio.EOF:
             pass
@@ -512,7 +512,7 @@ async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(
             seen.add(checksums.size)
             await asyncio.sleep(0)
         assert [result.WhichOneof("kind") for result in await task] == ["done"] * 3
-        # Others had a turn before the first part, and after each.
+        # Other calls had a turn before the first part, and after each.
         assert len(seen) == len(sums) + 1
 
 
@@ -521,7 +521,7 @@ async def test_step_after_very_many_costs_no_more_than_a_step_after_few(tmp_path
     async with running(tmp_path) as node:
         watch = Watch(node)
         await watch.kinds(2)
-        # Until a rank has registered, groups have any name; before the snapshot's end that is no error.
+        # Before a rank has registered, and before the snapshot's end, groups may have any name.
         groups = [pb.GroupBlocks(group=f"group {number}") for number in range(MAX_GROUPS)]
         steps = [publish_notification(1, step, last=False, groups=groups) for step in range(1200)]
 
@@ -544,7 +544,7 @@ async def test_batch_of_an_engine_that_is_replaced_meanwhile_stops(
     async with running(tmp_path) as node:
         watch = await ready(node)
         await node.publish(1)
-        # A lease keeps what the home knows of the engine.
+        # A lease keeps the home's records of the engine.
         await node.read(1)
         batch = [publish_notification(number) for number in range(2, 500)]
         task = asyncio.create_task(raised(node.source(*batch)))

@@ -60,7 +60,7 @@ def told(source: EngineDescription, *, agents: bool = True) -> list[pb.Handshake
     return [pb.HandshakeResponse.FromString(page) for page in pages]
 
 
-# What is told, whole and bounded.
+# Answers, whole and bounded.
 
 
 @pytest.mark.parametrize("agents", [True, False])
@@ -108,7 +108,7 @@ async def test_largest_rank_that_is_accepted_reaches_readers(node: Node) -> None
     assert isinstance(error, InvalidField)
     assert error.values["field"] == "groups"
     await node.kv.RegisterCache(largest, timeout=TIMEOUT)
-    # A reader that was taken itself can ask.
+    # A reader of the same size can handshake.
     asked = handshake_request(rank=largest.rank, identity=dict(largest.identity))
     assert asked.ByteSize() + 4096 < MAX_MESSAGE_BYTES
     found = await node.handshake(asked)
@@ -117,7 +117,7 @@ async def test_largest_rank_that_is_accepted_reaches_readers(node: Node) -> None
 
 
 async def test_default_values_left_out_count_in_the_size_of_a_registration(node: Node) -> None:
-    # The registration leaves out what is told with its default.
+    # The registration leaves out defaults that the answer has.
     await node.open_engine()
     request = of_size(MAX_RANK_BYTES, 0, 1)
     for plane in request.rank.planes:
@@ -187,11 +187,11 @@ def test_digests_of_readers_are_bounded() -> None:
     source.note_reader(b"one more".ljust(32))
     assert source.made_pages(bytes(32), agents=False) is None
     assert source.made_pages(b"one more".ljust(32), agents=False) is not None
-    # What was not made for anybody is not told.
+    # Pages that were never made are not returned.
     assert source.made_pages(b"one more".ljust(32), agents=True) is None
 
 
-# While others renew.
+# Beside renewals.
 
 
 def model_rank(rank: int, ranks: int, layers: int) -> RankGeometry:

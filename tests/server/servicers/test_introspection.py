@@ -283,7 +283,7 @@ async def test_server_info_has_identity_limits_and_capabilities(node: Node) -> N
     assert from_duration(answer.times.ttl) == TIMES.ttl
     assert not answer.draining
     assert answer.contract_revision >= 1
-    # The names are those that a caller meets in errors, and in requests.
+    # The names are those in errors and in requests.
     assert answer.limits["leases"] == node.home.limits.leases
     assert answer.limits["notifications"] == 1024
     assert answer.limits["message_bytes"] == 4 << 20
@@ -291,7 +291,7 @@ async def test_server_info_has_identity_limits_and_capabilities(node: Node) -> N
 
 
 async def listed(node: Node, request: ipb.ListRequestsRequest | ipb.ListTransfersRequest) -> tuple[list[str], int]:
-    """The entries of all pages, as "engine request reader", and the number of pages."""
+    """Return the entries of all pages, as "engine request reader", and the number of pages."""
     found, pages = list[str](), 0
     while not pages or request.page_token:
         pages += 1

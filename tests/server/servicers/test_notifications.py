@@ -184,7 +184,7 @@ async def test_draining_home_refuses_new_reads_and_still_takes_reports(ready: No
     renewed, ended = await ready.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)), read_done(lease_id, 0))
     assert from_duration(renewed.renewed.remaining) == TIMES.ttl
     assert ended.read_ended.verdict == pb.VERDICT_VALID
-    # The source hears of it, so it does not publish the same again after the restart.
+    # The source gets the release event, so it does not publish the same again after the restart.
     assert (await watch.next()).released.publication == 1
     ready.home.end_watches()
     assert isinstance(await raised(watch.next()), ServerDraining)

@@ -42,7 +42,7 @@ def marked(*ends: int) -> str:
 
 
 async def listed(node: Node) -> ipb.RequestSummary:
-    """The one request of a home."""
+    """Return the only request of a home."""
     [request] = (await node.introspection.ListRequests(ipb.ListRequestsRequest(), timeout=TIMEOUT)).requests
     return request
 
@@ -98,7 +98,7 @@ async def test_publication_is_still_readable_after_a_mismatch(ready: Node) -> No
         pb.READ_STATE_FAILED,
         errors_pb2.ERROR_REASON_PROMPT_MISMATCH,
     )
-    # Its hold begins anew.
+    # The hold begins anew.
     ready.pass_by(TIMES.hold - 1)
     found = await listed(ready)
     assert (found.state, found.leases, found.last_failure) == (

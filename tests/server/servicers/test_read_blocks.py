@@ -62,7 +62,7 @@ def steps(answer: pb.ReadBlocksResponse) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nothing tells."""
+    """Poll a condition that has no event."""
     for _ in range(int(TIMEOUT / 0.001)):
         if condition():
             return
@@ -115,7 +115,7 @@ async def test_late_publication_is_sent_in_steps(ready: Node) -> None:
         assert steps(answer) == [step]
         assert answer.HasField("complete") == (step == 2)
     assert answer.complete.steps == 3
-    # Who lost an answer is told it again.
+    # A reader that lost an answer gets it again.
     assert steps(await ready.read(lease_id=lease_id, next_step=1)) == [1, 2]
 
 
@@ -138,7 +138,7 @@ async def test_lease_that_the_reader_lacks_is_sent_with_all_steps(ready: Node) -
     for wrong in (other, b"x" * 16):
         answer = await ready.read(lease_id=wrong, next_step=1)
         assert (answer.accepted.lease_id, steps(answer)) == (lease_id, [0])
-        # Steps of another lease are not counted.
+        # Steps of another lease do not count.
         assert steps(await ready.read(lease_id=wrong, next_step=2**32 - 1)) == [0]
 
 
@@ -162,7 +162,7 @@ async def test_wait_without_news_ends_in_time(ready: Node) -> None:
     error = await raised(waiting)
     assert isinstance(error, PublicationTimeout)
     assert error.values["waited_ms"] == "20"
-    # Of a publication that has begun there is only nothing new.
+    # For a publication that has begun, the answer has nothing new.
     await ready.publish(last=False)
     waiting = asyncio.create_task(ready.read(lease_id=lease_id, next_step=1, wait=SOON))
     await until_waiting(ready)
@@ -175,7 +175,7 @@ async def test_a_call_waits_no_longer_than_its_deadline_allows(ready: Node) -> N
     lease_id = (await ready.read()).accepted.lease_id
     waiting = asyncio.create_task(ready.read(lease_id=lease_id, next_step=1))
     await until_waiting(ready)
-    # The answer that there is nothing comes before the deadline.
+    # The answer without news comes before the deadline.
     ready.clock.pass_by(TIMEOUT)
     # It looks at the home's clock at once: by its own time it would answer a tenth of a second before the call ends.
     ready.home.wakeups.wake_all()
@@ -249,7 +249,7 @@ async def test_abort_is_sent_to_a_waiting_reader_and_the_lease_stays(ready: Node
     assert from_duration(renewed.renewed.remaining) == TIMES.ttl
     assert renewed.renewed.revoked == pb.REVOKE_REASON_ABORTED
     assert not told.HasField("complete")
-    # Who asks again does not wait, and is told all.
+    # A repeated call does not wait, and gets everything.
     again = await ready.read()
     assert (again.accepted.lease_id, steps(again)) == (lease_id, [0])
     assert again.revoked == told.revoked
@@ -274,7 +274,7 @@ async def test_death_of_the_source_is_sent_to_the_holder_of_a_lease(tmp_path: Pa
         await until_waiting(node)
         await node.leaves(watch)
         assert isinstance(await raised(node.read(2)), EngineIncomplete)
-        # A reader who comes back goes on, as if he had never been away. Others are no such readers.
+        # A reader with a lease goes on after its call was lost. A new reader is refused.
         waiting.append(asyncio.create_task(node.read(lease_id=lease_id)))
         await until_waiting(node, calls=2)
         for other in (node.read(), node.read(2, lease_id), node.read(lease_id=lease_id, read_id=read_id("another"))):
@@ -293,7 +293,7 @@ async def test_a_lease_that_ends_ends_the_wait(ready: Node) -> None:
     ready.pass_by(TIMES.ttl)
     assert isinstance(await raised(waiting), LeaseEnded)
     assert isinstance(await raised(ready.read(lease_id=lease_id, next_step=1)), LeaseEnded)
-    # With a publication that never came it is that which is said.
+    # If the publication never arrived, the error says so.
     lease_id = (await ready.read(2)).accepted.lease_id
     waiting = asyncio.create_task(ready.read(2, lease_id=lease_id))
     await until_waiting(ready, 2)

@@ -110,7 +110,7 @@ async def test_damaged_agent_metadata_is_refused(node: Node) -> None:
 
 
 async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
-    # Big enough to be decoded and planned with on a thread.
+    # Big enough to be decoded and planned on the worker thread.
     await node.open_engine()
     geometry = rank_geometry()
     request = register_request()
@@ -120,7 +120,7 @@ async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
             plane.layer, plane.shared = f"layers.{layer}", True
             request.rank.planes.append(plane)
     await node.kv.RegisterCache(request, timeout=TIMEOUT)
-    # Layers may share their memory at a source, but not where they are read into.
+    # Layers may share their memory at a source, but not at a destination.
     for index, plane in enumerate(request.rank.planes):
         plane.base += index << 27
     answer = await node.handshake(rank=request.rank)
@@ -144,7 +144,7 @@ async def test_planes_over_the_same_bytes_are_refused_unless_both_say_that_they_
 
 
 async def test_an_engine_that_lacked_heads_may_register_with_another_cache(node: Node) -> None:
-    """Nothing of the first one stays: publications are checked, and bytes counted, by the second."""
+    """Nothing of the first registration stays: publications are checked, and bytes counted, by the second."""
     await node.open_engine()
     wrong = register_request()
     for plane in wrong.rank.planes:

@@ -27,7 +27,7 @@ from tests.support.parties import P2, D, E, P, read_id
 
 @pytest.mark.parametrize(("true", "impostor"), [("name", "name_dp0"), ("name_dp0", "name")])
 async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: str, impostor: str) -> None:
-    """A reference for data-parallel rank 0 fits two names. Who has the key is meant, whichever lives."""
+    """A reference for data-parallel rank 0 fits two names. The source is the engine that has the key."""
     source, stranger = engine(true), engine(impostor)
     for ref in (stranger, source):
         await node.open_engine(ref)
@@ -38,14 +38,14 @@ async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: s
     await waiting_at(node, 1)
     await node.source(publish_notification(router_key="room-7", key=KEY), ref=source)
     assert (await read).accepted.source.engine_id == true
-    # Nor is it declined at the impostor alone.
+    # A decline reaches the source, too, not only the impostor.
     early = made("room-8", engine_id="name")
     assert [result.HasField("done") for result in await decline(node, early)] == [True]
     assert isinstance(await raised(node.read(reference=early)), PublicationReleased)
 
 
 async def test_impostor_at_a_home_that_has_just_started_delays_no_reader(tmp_path: Path) -> None:
-    """It came first, has no caches, and is full. The true engine's readers wait there all the same."""
+    """The impostor came first, has no caches, and is full. The true engine's readers wait nevertheless."""
     async with running(tmp_path, Limits(waiting_reads=2, waiting_declines=2), new=True) as node:
         await node.open_engine(P2)
         await node.register(ref=P2)
@@ -55,7 +55,7 @@ async def test_impostor_at_a_home_that_has_just_started_delays_no_reader(tmp_pat
         await node.register(ref=P)
         read = await begin(node, made(), before=1)
         (refused,) = await decline(node, made("declined"))
-        # Not everybody was told; the one whose reference it is was.
+        # Refused at the full impostor, but kept at the engine of the reference.
         assert isinstance(error_of(refused), LimitReached)
         await publish(node)
         assert (await read).accepted.source.incarnation == P.incarnation

@@ -59,7 +59,7 @@ from tests.support.parties import P2, TIMES, D, E, P, read_id
 
 
 async def waited(node: Node, given: str) -> KvferryError:
-    """The error of a read that waits for 20 ms of the home's clock."""
+    """Return the error of a read that waits for 20 ms of the home's clock."""
     read = await begin(node, given, wait=Duration(nanos=20_000_000))
     node.pass_by(0.02)
     return await raised(read)
@@ -67,7 +67,7 @@ async def waited(node: Node, given: str) -> KvferryError:
 
 async def test_a_poll_waits_for_the_publication_and_gets_its_own_reference(ready: Node) -> None:
     read = await begin(ready, made())
-    # Nothing is leased before it comes.
+    # There is no lease before the publication arrives.
     assert ready.home.records.live_leases() == (0, 0.0)
     await publish(ready, payload=b"first")
     answer = await read
@@ -75,7 +75,7 @@ async def test_a_poll_waits_for_the_publication_and_gets_its_own_reference(ready
     assert (accepted.publication, accepted.reference) == (1, reference())
     assert [blocks.step for blocks in answer.blocks] == [0]
     assert answer.complete.payload == b"first"
-    # From now on the reader uses that one: it is the same read, with the same lease.
+    # From now on the reader uses the publication's own reference: the same read, with the same lease.
     again = await ready.read(reference=accepted.reference)
     assert (again.accepted.lease_id, again.accepted.reference) == (accepted.lease_id, "")
     assert (await ready.read(reference=made())).accepted.lease_id == accepted.lease_id
@@ -137,10 +137,10 @@ async def test_a_key_is_used_once(ready: Node) -> None:
     refused = error_of(await publish(ready, 2))
     assert isinstance(refused, RouterKeyUsed)
     assert refused.values == {"engine_id": P.engine_id, "publication": "1"}
-    # Sent again, it is no second use. Another name is free, and so is the name at another engine.
+    # A repeated step is no second use. Another name is free, and so is the name at another engine.
     assert (await publish(ready)).HasField("published")
     assert (await publish(ready, 3, "room-8")).HasField("published")
-    # Also a short time after its end: a reader that comes late must not get another request's blocks.
+    # Also a short time after the end: a late reader must not get another request's blocks.
     await decline(ready, made())
     await ready.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[1])))
     assert isinstance(error_of(await publish(ready, 4)), RouterKeyUsed)
@@ -171,9 +171,9 @@ async def test_a_decline_that_comes_first_ends_the_waits_and_the_publication(nod
     error = await raised(read)
     assert isinstance(error, PublicationReleased)
     assert error.values["outcome"] == "DECLINED"
-    # Whoever comes later hears it at once, and the source has its blocks back.
+    # Later readers get the error at once, and the source has its blocks back.
     assert isinstance(await raised(node.read(reference=made())), PublicationReleased)
-    # The key of a decline cannot be checked yet, so it ends nothing that has another key.
+    # The key of a decline cannot be checked yet, so the decline does not end reads with another key.
     await waiting_at(node, 1)
     assert (await publish(node)).HasField("published")
     assert await released(watch) == (1, pb.RELEASE_OUTCOME_DECLINED)
@@ -222,7 +222,7 @@ async def test_reader_takes_at_most_half_of_the_waiting_reads(tmp_path: Path) ->
         waiting.append(await begin(node, made(), before=2, reader=E))
         await publish(node)
         assert [(await read).accepted.publication for read in waiting] == [1, 1, 1]
-        # Their places are free again.
+        # The room of the ended waits is free again.
         held = [await begin(node, made("next"), before=index, read_id=read_id(f"n{index}")) for index in range(2)]
         for read in held:
             read.cancel()
@@ -261,7 +261,7 @@ async def test_a_source_that_restarts_ends_the_waits(node: Node, *, stays_away: 
     await node.register()
     read = await begin(node, made())
     await node.leaves(watch)
-    # It may still come back.
+    # The source may still come back.
     await waiting_at(node, 1)
     node.pass_by(TIMES.engine_ttl)
     error = await raised(read)
@@ -319,7 +319,7 @@ async def test_a_snapshot_has_the_router_keys(tmp_path: Path) -> None:
 
 
 async def test_two_incarnations_of_a_home_that_has_just_started_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """It cannot tell yet which of them is an impostor's."""
+    """The home cannot tell yet which of them is an impostor's."""
     async with running(tmp_path, new=True) as node:
         await node.open_engine(P2)
         await node.register(ref=P2)
@@ -344,7 +344,7 @@ async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None
         assert (await read).accepted.source.engine_id == ref.engine_id
         (result,) = await decline(node, given)
         assert result.HasField("done")
-    # An engine of that very name may be meant as well.
+    # An engine of exactly that name is found as well.
     await node.open_engine(alone := engine("deployment"))
     await node.register(ref=alone)
     read = await begin(node, made("room-8", engine_id="deployment"))
@@ -366,25 +366,25 @@ async def test_router_keys_and_references_that_are_malformed_are_refused(ready: 
         assert said(error), error
     await ready.publish(1, last=False)
     assert isinstance(error_of(await publish(ready, 1, step=1)), InvalidField)
-    # A step that is sent again has the same router's key, too.
+    # A repeated step must have the same router_key.
     await publish(ready, 2)
     assert isinstance(error_of(await publish(ready, 2, "room-8")), InvalidField)
     long = made().replace("kvf1.", "kvf1.AAAA")
     assert isinstance(await raised(ready.read(reference=long)), BadReference)
-    # Without an incarnation nobody can say whose agents are meant.
+    # A reference without an incarnation entitles to no agents.
     assert isinstance(await raised(ready.handshake(reference=made())), InvalidField)
     assert parse_reference(made()).router_key == "room-7"
     assert (await ready.read(2)).accepted.reference == ""
 
 
 async def test_recovering_home_answers_recovering_for_router_keys(tmp_path: Path) -> None:
-    """The publication may be one of those that the engine has yet to tell it again."""
+    """The publication may be part of the engine's snapshot, which has not arrived."""
     async with running(tmp_path, new=True) as node:
         watch = Watch(node, P)
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.register()
         assert isinstance(await raised(node.read(reference=made())), HomeRecovering)
-        # The engine has told it everything: now it is the publication that is waited for.
+        # After the snapshot the read waits for the publication.
         await node.source(*snapshot())
         read = await begin(node, made())
         await publish(node)
@@ -392,7 +392,7 @@ async def test_recovering_home_answers_recovering_for_router_keys(tmp_path: Path
 
 
 async def test_expired_publication_is_not_found_under_its_router_key(ready: Node) -> None:
-    """Also where so many are due that the timers have not come to it."""
+    """Also if so many publications are due that the timers have not reached this one."""
     for number in range(1, MAX_ENDED_AT_ONCE + 2):
         await publish(ready, number, f"room-{number}")
     ready.clock.pass_by(TIMES.hold + 1)

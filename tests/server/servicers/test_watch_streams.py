@@ -57,7 +57,7 @@ async def test_newer_watch_takes_over_and_the_old_one_ends_with_an_error(node: N
     new = Watch(node)
     await new.next()
     assert isinstance(await raised(old.next()), WatchTakenOver)
-    # The end of the old one is not a loss.
+    # The end of the old Watch is not a loss.
     node.pass_by(2 * TIMES.engine_ttl)
     assert node.home.engines.find_live(P.engine_id).lost_at is None
 
@@ -149,7 +149,7 @@ async def test_lost_rank_is_sent_to_the_scheduler_and_makes_the_engine_unreadabl
     error = await raised(node.handshake())
     assert isinstance(error, EngineIncomplete)
     assert error.values["missing_ranks"] == "1"
-    # Registering again heals it.
+    # The engine is readable again once the rank has registered.
     await node.register(1, 2)
     await node.handshake()
 

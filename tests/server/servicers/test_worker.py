@@ -24,7 +24,7 @@ async def worker() -> AsyncIterator[Worker]:
 
 
 async def asked(worker: Worker, host: str, size: int, call: Callable[[], object]) -> asyncio.Task[object]:
-    """A call that has begun to wait, if it has to."""
+    """Begin a call, and let it run until it waits."""
     task = asyncio.create_task(worker.run(host, size, call))
     await asyncio.sleep(0)
     return task
@@ -41,7 +41,7 @@ async def test_hosts_take_turns(worker: Worker) -> None:
 
 
 async def test_caller_that_leaves_passes_its_turn_on(worker: Worker) -> None:
-    """Also one that was given to him a moment ago."""
+    """Also a turn that was given a moment ago."""
     go_on, order = threading.Event(), list[str]()
     first = await asked(worker, "a", 1, lambda: go_on.wait(WITHIN))
     leaving = [await asked(worker, "a", 1, lambda: order.append("left")) for _ in range(3)]
