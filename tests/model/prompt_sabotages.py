@@ -33,7 +33,7 @@ def sabotage(make: Sabotage) -> Sabotage:
 
 @sabotage
 def marks_are_compared_only_when_all_is_told(patch: pytest.MonkeyPatch) -> None:
-    """Bytes move before."""
+    """Bytes move before the comparison."""
     original = ReaderPrompt.judge
 
     def told(self: ReaderPrompt, marks: Mapping[int, bytes], reference: pb.Reference, *_: Any, **__: Any) -> None:
@@ -203,7 +203,7 @@ def the_end_of_what_is_published_is_not_marked(patch: pytest.MonkeyPatch) -> Non
 
 @sabotage
 def marks_are_left_out_of_the_snapshot(patch: pytest.MonkeyPatch) -> None:
-    """A home that restarts has them no more."""
+    """A restarted home has lost the marks."""
     original = publications.Offers.snapshot
 
     def snapshot(self: publications.Offers) -> publications.Snapshot:

@@ -31,13 +31,13 @@ from tests.model.source import LAYERS
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 SABOTAGES: dict[str, Sabotage] = {}
 OF_A_LIAR: dict[str, Sabotage] = {}
-"""Those that nobody notices while all are honest."""
+"""Sabotages that show only with a lying peer."""
 OF_AN_OPERATOR: dict[str, Sabotage] = {}
-"""Those of what an operator does."""
+"""Sabotages of an operator's calls."""
 OF_A_ROUTER: dict[str, Sabotage] = {}
-"""Those of references that a router makes."""
+"""Sabotages of references that a router makes."""
 OF_A_LIAR_AND_A_ROUTER: dict[str, Sabotage] = {}
-"""Those of them that nobody notices while all are honest."""
+"""Sabotages of such references that show only with a lying peer."""
 
 
 def sabotage(make: Sabotage) -> Sabotage:
@@ -199,12 +199,12 @@ def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(readers, "judge", judge)
 
 
-# Mistakes of a reader that moves each step when it comes.
+# Mistakes of a reader that moves each step on arrival.
 
 
 @sabotage
 def steps_are_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    """By the time of the first: the lease of the others is nobody's concern."""
+    """By the time of the first step, without regard to the lease at the others."""
     original, first = readers.Share.copy, dict[readers.Share, float]()
 
     def copy(self: readers.Share, rank: int) -> None:
@@ -230,7 +230,7 @@ def a_read_ends_before_its_last_step(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def blocks_move_before_their_step_was_granted(patch: pytest.MonkeyPatch) -> None:
-    """Those that the source is likely to publish next."""
+    """The blocks that the source is likely to publish next."""
     copying, copy = readers.Share.copying, readers.Share.copy
 
     def ahead(self: readers.Share) -> list[int]:
@@ -261,7 +261,7 @@ def all_layers_move_when_the_first_is_named(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GrantedSteps, "unfinished", property(unfinished))
 
 
-# Mistakes of a home with what is published layer by layer.
+# Mistakes of a home with blocks that are published layer by layer.
 
 
 @sabotage
@@ -287,7 +287,7 @@ def unfinished_blocks_are_never_complete(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> None:
-    """By a home that has heard some of those before it."""
+    """By a home that has received some of the earlier steps."""
     original = sources.Sources._check_step
 
     def check_step(
@@ -303,12 +303,12 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
     patch.setattr(sources.Sources, "_check_step", check_step)
 
 
-# What only a liar makes use of: a proof that is not asked for, or a secret that is none.
+# Mistakes that only a liar exploits: a proof that is not checked, or a secret that is public.
 
 
 @sabotage
 def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Its leases are forgotten with it."""
+    """The source's leases are forgotten with it."""
     retire, reuse_after = registry.Registry.retire, Home.reuse_after
     stopped = WeakSet[registry.Registry]()
 
@@ -324,7 +324,7 @@ def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyP
 
 @sabotage
 def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pytest.MonkeyPatch) -> None:
-    """As soon as the source stops to send it, although a home may have it, or be told of it."""
+    """As soon as the source stops sending it, although a home may have it, or get it later."""
     sent = publications.Offers.sent
 
     def release(self: publications.Offers, number: int, now: float) -> None:
@@ -362,7 +362,7 @@ def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
-    """By its own name, the newest lease of that reader."""
+    """A report is accepted under any reader's name, for that reader's newest lease."""
 
     def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         found = self._records.leases_by_id.get(lease_id)
@@ -408,7 +408,7 @@ def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch)
     patch.setattr(registry.Registry, "_recovering", property(lambda self: False))
 
 
-# What an operator does is a source's abort, a reader's loss or a source's death, and no more than that.
+# A call of an operator has the effect of a source's abort, a reader's loss or a source's death, and no more.
 
 
 @of_an_operator
@@ -425,7 +425,7 @@ def an_operators_abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 
 @of_an_operator
 def a_publication_that_an_operator_has_aborted_is_revived(patch: pytest.MonkeyPatch) -> None:
-    """By a step that is heard again."""
+    """By a repeated step."""
     original = sources.Sources._touch
 
     def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
@@ -461,7 +461,7 @@ def eviction_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Home, "evict", evict)
 
 
-# What a router says before there is a publication holds when it comes, and what others say of it does not count.
+# A router's calls before a publication hold when it arrives, and calls of others about it do not count.
 
 
 @of_a_router
@@ -489,7 +489,7 @@ def router_keys_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar_and_a_router
 def whoever_declines_first_is_believed(patch: pytest.MonkeyPatch) -> None:
-    """Before the publication comes, its key is not known; and then it is not asked for."""
+    """The key is unknown before the publication arrives, and is not checked afterwards."""
     original = router_keys.RouterKeys.decline
 
     def decline(self: router_keys.RouterKeys, key: RouterKey, *rest: Any, not_published: bool = False) -> None:

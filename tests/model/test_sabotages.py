@@ -1,4 +1,4 @@
-"""The model check is worth what it catches: each mistake the protocol is written against breaks a rule in it."""
+"""The model check catches mistakes: each mistake that the protocol is written against breaks a rule."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def invented(number: int) -> pb.Notification:
 
 
 async def passes(shared: Shared, worked: int) -> None:
-    """Let others work until so many notifications were acted on."""
+    """Let other calls work until `worked` notifications were acted on."""
     while shared.worked() < worked:  # noqa: ASYNC110
         await asyncio.sleep(0)
 

@@ -11,7 +11,7 @@ from kvferry_server.home.time_slices import Rotation
 
 @pytest.mark.parametrize("woken", [True, False])
 async def test_caller_that_leaves_passes_on_only_its_own_turn(*, woken: bool) -> None:
-    """A lost turn would stop the worker thread of a node server for ever; with one too many, two calls would have it."""
+    """A lost turn would stop a node server's worker thread for ever; a turn too many would give it to two calls."""
     handed_on: list[bool] = []
     rotation = Rotation(lambda: handed_on.append(rotation.wake()))
     leaving, stays = (asyncio.create_task(rotation.wait(host)) for host in ("a", "b"))
