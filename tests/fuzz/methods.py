@@ -30,7 +30,6 @@ class Method:
 
     @property
     def request_class(self) -> type[Message]:
-        """The class of its requests."""
         return message_factory.GetMessageClass(self.request)
 
 

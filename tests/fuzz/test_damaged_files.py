@@ -1,4 +1,4 @@
-"""Geometry files that somebody else wrote: an engine or a typed error, in bounded time and memory."""
+"""Geometry files from strangers: an engine or a typed error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ strange: st.SearchStrategy[Any] = st.sampled_from([*NUMBERS, *TEXTS, None, True,
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Every place in a document."""
+    """Return the paths of all values in a document."""
     items: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -41,7 +41,7 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 
 
 def put(value: Any, path: tuple[str | int, ...], new: object) -> Any:
-    """The document with another value in one place."""
+    """Return the document with another value at one path."""
     if not path:
         return new
     at = value

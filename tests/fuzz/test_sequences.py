@@ -1,4 +1,4 @@
-"""R13: sequences of valid calls by a peer that means harm, beside a source and a destination at the same home."""
+"""R13: sequences of valid calls by a hostile peer, beside a source and a destination at the same home."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "5"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = 120
-"""By the hostile peer, in each round."""
+"""Calls of the hostile peer in each round."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_peer_that_sends_anything_harms_no_other(home: NodeServerProcess) -> Non
             peer.act(CALLS)
             victims.finish()
         assert not peer.known.holds(victims.secrets())
-        # Its own engines have no agent.
+        # The peer's own engines have no agent.
         assert not peer.known.named["metadata"].all(of=lambda value: isinstance(value, bytes))
     finally:
         peer.close()
