@@ -1,4 +1,4 @@
-"""Pairs of geometries that fit a message, contradict nothing, and ask for as much work or memory as they can."""
+"""Pairs of geometries that fit a message, are consistent, and ask for as much work or memory as they can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method that a node server offers, from the descriptors: a new one is fuzzed without being named here."""
+"""Every method that a node server offers, from the descriptors: a new method is fuzzed without being named here."""
 
 from __future__ import annotations
 

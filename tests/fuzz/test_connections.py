@@ -1,5 +1,5 @@
-"""R9 below the messages: peers that speak HTTP/2 and gRPC wrongly, halfway, or far too much of it. Frames that are no
-HTTP/2 at all are in tests/server/node/test_frames.py."""
+"""R9 below the messages: peers that speak HTTP/2 and gRPC wrongly, halfway, or far too much. Frames that are no HTTP/2
+at all are in tests/server/node/test_frames.py."""
 
 from __future__ import annotations
 

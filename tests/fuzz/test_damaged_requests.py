@@ -1,4 +1,4 @@
-"""R9 for every method: any bytes as a request, and well-formed messages with anything in their fields."""
+"""R9 for every method: any bytes as a request, and well-formed messages with any values in their fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests, and R14 by their tokens, which the model knows, and never by marks.
+"""Requests, and R14 checked by their tokens, which the model knows, and never by marks.
 
 A request is all that KV depends on. Its KV up to a token differs from that of another request if one of these tokens
 differs, or the adapter, or an image that begins before that token.

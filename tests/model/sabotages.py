@@ -1,4 +1,4 @@
-"""Mistakes that the protocol's rules are there to prevent, each as the smallest change of the shipped code."""
+"""Mistakes that the protocol's rules prevent, each as the smallest change of the shipped code."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def aborts_are_forgotten_by_the_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def released_locally_while_a_home_is_told_again(patch: pytest.MonkeyPatch) -> None:
+def released_locally_during_a_resync(patch: pytest.MonkeyPatch) -> None:
     original = publications.Offers.snapshot
 
     def snapshot(self: publications.Offers) -> publications.Snapshot:
@@ -182,7 +182,7 @@ def released_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def home_that_says_expired_is_not_believed(patch: pytest.MonkeyPatch) -> None:
+def expired_answer_of_the_home_is_ignored(patch: pytest.MonkeyPatch) -> None:
     def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> judgement.Judgement:
         late = ended_at >= deadline
         return judgement.Judgement.EXPIRED if late else judgement.Judgement.CONFIRMED
@@ -191,7 +191,7 @@ def home_that_says_expired_is_not_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
+def own_deadline_is_not_checked(patch: pytest.MonkeyPatch) -> None:
     def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> judgement.Judgement:
         expired = verdict == pb.VERDICT_EXPIRED
         return judgement.Judgement.EXPIRED if expired else judgement.Judgement.TRUSTED
@@ -203,7 +203,7 @@ def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def steps_are_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
+def deadline_is_checked_for_the_first_step_only(patch: pytest.MonkeyPatch) -> None:
     """By the time of the first step, without regard to the lease at the others."""
     original, first = readers.Share.copy, dict[readers.Share, float]()
 
@@ -265,7 +265,7 @@ def all_layers_move_when_the_first_is_named(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def unfinished_blocks_are_told_as_complete(patch: pytest.MonkeyPatch) -> None:
+def unfinished_blocks_are_sent_as_complete(patch: pytest.MonkeyPatch) -> None:
     def blocks(message: pb.Publish) -> bytes:
         told = pb.Blocks(step=message.step, groups=[*message.groups, *message.unfinished.groups])
         return told.SerializeToString()
@@ -389,7 +389,7 @@ def a_restarted_home_adopts_the_first_secret(patch: pytest.MonkeyPatch) -> None:
 
 
 @of_a_liar
-def sources_are_believed_without_a_secret(patch: pytest.MonkeyPatch) -> None:
+def sources_need_no_secret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry, "check_secret", lambda ref, secret: None)
 
 
@@ -399,12 +399,12 @@ def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
 
 
 @of_a_liar
-def another_incarnation_evicts_the_living(patch: pytest.MonkeyPatch) -> None:
+def another_incarnation_evicts_the_live_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry.Registry, "_check_not_in_use", _evict)
 
 
 @of_a_liar
-def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch) -> None:
+def first_engine_at_a_restarted_home_gets_the_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry.Registry, "_recovering", property(lambda self: False))
 
 
@@ -488,7 +488,7 @@ def router_keys_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 @of_a_liar_and_a_router
-def whoever_declines_first_is_believed(patch: pytest.MonkeyPatch) -> None:
+def first_decline_counts_with_any_key(patch: pytest.MonkeyPatch) -> None:
     """The key is unknown before the publication arrives, and is not checked afterwards."""
     original = router_keys.RouterKeys.decline
 

@@ -1,5 +1,5 @@
-"""R1 to R3 on the shipped lessor, home, offers and reader's lease, whatever is lost, repeated, delayed or restarted;
-and R13, whatever a liar says."""
+"""R1 to R3 on the shipped lessor, home, publications and reader's lease, whatever is lost, repeated, delayed or
+restarted; and R13, whatever a liar sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PROTOCOL, Identities; Watch, liveness: who is an engine, until when, and what its ranks may say."""
+"""PROTOCOL, Identities; Watch, liveness: engines, their ends, and the registrations of their ranks."""
 
 from __future__ import annotations
 

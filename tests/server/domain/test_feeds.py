@@ -1,4 +1,4 @@
-"""What a Watch is told: numbered, bounded, resumable."""
+"""Feeds of Watches: events are numbered, bounded and resumable."""
 
 from __future__ import annotations
 

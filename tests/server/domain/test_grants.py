@@ -1,4 +1,4 @@
-"""What a policy decides: pure, without certificates."""
+"""Grants of a policy, without certificates."""
 
 from __future__ import annotations
 

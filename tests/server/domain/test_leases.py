@@ -1,4 +1,4 @@
-"""PROTOCOL, Leases: who may read until when."""
+"""PROTOCOL, Leases: grants, renewals, reports and ends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ended_read_gets_no_new_lease(scene: Scene) -> None:
         scene.grant()
 
 
-def test_calls_of_one_read_agree_on_their_parties(scene: Scene) -> None:
+def test_calls_of_a_read_state_the_same_number_of_participants(scene: Scene) -> None:
     scene.publish()
     scene.grant(parties=2)
     with pytest.raises(PartiesMismatch) as caught:
@@ -274,7 +274,7 @@ def test_first_report_of_a_rank_counts(scene: Scene) -> None:
     assert lease.state is LeaseState.FAILED
 
 
-def test_a_read_has_no_more_reporting_ranks_than_parties(scene: Scene) -> None:
+def test_reports_come_from_at_most_as_many_ranks_as_a_read_has_participants(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant(parties=2)
     with pytest.raises(PartiesMismatch):

@@ -1,4 +1,4 @@
-"""PROTOCOL, Endings, Home restart, and what a source may publish: R3, and R7 at the home."""
+"""PROTOCOL, Endings, Home restart, and the steps of publications: R3, and R7 at the home."""
 
 from __future__ import annotations
 

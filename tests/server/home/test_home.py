@@ -1,4 +1,4 @@
-"""The home as a whole: deadlines that fire by themselves, and what its Watches tell."""
+"""The home as a whole: deadlines that fire without calls, and the events of its Watches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls share the event loop: a host that sends much delays another host by one time slice.
 
-What is asserted is the order of the work. The clock of these tests counts notifications, and each is as much work as a
+The tests assert the order of the work. The clock of these tests counts notifications, and each is as much work as a
 slice, however fast the machine.
 """
 

@@ -1,4 +1,4 @@
-"""Who leaves while it waits for its turn: nobody's turn is lost, and nobody has one too many."""
+"""Callers that leave while they wait for a turn: no turn is lost, and none is given twice."""
 
 from __future__ import annotations
 

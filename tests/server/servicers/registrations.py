@@ -1,4 +1,4 @@
-"""Registrations that take exactly so many bytes."""
+"""Registrations of an exact size in bytes."""
 
 from __future__ import annotations
 

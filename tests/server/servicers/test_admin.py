@@ -1,4 +1,4 @@
-"""What operators do to a home: each call over a real server, what becomes of leases and engines, and the audit log."""
+"""Operators' calls over a real server, their effect on leases and engines, and the audit log."""
 
 from __future__ import annotations
 

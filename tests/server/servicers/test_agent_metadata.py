@@ -1,4 +1,4 @@
-"""Who is told the agents of an engine, which are access to its memory, and who is not (PROTOCOL, Authority)."""
+"""Which readers get the agents of an engine, which are access to its memory, and which do not (PROTOCOL, Authority)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stranger can do with everything that is public: nothing to anybody else (DESIGN R13; PROTOCOL, Authority)."""
+"""A stranger with everything that is public can do no harm to others (DESIGN R13; PROTOCOL, Authority)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer can make grow is bounded in bytes: the largest input that is accepted gives an answer that arrives."""
+"""Messages that a peer can make grow are bounded in bytes: the answer to the largest accepted input arrives."""
 
 from __future__ import annotations
 
@@ -395,7 +395,7 @@ async def test_acknowledgements_and_reports_have_limits(tmp_path: Path) -> None:
         assert answer.error.metadata["field"] == "read_done.reports"
 
 
-async def test_the_bytes_of_a_report_count_up_to_what_the_source_holds(tmp_path: Path) -> None:
+async def test_reported_bytes_count_up_to_the_bytes_that_the_source_holds(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ready(node)
         await node.publish(1)

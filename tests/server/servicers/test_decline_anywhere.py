@@ -1,4 +1,5 @@
-"""A decline at any node server: it is sent on to the home that its reference names, once, and only where it may be."""
+"""A decline at any node server is sent on to the home that its reference names, once, and only to homes that may be
+dialled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R9: whatever bytes come, they end in a typed status, and the server goes on."""
+"""R9: any bytes end in a typed status, and the server goes on."""
 
 from __future__ import annotations
 

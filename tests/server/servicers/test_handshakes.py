@@ -1,4 +1,4 @@
-"""Handshakes with engines of many ranks: page by page, whole, and without holding up anybody else."""
+"""Handshakes with engines of many ranks: complete, page by page, and without delaying other calls."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ async def test_pages_of_an_engine_that_restarted_are_not_mixed(node: Node) -> No
     assert isinstance(await raised(node.introspection.GetEngine(request, timeout=TIMEOUT)), PeerRestarted)
 
 
-async def test_an_engine_is_shown_with_what_it_registered(node: Node) -> None:
+async def test_engine_is_shown_with_its_registration(node: Node) -> None:
     watch = await node.open_engine()
     request = ipb.GetEngineRequest(engine_id=P.engine_id)
     empty = await node.introspection.GetEngine(request, timeout=TIMEOUT)
@@ -233,7 +233,7 @@ async def test_a_read_is_planned_between_an_engine_and_a_geometry(node: Node) ->
     assert [plan.rank for plan in answer.ranks] == [0, 1, 2, 3]
 
 
-async def test_a_plan_that_does_not_fit_one_answer_says_which_ranks_are_left(node: Node) -> None:
+async def test_plan_that_does_not_fit_one_answer_names_the_ranks_left_out(node: Node) -> None:
     def renamed(rank: RankGeometry) -> RankGeometry:
         """With two hundred layers of long names, over the same memory."""
         (key, *_), size = rank.planes, 1 << 30

@@ -1,4 +1,4 @@
-"""`Notify`: each notification of a batch for itself; homes that have restarted, or drain."""
+"""`Notify`: each notification of a batch has its own result; homes that have restarted, or drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PROTOCOL, The right prompt: what a home does with marks. It tells them to every reader, and compares none."""
+"""PROTOCOL, The right prompt: a home sends marks to every reader, and compares none."""
 
 from __future__ import annotations
 

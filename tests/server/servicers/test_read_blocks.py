@@ -1,4 +1,4 @@
-"""`ReadBlocks`: the lease, the blocks as they are published, and what is refused."""
+"""`ReadBlocks`: the lease, the blocks as they are published, and refusals."""
 
 from __future__ import annotations
 

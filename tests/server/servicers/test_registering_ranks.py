@@ -1,4 +1,4 @@
-"""`RegisterCache` and `Handshake`: which ranks make an engine, and what its readers are told of it."""
+"""`RegisterCache` and `Handshake`: the ranks of an engine, and the answers to its readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Relays: silent homes of one caller take no room from others, and what a relay answers says nothing of other ports."""
+"""Relays: silent homes of one caller take no room from others, and a relay's errors reveal nothing about other
+ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References of routers among impostors: another engine's name, or its readers' places, are nobody's to take (R13)."""
+"""References of routers among impostors, which get neither another engine's name nor the room of its readers (R13)."""
 
 from __future__ import annotations
 

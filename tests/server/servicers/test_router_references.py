@@ -1,5 +1,5 @@
-"""References that a router makes: a home waits for the publication under the router's key, and ends every wait with a
-typed error that says what became of it."""
+"""References that a router makes: a home waits for the publication under the router's key, and ends every wait without
+a publication with a typed error that says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions: whoever calls says which contract it speaks, and what does not work together is refused at that call."""
+"""Versions: every caller states its contract, and revisions that cannot work together are refused at that call."""
 
 from __future__ import annotations
 

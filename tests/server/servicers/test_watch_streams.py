@@ -1,4 +1,4 @@
-"""`Watch`: what a process of an engine is told, in which order, and when its stream ends."""
+"""`Watch`: the events for a process of an engine, their order, and the end of the stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one thread for what is heavy: hosts take turns on it, and share what may wait."""
+"""The worker thread: hosts take turns on it, and share the bytes that may wait."""
 
 from __future__ import annotations
 
