@@ -2,8 +2,8 @@
 Every end of a lease goes through `end_lease`, every end of a publication through `end`, so that R2 and R3 hold in one
 place:
 
-- A lease ends by its time, or by its reader's reports or cancel; never because its publication ends. - A publication
-ends once, for the first reason, and is released once: when its last live lease ends.
+- A lease ends by its time, or by its reader's reports or cancel; never because its publication ends.
+- A publication ends once, for the first reason, and is released once: when its last live lease ends.
 """
 
 from __future__ import annotations
