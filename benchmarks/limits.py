@@ -20,7 +20,7 @@ from benchmarks.nixl_time import NixlTime
 from benchmarks.node_server import node_server
 from benchmarks.sources import Source, source
 from benchmarks.tcp_reads import OURS
-from kvferry._work_queue import WorkQueue
+from kvferry._loop import Loop
 from kvferry.engine import ReadTimes
 
 CALLS = 200
@@ -56,36 +56,36 @@ def run(effort: Effort = FULL) -> Topic:
 
 def _calls(effort: Effort) -> list[Measure]:
     """Bare calls in a loop and after a pause, and hand-overs between threads."""
-    with echo_server() as (echo, _), _thread() as thread:
+    with echo_server() as (echo, _), _loop() as loop:
         actions = {
             ECHO: Action(echo.unary()),
             PAUSED: Action(echo.unary(), prepare=_pause),
-            HANDED: _to_a_thread_and_back(thread),
+            HANDED: _to_the_loop_and_back(loop),
         }
         times = interleaved(actions, effort.repeats(CALLS))
     return [Measure(name, "s", found, ECHO if name != ECHO else "") for name, found in times.items()]
 
 
 @contextmanager
-def _thread() -> Iterator[WorkQueue]:
-    """A thread that does work, until the end of the block."""
-    thread = WorkQueue("benchmark")
+def _loop() -> Iterator[Loop]:
+    """The event loop of a client, until the end of the block."""
+    loop = Loop("benchmark")
     try:
-        yield thread
+        yield loop
     finally:
-        thread.close(TIMEOUT)
+        loop.close(TIMEOUT)
 
 
 def _pause() -> None:
     time.sleep(PAUSE)
 
 
-def _to_a_thread_and_back(thread: WorkQueue) -> Action:
-    """A hand-over to a sleeping thread of kvferry's kind, and back: two of them."""
+def _to_the_loop_and_back(loop: Loop) -> Action:
+    """A hand-over to the sleeping event loop of a client, and back: two of them."""
     back: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run() -> None:
-        thread.do(lambda: back.put(None))
+        loop.call(lambda: back.put(None))
         back.get()
 
     return Action(run, prepare=_pause)

@@ -274,7 +274,8 @@ class Client(Closing):
             if self._closed:
                 return
             self._closed = True
-            caches, sessions, watchers = self._caches, list(self._sessions.values()), list(self._watchers.values())
+            caches, watchers = self._caches, list(self._watchers.values())
+            sessions = (*self._replaced, *self._sessions.values())
             ranks = self._locals
         for cache in caches:
             cache.close()

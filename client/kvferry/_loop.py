@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry._clock import now
-from kvferry._threads import guarded, start_thread
+from kvferry._threads import FIRST_PAUSE, LAST_PAUSE, guarded, start_thread
 from kvferry.errors import Closed
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,12 @@ suspended."""
 
 RESTART_AFTER = 0.02
 """Seconds after which the loop goes on that something has stopped, such as `SystemExit` in a handler of a logger."""
+
+END_PATIENCE = 0.5
+"""Seconds for which the end of the loop waits for coroutines that were cancelled, in each of `END_ROUNDS`."""
+
+END_ROUNDS = 3
+"""How often the end of the loop cancels: coroutines that are cancelled may have begun others."""
 
 
 class Loop:
@@ -115,6 +121,16 @@ class Loop:
         task.add_done_callback(self._ended)
         return task
 
+    def spawn_turns(self, turn: Callable[[], Awaitable[bool]], what: str) -> asyncio.Task[None]:
+        """Take turns beside the coroutine that runs, until one returns False. A turn that raises, whatever it is, is
+        logged; the next begins after a pause.
+
+        Args:
+            turn: one turn.
+            what: its name in the log.
+        """
+        return self.spawn(_take_turns(turn, what), what)
+
     async def on_thread(self, work: Callable[[], Result], name: str) -> Result:
         """Run work that waits or computes for long on a thread of its own. If the caller is cancelled, the thread goes
         on, and its result is dropped.
@@ -182,9 +198,8 @@ class Loop:
         while not self._closed:
             if not guarded(self._events.run_forever, f"thread {self._name}"):
                 time.sleep(RESTART_AFTER)
-        for task in asyncio.all_tasks(self._events):
-            task.cancel()
-        guarded(partial(self._events.run_until_complete, asyncio.sleep(0)), f"the end of thread {self._name}")
+        for _ in range(END_ROUNDS):
+            guarded(lambda: self._events.run_until_complete(_end_others()), f"the end of thread {self._name}")
         self._events.close()
 
 
@@ -262,6 +277,35 @@ def _settle(future: asyncio.Future[Any], result: object) -> None:
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+async def _take_turns(turn: Callable[[], Awaitable[bool]], what: str) -> None:
+    more, pause = True, FIRST_PAUSE
+    while more:
+        try:
+            more = await turn()
+            pause = FIRST_PAUSE
+            continue
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            failure = error
+        # The handlers of loggers are the application's.
+        with suppress(BaseException):
+            logger.error("a turn of %s failed", what, exc_info=failure)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+async def _end_others() -> None:
+    """Cancel all other coroutines of the loop, and wait for their ends, for which other threads may wait."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=END_PATIENCE)
+    # Callbacks of those that have ended.
+    await asyncio.sleep(0)
 
 
 def _log(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

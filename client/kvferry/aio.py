@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvferry._arguments import takes
-from kvferry._cache import Cache
+from kvferry._cache import OPEN_TIMEOUT, Cache
 from kvferry._client import Client
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._session import EngineSession
 from kvferry._wire.token import EngineToken
-from kvferry.engine.scheduler import SchedulerPort
+from kvferry.engine.scheduler import MAX_WAITING, SchedulerPort
 
 Sync = TypeVar("Sync")
 Given = ParamSpec("Given")
@@ -161,8 +161,42 @@ class AsyncCache(_Async[Cache]):
     """Cancel the reads and end the NIXL agents. See `Cache.close`."""
 
 
+class AsyncClient(_Async[Client]):
+    """`kvferry.Client` for an event loop. Arguments and errors are the same.
+
+    Threading: make and use it on one event loop. Its methods never block the loop.
+
+    Attributes:
+        sync: the synchronous client.
+    """
+
+    @takes(Client)
+    def __init__(self, sync: Client) -> None:
+        super().__init__(sync)
+
+    stats = _direct(Client.stats)
+    """Return what this client has counted and measured. See `Client.stats`."""
+    open_engine = _wrapped(_on_thread(Client.open_engine), AsyncSession)
+    """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
+    register_cache = _wrapped(_on_thread(Client.register_cache), AsyncCache)
+    """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
+
+    decline = _on_thread(Client.decline)
+    """Tell a publication's home that nobody will read it. See `Client.decline`."""
+    close = _on_thread(Client.close)
+    """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
 class AsyncSchedulerPort(_Async[SchedulerPort]):
-    """`SchedulerPort` for an event loop. Made by `AsyncClient.scheduler_port`. Workers have their `WorkerPort`: what it
+    """`SchedulerPort` for an event loop. Made by `open`. Workers have their `WorkerPort`: what it
     does while an engine runs returns at once.
 
     Attributes:
@@ -173,6 +207,20 @@ class AsyncSchedulerPort(_Async[SchedulerPort]):
     def __init__(self, port: SchedulerPort) -> None:
         super().__init__(port)
         self.spec = port.spec
+
+    @classmethod
+    async def open(
+        cls,
+        client: AsyncClient,
+        spec: EngineSpec,
+        *,
+        hold_until_quiet: bool = False,
+        max_waiting: int = MAX_WAITING,
+        timeout: float = OPEN_TIMEOUT,
+    ) -> AsyncSchedulerPort:
+        """Open an engine's session, and return the port of its scheduler. Arguments and errors: see `SchedulerPort`."""
+        make = partial(SchedulerPort, hold_until_quiet=hold_until_quiet, max_waiting=max_waiting, timeout=timeout)
+        return cls(await asyncio.to_thread(make, client.sync, spec))
 
     @property
     def token(self) -> EngineToken:
@@ -222,44 +270,6 @@ class AsyncSchedulerPort(_Async[SchedulerPort]):
         return await self.sync.until_news(timeout)
 
     async def __aenter__(self) -> AsyncSchedulerPort:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-class AsyncClient(_Async[Client]):
-    """`kvferry.Client` for an event loop. Arguments and errors are the same.
-
-    Threading: make and use it on one event loop. Its methods never block the loop.
-
-    Attributes:
-        sync: the synchronous client.
-    """
-
-    @takes(Client)
-    def __init__(self, sync: Client) -> None:
-        super().__init__(sync)
-
-    stats = _direct(Client.stats)
-    """Return what this client has counted and measured. See `Client.stats`."""
-    open_engine = _wrapped(_on_thread(Client.open_engine), AsyncSession)
-    """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
-    register_cache = _wrapped(_on_thread(Client.register_cache), AsyncCache)
-    """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
-
-    async def scheduler_port(self, spec: EngineSpec, **options: Any) -> AsyncSchedulerPort:
-        """Open an engine's session, for its scheduler. Arguments and errors are those of `SchedulerPort`."""
-        return AsyncSchedulerPort(await asyncio.to_thread(SchedulerPort, self.sync, spec, **options))
-
-    decline = _on_thread(Client.decline)
-    """Tell a publication's home that nobody will read it. See `Client.decline`."""
-    close = _on_thread(Client.close)
-    """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
-
-    async def __aenter__(self) -> AsyncClient:
         return self
 
     async def __aexit__(

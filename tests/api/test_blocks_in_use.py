@@ -26,6 +26,7 @@ from tests.support.caches import Model, shards
 from tests.support.engines import Engine, reader_of
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
+from tests.support.offering import offered
 from tests.support.waiting import stop
 
 MODEL = Model(num_blocks=64)
@@ -37,13 +38,13 @@ def ids(*blocks: int) -> dict[str, Blocks]:
 
 def test_a_read_into_blocks_of_a_live_read_is_refused_and_harms_nothing(pair: Pair) -> None:
     session = pair.source.session
-    publication, step = home_session_of(session).offer(Publish("request", ids(11, 12)))
+    publication, send = offered(session, Publish("request", ids(11, 12)))
     read = pair.destination.read(publication.reference, ids(1, 2))
     with pytest.raises(BadBlock, match=rf"destination block 2 of {BLOCKS}: read {read.read_id} may still write to it"):
         pair.destination.read(publication.reference, ids(3, 2))
     on_purpose = pair.destination.read(publication.reference, ids(3, 2), allow_overlap=True, read_id="on-purpose")
     on_purpose.cancel()
-    home_session_of(session).send(step)
+    send()
     assert read.result(30).bytes
     assert (pair.holds(1), pair.holds(3)) == (11, 10_000)
 
@@ -58,7 +59,7 @@ def test_blocks_are_free_when_the_read_is_quiet(pair: Pair) -> None:
 
 def test_only_blocks_that_may_be_written_count(pair: Pair) -> None:
     """A prefix that two requests share is in both of their tables."""
-    publication, step = home_session_of(pair.source.session).offer(Publish("request", ids(11, 12, 13)))
+    publication, send = offered(pair.source.session, Publish("request", ids(11, 12, 13)))
     reads = [
         pair.destination.read(publication.reference, ids(1, 2, 3), (TOKENS, 3 * TOKENS), expected_reads=2),
         pair.destination.read(publication.reference, ids(1, 4, 5), (TOKENS, 3 * TOKENS), expected_reads=2),
@@ -66,7 +67,7 @@ def test_only_blocks_that_may_be_written_count(pair: Pair) -> None:
             publication.reference, {"full": Blocks([9, 1], first_token=TOKENS)}, (TOKENS, 2 * TOKENS), expected_reads=2
         ),
     ]
-    home_session_of(pair.source.session).send(step)
+    send()
     for read in reads[:2]:
         read.result(30)
     assert [pair.holds(block) for block in (1, 2, 3, 4, 5)] == [10_000, 12, 13, 12, 13]
@@ -102,13 +103,13 @@ def test_published_blocks_are_not_read_into_until_they_are_released(pair: Pair) 
 
 
 def test_blocks_that_a_read_writes_are_not_published(pair: Pair) -> None:
-    offered, step = home_session_of(pair.source.session).offer(Publish("theirs", ids(11)))
-    read = pair.destination.read(offered.reference, ids(1))
+    theirs, send = offered(pair.source.session, Publish("theirs", ids(11)))
+    read = pair.destination.read(theirs.reference, ids(1))
     with pytest.raises(BadBlock, match=rf"source block 1 of {BLOCKS}: read {read.read_id} may still write to it"):
         pair.destination.session.publish("mine", ids(1))
     # Nothing was lost, and nothing pinned: no number was taken.
     assert not pair.destination.session.unreleased()
-    home_session_of(pair.source.session).send(step)
+    send()
     read.result(30)
     assert pair.destination.session.publish("mine", ids(1)).number == 1
 
@@ -148,7 +149,7 @@ def test_groups_of_a_pool_share_their_blocks() -> None:
 def test_many_threads_get_each_block_once(pair: Pair) -> None:
     """Of all that want the same block at the same moment one gets it, and every byte is its own."""
     session = pair.source.session
-    offers = [home_session_of(session).offer(Publish(f"request-{index}", ids(11 + index))) for index in range(8)]
+    offers = [offered(session, Publish(f"request-{index}", ids(11 + index))) for index in range(8)]
     start = threading.Barrier(8)
 
     def want(index: int) -> object:
@@ -162,8 +163,8 @@ def test_many_threads_get_each_block_once(pair: Pair) -> None:
         reads = list(pool.map(want, range(8)))
     won = [index for index, read in enumerate(reads) if read is not None]
     assert len(won) == 1
-    for _, step in offers:
-        home_session_of(session).send(step)
+    for _, send in offers:
+        send()
     reads[won[0]].result(30)  # type: ignore[attr-defined]
     assert pair.holds(1) == 11 + won[0]
 
@@ -270,7 +271,7 @@ def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, mo
         name(pin, number, step)
 
     monkeypatch.setattr(home_session_of(session).block_use, "name", named)
-    home_session_of(session).offer_more(PublishMore(publication, ids(6), last=True))
+    home_session_of(session).publish_more_later(PublishMore(publication, ids(6), last=True))
     taking.join(30)
     assert released == [publication.number]
     theirs = pair.source.session.publish("theirs", ids(11, 12))

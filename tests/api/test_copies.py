@@ -11,21 +11,21 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion
 from kvferry._cache import runtime_of
 from kvferry._control.publish import Publish
-from kvferry._session import home_session_of
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.geometry.tensors import planes_of
 from tests.api.conftest import AXES, BLOCKS, TOKENS, Pair, array
 from tests.support.identifiers import unique_id
+from tests.support.offering import offered
 
 
 def test_a_row_of_the_block_table_may_be_rewritten_once_a_read_was_started(pair: Pair) -> None:
     """The read waits for its publication, so its blocks are looked at long after the row was rewritten."""
     row = np.array([1, 2, 3], np.int32)
-    publication, step = home_session_of(pair.source.session).offer(Publish("request", {"full": Blocks([11, 12, 13])}))
+    publication, send = offered(pair.source.session, Publish("request", {"full": Blocks([11, 12, 13])}))
     read = pair.destination.read(publication.reference, {"full": Blocks(row)})
     row[:] = [40, 41, 42]
-    home_session_of(pair.source.session).send(step)
+    send()
     assert read.result(30).bytes == 3 * pair.mine[:, 0].nbytes
     assert [pair.holds(block) for block in (1, 2, 3)] == [11, 12, 13]
     assert [pair.holds(block) for block in (40, 41, 42)] == [10_000] * 3
@@ -68,19 +68,20 @@ def test_ids_are_owned_and_stay_as_they_are() -> None:
 
 
 def test_every_argument_of_a_read_may_be_changed(pair: Pair) -> None:
-    payload, offered = bytearray(b"first token"), {"full": Blocks([11, 12], end_token=20)}
-    publication, step = home_session_of(pair.source.session).offer(
-        Publish("request", offered, payload=memoryview(payload))  # type: ignore[arg-type]
+    payload, given = bytearray(b"first token"), {"full": Blocks([11, 12], end_token=20)}
+    publication, send = offered(
+        pair.source.session,
+        Publish("request", given, payload=memoryview(payload)),  # type: ignore[arg-type]
     )
     payload[:5] = b"XXXXX"
-    offered["full"] = Blocks([50])
+    given["full"] = Blocks([50])
     wanted: dict[str, Blocks] = {"full": Blocks([1, 2])}
     tokens, layers = [0, 16], ["l"]
     read = pair.destination.read(publication.reference, wanted, tokens, layers=layers)  # type: ignore[arg-type]
     wanted.clear()
     tokens[:] = [16, 20]
     layers.clear()
-    home_session_of(pair.source.session).send(step)
+    send()
     assert read.result(30).payload == b"first token"
     assert (pair.holds(1), pair.holds(2)) == (11, 10_000)
 
@@ -111,7 +112,7 @@ def test_every_argument_of_a_registration_may_be_changed(node: str, client: Clie
     assert len(cache.rank.planes) == 2
     assert cache.rank.labels == {"tp_rank": 0}
     # Registered anew, as after a restart of the home: the same content, or the home would refuse it.
-    runtime_of(cache).register_again()
+    client._loop.run(runtime_of(cache).register_again())
 
 
 def test_tensors_stay_mapped_when_the_caller_forgets_them(client: Client) -> None:
@@ -153,10 +154,10 @@ def test_every_argument_of_the_ports_may_be_changed(pair: Pair, node: str) -> No
         worker.register({"l": memory}, axes=AXES)
         row, payload = np.array([1, 2], np.int32), bytearray(b"payload")
         published = {"full": Blocks(np.array([11, 12], np.int32))}
-        publication, step = home_session_of(pair.source.session).offer(Publish("request", published, payload=payload))  # type: ignore[arg-type]
+        publication, send = offered(pair.source.session, Publish("request", published, payload=payload))  # type: ignore[arg-type]
         published.clear()
         payload.clear()
-        home_session_of(pair.source.session).send(step)
+        send()
         scheduler.acquire("mine", publication.reference)
         while scheduler.granted("mine") is None:
             threading.Event().wait(0.01)

@@ -40,7 +40,6 @@ from kvferry import (
     open_directory,
 )
 from kvferry._control.publish import Publish
-from kvferry._session import home_session_of
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry import formats, sharding
@@ -48,6 +47,7 @@ from kvferry.geometry.tensors import Holding, Part, TensorView, opaque_planes, p
 from kvferry.host_memory import HostMemory
 from tests.api.conftest import AXES, BLOCKS, TOKENS, array
 from tests.support.identifiers import unique_id
+from tests.support.offering import offered
 
 GROUP = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS)
 PLANE = planes_of({"l": array()}, AXES, GROUP)[0]
@@ -424,8 +424,8 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
     spec = EngineSpec(unique_id("victim"), (GROUP,))
     cache: Cache = client.register_cache(spec, tensors={"l": array()}, axes=AXES)
     session: EngineSession = cache.session
-    publication, step = home_session_of(session).offer(Publish("offered", {"full": Blocks([60])}))
-    home_session_of(session).send(step)
+    publication, send = offered(session, Publish("offered", {"full": Blocks([60])}))
+    send()
     more = session.publish("more", {"full": Blocks([61])}, last=False)
     reference: list[Any] = [None, 1, b"kvf1.", publication, "", "kvf1.", "text", "kvf1." + "A" * 5000]
     publications: list[Any] = [None, 1, publication.number, publication.reference, "offered"]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvferry._clock import now, to_duration
-from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import AcquireRequest
-from kvferry._control.cancellation import Cancellation
+from kvferry._clock import to_duration
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
@@ -18,7 +14,7 @@ from kvferry._wire.authority import publication_key
 from kvferry._wire.reference import format_reference
 from kvferry._wire.token import EngineToken
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.support.acquiring import acquired
+from tests.support.blocking_control import on_loop
 
 LEASE = b"l" * 16
 
@@ -41,35 +37,17 @@ def reference(home: str) -> str:
 
 
 @contextmanager
-def holding(control: Control) -> Iterator[LeaseHolder]:
-    homes, renewals = Homes(control.address, None, ()), Renewals()
-    holder = LeaseHolder(homes, renewals, READER)
+def holding(control: Control, rank: int | None = None) -> Iterator[LeaseHolder]:
+    """The holder of one engine's leases, or of one of its ranks', on the loop of the connection."""
+    loop = control._loop
+    homes, renewals = Homes(control.address, loop, None, ()), Renewals(loop)
+    holder = LeaseHolder(loop, homes, renewals, READER, rank)
     try:
         yield holder
     finally:
-        holder.close(0)
-        renewals.close()
-        homes.close()
-
-
-def acquire(
-    acquirer: Acquirer, control: Control, cancellation: Cancellation, expected: int = 0
-) -> tuple[threading.Thread, list[object]]:
-    """Acquire on a thread; what came of it."""
-    text = reference(control.address)
-    found: list[object] = []
-    parsed = pb.Reference(home=control.address, engine_id="source", publication=1)
-    request = AcquireRequest(control, parsed, text, "read", 1, expected, now() + 60)
-
-    def run() -> None:
-        try:
-            found.append(acquired(acquirer, request, cancellation))
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, found
+        loop.run(holder.close(0))
+        on_loop(loop, renewals.close)
+        on_loop(loop, homes.close)
 
 
 def accepted(renew_every: float = 20.0) -> pb.Accepted:

@@ -1,52 +1,81 @@
-"""One engine's acquirer at a home that a test scripts, and what came of it."""
+"""An acquisition at a home that a test scripts, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import Acquired, AcquireRequest, Told
-from kvferry._control.cancellation import Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition, MoreBlocks
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
+from kvferry._wire.authority import read_id_of
 from kvferry._wire.reference import parse_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
+from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import reference
 from tests.control.scripted import Scripted, scripted
+from tests.support.blocking_control import on_loop
 
 Kind = TypeVar("Kind")
 Poll: TypeAlias = "Callable[[pb.ReadBlocksRequest], pb.ReadBlocksResponse]"
+Told: TypeAlias = "Acquired | MoreBlocks | KvferryError | asyncio.CancelledError"
 READER = EngineToken("reader", b"r" * 32, "home:1")
 FIRST, SECOND = b"1" * 16, b"2" * 16
 
 
 class Reading:
-    """One engine's acquirer at one home, with what came of it."""
+    """One acquisition at one home, with what came of it.
+
+    Attributes:
+        changes: how often the lease has changed.
+        given_back: leases that were given back, and why.
+    """
 
     def __init__(self, home: Control) -> None:
-        self.home = home
-        self.renewals = Renewals()
+        self.home, self.loop = home, home._loop
+        self.renewals = Renewals(self.loop)
         self.given_back: list[tuple[bytes, pb.RankOutcome.ValueType]] = []
+        self.changes = 0
         self.outcomes: SimpleQueue[Told] = SimpleQueue()
-        self.cancellation = Cancellation("read")
-        self.acquirer = Acquirer(READER, self.renewals, self._gave_up)
+        self._aside: set[asyncio.Task[None]] = set()
 
-    def start(self, timeout: float = 60.0, text: str = "", *, progressive: bool = False) -> None:
+    def start(
+        self,
+        timeout: float = 60.0,
+        text: str = "",
+        *,
+        progressive: bool = False,
+        expected_reads: int = 0,
+        read_id: str = "read",
+    ) -> None:
         text = text or reference(self.home.address)
-        request = AcquireRequest(
-            self.home, parse_reference(text), text, "read", 1, 0, now() + timeout, progressive=progressive
+        self.request = AcquireRequest(
+            self.home, parse_reference(text), text, read_id, 1, expected_reads, now() + timeout, progressive=progressive
         )
-        self.request = request
-        self.acquirer.start(request, self.cancellation, lambda _: None, self.outcomes.put)
+        asked = pb.ReadBlocksRequest(
+            reference=text,
+            reader=engine_ref(READER),
+            read_id=read_id_of(READER.session_secret, read_id),
+            parties=1,
+            expected_reads=expected_reads,
+        )
+        self.acquisition = Acquisition(
+            self.loop, self.request, asked, self.renewals, self._gave_up, self._begin_aside, self._changed
+        )
+        self._running: Future[None] = self.loop.submit(self._follow())
+
+    def cancel(self) -> None:
+        self._running.cancel()
 
     def ends_in(self, seconds: float) -> None:
         """Bring the deadline of the read that was started nearer. From its home, once that is asked: no first answer
@@ -54,29 +83,59 @@ class Reading:
         self.request.deadline = now() + seconds
 
     def told(self) -> Told:
-        """What it tells next, and more may follow."""
+        """What comes of it next, and more may follow."""
         return self.outcomes.get(timeout=30)
 
     def outcome(self) -> Told:
         """What came of it, and nothing else did."""
-        found = self.outcomes.get(timeout=30)
-        self.acquirer.close(30)
-        with pytest.raises(Empty):
-            self.outcomes.get(block=False)
+        found = self._only()
         assert isinstance(found, Acquired) or not self.renewals._kept
         return found
 
     def outcome_of(self, kind: type[Kind]) -> Kind:
         """What came of it after the lease was told of, and nothing else did."""
-        found = self.outcomes.get(timeout=30)
-        self.acquirer.close(30)
-        assert self.outcomes.empty()
+        found = self._only()
         assert isinstance(found, kind), found
         return found
+
+    def drop(self, acquired: Acquired) -> None:
+        """As the read does when it has ended."""
+        on_loop(self.loop, lambda: self.renewals.drop(acquired.lease))
+
+    def close(self) -> None:
+        self.cancel()
+        on_loop(self.loop, self.renewals.close)
+
+    async def _follow(self) -> None:
+        try:
+            found: Acquired | MoreBlocks = await self.acquisition.first()
+            self.outcomes.put(found)
+            while not found.complete:
+                found = await self.acquisition.more()
+                self.outcomes.put(found)
+        except (KvferryError, asyncio.CancelledError) as error:
+            self.outcomes.put(error)
+
+    def _only(self) -> Told:
+        found = self.outcomes.get(timeout=30)
+        self.loop.run(self._ended())
+        with pytest.raises(Empty):
+            self.outcomes.get(block=False)
+        return found
+
+    async def _ended(self) -> None:
+        if self._aside:
+            await asyncio.wait(self._aside, timeout=30)
+
+    def _begin_aside(self, ending: Coroutine[Any, Any, None]) -> None:
+        self._aside.add(self.loop.spawn(ending, "the end of a lease"))
 
     def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
         assert home is self.home
         self.given_back.append((lease.lease_id, outcome))
+
+    def _changed(self) -> None:
+        self.changes += 1
 
 
 @contextmanager
@@ -85,8 +144,7 @@ def reading(folder: Path, poll: Poll) -> Iterator[tuple[Scripted, Reading]]:
         server.read_blocks = poll
         found = Reading(control)
         yield server, found
-        found.renewals.close()
-        found.acquirer.close(30)
+        found.close()
 
 
 def accepted(lease_id: bytes = FIRST) -> pb.Accepted:

@@ -11,7 +11,10 @@ from typing import Any
 
 import grpc
 
+from kvferry import EngineSpec, Group
 from kvferry._control.connection import Control
+from kvferry._control.home_session import HomeSession
+from kvferry._loop import Loop
 from kvferry._wire.status import to_status
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import KvferryError
@@ -19,10 +22,17 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
 
 EPOCH = b"e" * 16
+SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
 
 
 class Scripted(KVTransferServicer):
-    """What it answers stands in its attributes; a method may raise a `KvferryError`."""
+    """What it answers stands in its attributes; a method may raise a `KvferryError`.
+
+    Attributes:
+        loop: the loop of the client that is connected to it.
+    """
+
+    loop: Loop
 
     def __init__(self) -> None:
         self.notified: list[pb.NotifyRequest] = []
@@ -84,6 +94,13 @@ class Scripted(KVTransferServicer):
             assert self.news.wait_for(condition, 30), "it did not come about"
 
 
+def opened_session(control: Control, timeout: float = 30.0) -> HomeSession:
+    """A session at the home, on the loop of the connection."""
+    session = HomeSession(control._loop, control, SPEC)
+    control._loop.run(session.open(timeout))
+    return session
+
+
 def opened(**changes: Any) -> pb.WatchResponse:
     """The first event of a Watch, with times that end nothing during a test."""
     event = pb.WatchOpened(advertise="home:1", **changes)
@@ -117,11 +134,13 @@ def scripted(folder: Path, answers: Scripted | None = None) -> Iterator[tuple[Sc
     address = f"unix:{folder / 'scripted'}"
     server.add_insecure_port(address)
     server.start()
-    control = Control(address, None)
+    answers.loop = Loop("kvferry-test-loop")
+    control = Control(address, None, answers.loop)
     try:
         yield answers, control
     finally:
-        control.close()
+        answers.loop.call(control.close)
+        answers.loop.close(30)
         server.stop(0)
 
 

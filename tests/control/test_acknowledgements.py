@@ -2,67 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvferry._control.acknowledger import AGAIN, Acknowledgements
+from kvferry._control import home_session
+from kvferry._control.home_session import ACKNOWLEDGE_AGAIN, HomeSession
 from kvferry.errors import HomeRecovering, KvferryError, PeerRestarted
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.scripted import SPEC, released
+from tests.support.blocking_control import looping, on_loop, turns
 
-SENDER = pb.NotifyRequest(sender=pb.EngineRef(engine_id="engine", incarnation=b"i" * 16))
 
+class World:
+    """A session that hears of releases, and a connection whose calls are answered by the test. Its clock stands still.
 
-class Home:
-    """A connection whose calls are answered by the test."""
+    Attributes:
+        acknowledged: the publications of each call.
+    """
 
     address = "home:1"
 
-    def __init__(self) -> None:
+    def __init__(self, session: Any) -> None:
+        self.now = 1000.0
         self.acknowledged: list[list[int]] = []
-        self.answer: Callable[[KvferryError], None] | None = None
+        self._session = session
 
-    def notify_later(self, request: pb.NotifyRequest, timeout: float, answered: Callable[..., None]) -> None:
-        [told] = request.notifications
-        self.acknowledged.append(list(told.released_ack.publications))
-        self.answer = answered
+    async def notify_one(self, request: pb.NotifyRequest, timeout: float = 5.0) -> pb.NotificationResult:
+        (told,) = request.notifications
+        if told.HasField("released_ack"):
+            self.acknowledged.append(list(told.released_ack.publications))
+            self.answer = asyncio.get_running_loop().create_future()
+            await self.answer
+        return pb.NotificationResult(done=pb.Acknowledged())
+
+    def release(self, number: int) -> None:
+        self.session._loop.run(self.session._on_event(released(number)))
+        turns(self.session._loop)
+
+    def fail(self, error: KvferryError) -> None:
+        on_loop(self.session._loop, lambda: self.answer.set_exception(error))
+        turns(self.session._loop)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        turns(self.session._loop)
+
+    @property
+    def session(self) -> HomeSession:
+        found: HomeSession = self._session
+        return found
 
 
-def answered(error: KvferryError, *, closed: bool = False) -> tuple[Acknowledgements, Home]:
-    """A release was acknowledged to a home, which answers with an error, maybe after the end."""
-    home: Any = Home()
-    acknowledgements = Acknowledgements(home)
-    acknowledgements.add(1, SENDER)
-    if closed:
-        acknowledgements.close()
-    home.answer(error)
-    return acknowledgements, home
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(None)
+    with looping(lambda: made.now) as loop:
+        home: Any = made
+        made._session = HomeSession(loop, home, SPEC)
+        yield made
 
 
-def test_after_a_refusal_the_next_release_is_acknowledged_with_those_before_it() -> None:
-    acknowledgements, home = answered(PeerRestarted("the engine is another", engine_id="engine"))
-    acknowledgements.add(2, SENDER)
-    assert home.acknowledged == [[1], [1, 2]]
+def test_after_a_refusal_the_next_release_is_acknowledged_with_those_before_it(world: World) -> None:
+    world.release(1)
+    world.fail(PeerRestarted("the engine is another", engine_id="engine"))
+    world.release(2)
+    assert world.acknowledged == [[1], [1, 2]]
 
 
-@pytest.mark.parametrize(("asked", "pause"), [(None, AGAIN), (AGAIN / 2, AGAIN), (7.0, 7.0)])
+@pytest.mark.parametrize(
+    ("asked", "pause"), [(None, ACKNOWLEDGE_AGAIN), (ACKNOWLEDGE_AGAIN / 2, ACKNOWLEDGE_AGAIN), (7.0, 7.0)]
+)
+@pytest.mark.parametrize("closed", [False, True])
 def test_a_home_is_asked_again_when_it_has_said_until_the_end(
-    monkeypatch: pytest.MonkeyPatch, asked: float | None, pause: float
+    world: World, asked: float | None, pause: float, closed: bool
 ) -> None:
-    pauses = []
+    world.release(1)
+    world.fail(HomeRecovering("not now", retry_after=asked))
+    world.advance(pause - 0.001)
+    assert world.acknowledged == [[1]]
+    if closed:
+        world.session.close()
+    world.advance(0.001)
+    assert world.acknowledged == [[1]] * (1 if closed else 2)
 
-    class Timer:
-        daemon = False
 
-        def __init__(self, seconds: float, call: Callable[..., None], given: tuple[pb.NotifyRequest]) -> None:
-            pauses.append(seconds)
-
-        def start(self) -> None:
-            assert self.daemon
-
-    monkeypatch.setattr("kvferry._control.acknowledger.threading.Timer", Timer)
-    answered(HomeRecovering("not now", retry_after=asked))
-    assert pauses == [pause]
-    answered(HomeRecovering("not now", retry_after=asked), closed=True)
-    assert pauses == [pause]
+def test_a_call_acknowledges_so_many_releases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_session, "MOST_ACKNOWLEDGED", 2)
+    for number in range(1, 5):
+        world.release(number)
+    on_loop(world.session._loop, lambda: world.answer.set_result(None))
+    turns(world.session._loop)
+    assert world.acknowledged == [[1], [2, 3]]

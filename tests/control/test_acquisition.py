@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
-from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +13,9 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now, to_duration
 from kvferry._control import acquisition
-from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import AcquireRequest, Told
 from kvferry._control.backoff import BACKOFF_FIRST
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.renewals import Renewals
 from kvferry._wire.reference import format_reference, parse_reference, router_reference
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import (
@@ -29,31 +26,36 @@ from kvferry.errors import (
     InvalidField,
     KvferryError,
     LeaseEnded,
-    LimitReached,
     PublicationAborted,
     PublicationTimeout,
-    TransferCancelled,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import reference
-from tests.control.polling import FIRST, READER, SECOND, accepted, acquired, reading, step
+from tests.control.polling import FIRST, SECOND, Reading, accepted, acquired, reading, step
 from tests.control.scripted import polled
+from tests.support.blocking_control import BlockingControl, on_loop
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
 
 
+def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses of acquisitions from now on."""
+    pauses = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(seconds)
+
+    patched = SimpleNamespace(sleep=sleep, CancelledError=asyncio.CancelledError)
+    monkeypatch.setattr(acquisition, "asyncio", patched)
+    return pauses
+
+
 def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[float] = []
-    pause = acquisition.Acquisition._pause
-
-    def paused(waiting: acquisition.Acquisition, seconds: float) -> None:
-        pauses.append(seconds)
-        pause(waiting, seconds)
-
-    monkeypatch.setattr(acquisition.Acquisition, "_pause", paused)
+    pauses = recorded_pauses(monkeypatch)
 
     def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if not request.lease_id:
@@ -192,8 +194,8 @@ def test_a_home_that_says_at_once_that_there_is_nothing_is_not_asked_all_the_tim
         server.until(lambda: len(server.asked) >= 5)
         threading.Event().wait(1.0)
         assert len(server.asked) < 50
-        read.cancellation.cancel()
-        assert isinstance(read.outcome(), TransferCancelled)
+        read.cancel()
+        assert isinstance(read.outcome(), asyncio.CancelledError)
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
 
 
@@ -212,8 +214,8 @@ def test_a_home_that_tells_next_to_nothing_at_once_is_not_asked_all_the_time(
         server.until(lambda: len(server.asked) >= 5)
         threading.Event().wait(1.0)
         assert len(server.asked) < 100
-        read.cancellation.cancel()
-        assert isinstance(read.outcome(), TransferCancelled)
+        read.cancel()
+        assert isinstance(read.outcome(), asyncio.CancelledError)
 
 
 def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_last(
@@ -221,16 +223,7 @@ def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_la
 ) -> None:
     """Its source takes less to compute a part than the pause that it would make."""
     monkeypatch.setattr(acquisition, "CALLS_AT_ONCE", 8)
-    pauses: list[float] = []
-    computed = 0.0
-    monkeypatch.setattr(acquisition, "now", lambda: now() + computed)
-    pause = acquisition.Acquisition._pause
-
-    def paused(waiting: acquisition.Acquisition, seconds: float) -> None:
-        pauses.append(seconds)
-        pause(waiting, seconds)
-
-    monkeypatch.setattr(acquisition.Acquisition, "_pause", paused)
+    pauses, computed = recorded_pauses(monkeypatch), 0.0
 
     def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         nonlocal computed
@@ -241,6 +234,7 @@ def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_la
         return polled(blocks=[step(request.next_step)], complete=last)
 
     with reading(tmp_path, poll) as (_, read):
+        monkeypatch.setattr(read.loop, "now", lambda: now() + computed)
         read.start()
         assert len(acquired(read.outcome()).blocks["full"].ids) == 13
         assert pauses == []
@@ -367,7 +361,7 @@ def test_a_call_that_cannot_be_made_ends_the_wait(tmp_path: Path, monkeypatch: p
         raise OSError("the certificate is gone")
 
     with reading(tmp_path, lambda _: polled()) as (_, read):
-        monkeypatch.setattr(Control, "read_blocks_later", refused)
+        monkeypatch.setattr(Control, "read_blocks", refused)
         read.start()
         assert isinstance(read.outcome(), InternalError)
 
@@ -431,8 +425,8 @@ def test_a_cancel_ends_a_call_that_waits(tmp_path: Path) -> None:
     with reading(tmp_path, poll) as (server, read):
         read.start()
         server.until(lambda: len(server.asked) == 2)
-        read.cancellation.cancel()
-        assert isinstance(read.outcome(), TransferCancelled)
+        read.cancel()
+        assert isinstance(read.outcome(), asyncio.CancelledError)
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
         over.set()
 
@@ -451,20 +445,23 @@ def test_a_cancel_waits_a_little_for_the_lease_to_end_it(
     with reading(tmp_path, poll) as (server, read):
         read.start()
         server.until(lambda: len(server.asked) == 1)
-        read.cancellation.cancel()
+        read.cancel()
         if answers:
             cancelled.set()
-        assert isinstance(read.outcome(), TransferCancelled)
+        assert isinstance(read.outcome(), asyncio.CancelledError)
         assert read.given_back == ([(FIRST, pb.RANK_OUTCOME_CANCELLED)] if answers else [])
         cancelled.set()
 
 
-def test_what_was_cancelled_before_is_not_asked_for(tmp_path: Path) -> None:
+def test_an_acquisition_that_was_cancelled_before_its_first_step_asks_for_nothing(tmp_path: Path) -> None:
     with reading(tmp_path, lambda _: polled(accepted=accepted())) as (server, read):
-        read.cancellation.cancel()
+        cancelled = threading.Event()
+        read.loop.call(lambda: cancelled.wait(30))
         read.start()
-        assert isinstance(read.outcome(), TransferCancelled)
-        assert not server.asked
+        read.cancel()
+        cancelled.set()
+        on_loop(read.loop, bool)
+        assert (server.asked, read.given_back) == ([], [])
 
 
 def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path: Path) -> None:
@@ -477,24 +474,9 @@ def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path:
         read.start()
         server.until(lambda: len(server.asked) == 2)
         until(lambda: not read.renewals._kept)
-        read.cancellation.cancel()
-        assert isinstance(read.outcome(), TransferCancelled)
+        read.cancel()
+        assert isinstance(read.outcome(), asyncio.CancelledError)
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
-
-
-def test_who_is_told_of_the_end_may_fail(tmp_path: Path) -> None:
-    with reading(tmp_path, lambda _: polled(accepted=accepted(), complete=pb.Complete())) as (_, read):
-
-        def fails(outcome: Told) -> None:
-            read.outcomes.put(outcome)
-            raise ValueError("a bug of the caller")
-
-        text = reference(read.home.address)
-        request = AcquireRequest(read.home, parse_reference(text), text, "read", 1, 0, now() + 60)
-        read.acquirer.start(request, read.cancellation, lambda _: None, fails)
-        read.outcomes.get(timeout=30)
-        read.start()
-        acquired(read.outcome())
 
 
 def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
@@ -507,56 +489,9 @@ def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
     with reading(tmp_path, poll) as (server, read):
         read.start()
         server.until(lambda: len(server.asked) == 1)
-        read.home.close()
+        on_loop(read.loop, read.home.close)
         assert isinstance(read.outcome(), Closed)
         over.set()
-
-
-def threads_of_acquirers() -> list[threading.Thread]:
-    name = f"kvferry-acquisitions-{READER.engine_id}"
-    return [thread for thread in threading.enumerate() if thread.name == name]
-
-
-def test_the_thread_comes_with_the_first_read_and_goes_with_the_last(tmp_path: Path) -> None:
-    over = threading.Event()
-
-    def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
-        over.wait(30)
-        return polled(accepted=accepted(), complete=pb.Complete())
-
-    with reading(tmp_path, poll) as (server, read):
-        assert not threads_of_acquirers()
-        read.start()
-        server.until(lambda: len(server.asked) == 1)
-        (thread,) = threads_of_acquirers()
-        # Closed in the middle: what is under way goes on to its end.
-        read.acquirer.close(30)
-        with pytest.raises(Closed):
-            read.start()
-        assert thread.is_alive()
-        over.set()
-        acquired(read.outcome())
-        thread.join(30)
-        assert not thread.is_alive()
-        assert read.outcomes.empty()
-
-
-def test_without_a_thread_nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name.startswith("kvferry-acquisitions"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with reading(tmp_path, lambda _: polled(accepted=accepted(), complete=pb.Complete())) as (_, read):
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", refused)
-            with pytest.raises(LimitReached):
-                read.start()
-        assert read.outcomes.empty()
-        read.start()
-        acquired(read.outcome())
 
 
 @pytest.mark.parametrize("needed", [True, False])
@@ -577,10 +512,10 @@ def test_a_lease_that_is_lost_is_acquired_again_or_given_back(tmp_path: Path, ne
         lost = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
         server.notify = lambda request: [lost for _ in request.notifications]
         read.start()
-        got = acquired(read.outcomes.get(timeout=30))
+        got = acquired(read.told())
         server.until(lambda: len(server.asked) == 3)
         if not needed:
-            read.renewals.drop(got.lease)
+            read.drop(got)
         answer.set()
         if needed:
             until(lambda: got.lease.lease_id == SECOND)
@@ -598,23 +533,20 @@ def test_five_hundred_reads_that_wait_cost_no_thread(tmp_path: Path) -> None:
         axes = ("kv", "block", "head", "token", "content")
         session = client.register_cache(spec, tensors=tensors, axes=axes, serve=False).session
         first = session.publish("waits", {"full": Blocks([1])}, last=False, expected_reads=500)
-        home, renewals = Control(server.address, None), Renewals()
-        acquirer = Acquirer(READER, renewals, lambda *_: None)
-        outcomes: SimpleQueue[Told] = SimpleQueue()
-        before = threading.active_count()
-        text = first.reference
-        for number in range(500):
-            request = AcquireRequest(home, parse_reference(text), text, f"read {number}", 1, 0, now() + 120)
-            acquirer.start(request, Cancellation(f"{number}"), lambda _: None, outcomes.put)
+        home = BlockingControl(server.address)
+        before, text = threading.active_count(), first.reference
+        reads = [Reading(home.control) for _ in range(500)]
+        for number, read in enumerate(reads):
+            read.start(120, text, read_id=f"read {number}")
         # All have their leases, and the calls that wait were made.
-        until(lambda: len(renewals._kept) == 500)
-        # Of the acquirer, the renewals, and gRPC's connection.
-        assert threading.active_count() <= before + 3
-        assert outcomes.empty()
+        until(lambda: all(read.renewals._kept for read in reads))
+        # Of the loop, and of gRPC's connection.
+        assert threading.active_count() <= before + 2
+        assert all(read.outcomes.empty() for read in reads)
         session.publish_more(first, {"full": Blocks([2], first_token=16)}, last=True)
-        for _ in range(500):
-            assert acquired(outcomes.get(timeout=60)).blocks["full"].ids.tolist() == [1, 2]
-        assert threading.active_count() <= before + 3
-        acquirer.close(30)
-        renewals.close()
+        for read in reads:
+            assert acquired(read.told()).blocks["full"].ids.tolist() == [1, 2]
+        assert threading.active_count() <= before + 2
+        for read in reads:
+            read.close()
         home.close()

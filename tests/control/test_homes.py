@@ -6,12 +6,13 @@ import gc
 import weakref
 
 from kvferry._control.homes import MOST, Homes
+from kvferry._loop import Loop
 
 
 def test_references_do_not_make_a_client_keep_connections_without_end() -> None:
     """Clients of an engine choose the homes in references, and the host has as many addresses of loopback as one
     likes."""
-    homes = Homes("127.0.0.1:1", None, ())
+    homes = Homes("127.0.0.1:1", Loop(), None, ())
     homes.known_as("node.example:1")
     used = homes.get("127.0.0.2:1")
     made = [weakref.ref(homes.get(f"127.1.{index // 250}.{index % 250 + 1}:1")) for index in range(2 * MOST)]
@@ -25,7 +26,7 @@ def test_references_do_not_make_a_client_keep_connections_without_end() -> None:
 
 
 def test_the_calls_of_a_home_that_is_not_kept_stay_counted() -> None:
-    homes = Homes("127.0.0.1:1", None, ())
+    homes = Homes("127.0.0.1:1", Loop(), None, ())
     homes.get("127.0.0.2:1")._calls = 7
     for index in range(MOST):
         homes.get(f"127.1.{index // 250}.{index % 250 + 1}:1")

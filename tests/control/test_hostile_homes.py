@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry import Blocks, Client, EngineSpec
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
-from kvferry._control.acquirer import Acquirer
-from kvferry._control.block_use import BlockUse
-from kvferry._control.cancellation import Cancellation
+from kvferry._control.acquisition import Acquired
+from kvferry._control.block_use import BlockUse, Pin
+from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GRANT_BYTES
-from kvferry._control.home_session import HomeSession
+from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.publications import Publication
 from kvferry._control.publish import PublishMore
 from kvferry._control.reader_lease import LONGEST_LEASE, ReaderLease
@@ -32,6 +34,7 @@ from kvferry._wire.token import engine_ref
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import (
     BadGeometry,
+    Closed,
     HomeRecovering,
     InvalidField,
     KvferryError,
@@ -43,13 +46,14 @@ from kvferry.errors import (
 )
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.control.holding import DONE, READER, accepted, acquire, holding
-from tests.control.scripted import opened, polled, released, scripted, synced
+from tests.control.holding import DONE, READER, accepted, holding
+from tests.control.polling import reading
+from tests.control.scripted import SPEC, opened, opened_session, polled, released, scripted, synced
+from tests.support.blocking_control import BlockingControl, on_loop
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
 
-SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
 AXES = ("kv", "block", "head", "token", "content")
 
 
@@ -103,49 +107,38 @@ def without_threads_for(name: str) -> Iterator[None]:
 
 def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        answers: list[object] = []
+        home = BlockingControl("", control=control)
         server.read_blocks = lambda _: polled(accepted=accepted())
-        with without_threads_for(threading.current_thread().name):
-            for _ in range(2):
+        on_loop(server.loop, bool)
+        calls: list[Callable[[], object]] = [
+            lambda: next(home.watch(pb.WatchRequest())),
+            lambda: home.read_blocks(pb.ReadBlocksRequest()),
+            lambda: home.notify(pb.NotifyRequest()),
+        ]
+        with without_threads_for("kvferry-test-loop"):
+            for call in calls:
                 with pytest.raises(LimitReached):
-                    control.watch(pb.WatchRequest())
-                control.read_blocks_later(pb.ReadBlocksRequest(), 5, answers.append)
-            control.notify_later(pb.NotifyRequest(), 5, answers.append)
-        assert [type(answer) for answer in answers] == [LimitReached] * 3
-        ended = threading.Event()
-
-        def take(answer: object) -> None:
-            answers.append(answer)
-            ended.set()
-
-        control.read_blocks_later(pb.ReadBlocksRequest(), 5, take)
-        assert ended.wait(30)
-        assert answers[3:] == [polled(accepted=accepted())]
+                    call()
+        assert home.read_blocks(pb.ReadBlocksRequest()) == polled(accepted=accepted())
 
 
 @pytest.mark.slow
 def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
-    with scripted(tmp_path) as (server, control):
-        sent: list[int] = []
-        ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 500_000), run_counts=[1] * 500_000)
+    sent: list[int] = []
+    ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 500_000), run_counts=[1] * 500_000)
 
-        def endless(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
-            if not request.lease_id:
-                return polled(accepted=accepted())
-            answer = polled(blocks=[pb.Blocks(step=request.next_step, groups=[ids])])
-            sent.append(answer.ByteSize())
-            return answer
+    def endless(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=accepted())
+        answer = polled(blocks=[pb.Blocks(step=request.next_step, groups=[ids])])
+        sent.append(answer.ByteSize())
+        return answer
 
-        server.read_blocks = endless
-        renewals = Renewals()
-        given_back: list[bytes] = []
-        acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
-        thread, found = acquire(acquirer, control, Cancellation("read"))
-        thread.join(60)
-        assert isinstance(found[0], InvalidField)
-        assert len(given_back) == 1
+    with reading(tmp_path, endless) as (_, read):
+        read.start()
+        assert isinstance(read.outcome(), InvalidField)
+        assert len(read.given_back) == 1
         assert sum(sent) < 2 * GRANT_BYTES
-        renewals.close()
 
 
 def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +152,7 @@ def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: p
                 raise ServerDraining("come back in three hundred years", retry_after=1e10)
 
         server.watch = watch
-        session = EngineSession(HomeSession(control, SPEC, 30))
+        session = EngineSession(opened_session(control))
         server.until(lambda: len(server.watched) == 2)
         session.close()
 
@@ -201,11 +194,16 @@ def test_a_lease_is_believed_for_so_long_and_renewed_meanwhile() -> None:
     assert lease.deadline <= 10.0 + LONGEST_LEASE
 
 
+def let_go(holder: LeaseHolder, home: Control) -> None:
+    granted = Acquired(ReaderLease(b"l" * 16, now(), 60.0, 20.0), pb.EngineRef(), "request", {}, b"")
+    on_loop(home._loop, lambda: holder.let_go(home, granted))
+
+
 def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry._control.teller.MAX_WAITING", 6)
-    monkeypatch.setattr("kvferry._control.teller.MAX_WAITING_AT_HOME", 3, raising=False)
+    monkeypatch.setattr("kvferry._control.notifier.MAX_WAITING", 6)
+    monkeypatch.setattr("kvferry._control.notifier.MAX_WAITING_AT_HOME", 3, raising=False)
     for name in ("deaf", "true"):
         (tmp_path / name).mkdir()
     with (
@@ -223,25 +221,24 @@ def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
             return [DONE for _ in request.notifications]
 
         deaf.notify, server.notify = never, once
+        far = Control(hostile.address, None, server.loop)
         for _ in range(8):
-            holder.cancel(hostile, ReaderLease(b"h" * 16, now(), 60.0, 20.0))
-        until(lambda: len(holder._teller._waiting) >= 3)
+            let_go(holder, far)
         deaf.until(lambda: len(deaf.notified) == 8)
-        holder.cancel(control, ReaderLease(b"l" * 16, now(), 60.0, 20.0))
+        until(lambda: len(holder._notifier._waiting.get(far, ())) == 3)
+        let_go(holder, control)
         server.until(lambda: len(server.notified) == 2)
+        on_loop(server.loop, far.close)
 
 
 def test_a_read_that_is_asked_for_again_says_again_how_many_there_will_be(tmp_path: Path) -> None:
-    with scripted(tmp_path) as (server, control):
-        server.read_blocks = lambda _: polled(accepted=accepted(renew_every=0.05), complete=pb.Complete())
+    whole = polled(accepted=accepted(renew_every=0.05), complete=pb.Complete())
+    with reading(tmp_path, lambda _: whole) as (server, read):
         ended = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
         server.notify = lambda request: [ended for _ in request.notifications]
-        renewals = Renewals()
-        thread, _ = acquire(Acquirer(READER, renewals, lambda *_: None), control, Cancellation("read"), expected=4)
-        thread.join(30)
+        read.start(expected_reads=4)
         server.until(lambda: len(server.asked) >= 2)
         assert {asked.expected_reads for asked in server.asked} == {4}
-        renewals.close()
 
 
 def test_a_refill_that_has_to_wait_is_not_made_again_before(tmp_path: Path) -> None:
@@ -256,7 +253,7 @@ def test_a_refill_that_has_to_wait_is_not_made_again_before(tmp_path: Path) -> N
             return [DONE for _ in request.notifications]
 
         server.notify = notify
-        session = EngineSession(HomeSession(control, SPEC, 30))
+        session = EngineSession(opened_session(control))
         assert len(server.watched) == 2
         assert now() - refused[0] >= 1.5
         session.close()
@@ -273,7 +270,7 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             yield released(1, sequence=1)
 
         server.watch = lambda _: events()
-        session = EngineSession(HomeSession(control, SPEC, 30))
+        session = EngineSession(opened_session(control))
         publication = session.publish("request", {"full": Blocks([1])}, last=False)
         taken: list[int] = []
 
@@ -289,7 +286,9 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             named(use, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(BlockUse, "name", slowly)
-        home_session_of(session).offer_more(PublishMore(publication, {"full": Blocks([2], first_token=16)}, last=True))
+        home_session_of(session).publish_more_later(
+            PublishMore(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        )
         taking.join(30)
         assert taken == [1]
         home_session_of(session).block_use.writes().begin("read", {"full": np.array([1, 2], np.int32)})
@@ -306,7 +305,7 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -
             raise WatchTakenOver("a newer one", engine_id="engine")
 
         server.watch = lambda _: taken_over()
-        session = EngineSession(HomeSession(control, SPEC, 30))
+        session = EngineSession(opened_session(control))
         over.set()
         until(lambda: home_session_of(session)._watcher.failure is not None)
         depths = set()
@@ -321,7 +320,7 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -
 def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
-        session = EngineSession(HomeSession(control, SPEC, 30))
+        session = EngineSession(opened_session(control))
         slow, answer = threading.Event(), threading.Event()
 
         def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
@@ -336,25 +335,68 @@ def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> N
         )
         first.start()
         assert slow.wait(30)
-        with pytest.raises(Unreachable):
+        with pytest.raises(Unreachable, match="nothing was published"):
             session.publish("second", {"full": Blocks([2])}, timeout=0.2)
+        assert not answer.is_set()
+        assert len(server.notified) == 1
         answer.set()
         first.join(30)
         assert session.unreleased() == tuple(published)
         session.close()
 
 
+def test_a_step_that_a_home_refuses_may_be_published_anew(tmp_path: Path) -> None:
+    """Whoever waits for the answer decides; the publication lives."""
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced()])
+        session = EngineSession(opened_session(control))
+        publication = session.publish("request", {"full": Blocks([1])}, last=False)
+        refused = pb.NotificationResult(error=to_notification_error(InvalidField("blocks", 2, "others")))
+        server.notify = lambda _: [refused]
+        with pytest.raises(InvalidField):
+            session.publish_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        server.notify = lambda request: [DONE for _ in request.notifications]
+        session.publish_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        told = [each for request in server.notified for each in request.notifications]
+        assert [each.WhichOneof("kind") for each in told] == ["publish"] * 3
+        assert session.unreleased() == (publication,)
+        session.close()
+
+
+def test_nothing_is_queued_at_a_session_that_was_closed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would answer it, and its caller would wait for ever."""
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced()])
+        session = EngineSession(opened_session(control))
+        pin = BlockUse.pin
+
+        def late(use: BlockUse, *given: Any) -> Pin:
+            session.close()
+            return pin(use, *given)
+
+        monkeypatch.setattr(BlockUse, "pin", late)
+        with pytest.raises(Closed):
+            session.publish("request", {"full": Blocks([1])})
+        assert session.unreleased() == ()
+        home_session_of(session).block_use.writes().begin("read", {"full": np.array([1], np.int32)})
+
+
 def test_renewals_go_on_after_the_system_had_no_thread_for_one(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         remaining = pb.Renewed(remaining=to_duration(60))
         server.notify = lambda request: [pb.NotificationResult(renewed=remaining) for _ in request.notifications]
-        renewals, extended = Renewals(), threading.Event()
+        renewals, extended = Renewals(server.loop), threading.Event()
         lease = ReaderLease(b"l" * 16, now(), 30.0, 0.1)
-        with without_threads_for("kvferry-renewals"):
-            renewals.keep(lease, control, engine_ref(READER), "a read", lambda _: extended.set(), lambda: None)
+        lease.changed = extended.set
+        on_loop(server.loop, bool)
+        with without_threads_for("kvferry-test-loop"):
+            keep = partial(renewals.keep, lease, control, engine_ref(READER), "a read", lambda: None)
+            on_loop(server.loop, keep)
             until(lambda: lease in renewals._failing)
         assert extended.wait(30)
-        renewals.close()
+        on_loop(server.loop, renewals.close)
 
 
 def test_errors_of_homes_are_typed_whatever_delay_they_carry() -> None:

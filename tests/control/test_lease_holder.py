@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
 
 from kvferry._clock import LONGEST, now
 from kvferry._control import lease_holder
-from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import Acquired, Told
-from kvferry._control.cancellation import Cancellation
+from kvferry._control.acquisition import Acquired
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder, ReadReport
+from kvferry._control.notifier import Message, Notifier
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.teller import Message, Teller
 from kvferry._prompt import Prompt
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref
@@ -27,6 +28,7 @@ from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, LeaseEnde
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import LEASE, READER, accepted, reference
 from tests.control.scripted import Scripted, polled, scripted
+from tests.support.blocking_control import on_loop
 
 Verdict: TypeAlias = "pb.Verdict.ValueType | None"
 
@@ -36,12 +38,14 @@ class Holding:
 
     def __init__(self, server: Scripted, control: Control, rank: int | None) -> None:
         self.server, self.control = server, control
-        self.homes, self.renewals = Homes(control.address, None, ()), Renewals()
-        self.holder = LeaseHolder(self.homes, self.renewals, READER, rank)
+        self.loop = server.loop
+        self.homes, self.renewals = Homes(control.address, self.loop, None, ()), Renewals(self.loop)
+        self.holder = LeaseHolder(self.loop, self.homes, self.renewals, READER, rank)
         self.lease = ReaderLease(LEASE, now(), 60.0, 20.0)
 
     def granted(self) -> Acquired:
-        self.renewals.keep(self.lease, self.control, engine_ref(READER), "a read", lambda _: None, lambda: None)
+        keep = partial(self.renewals.keep, self.lease, self.control, engine_ref(READER), "a read", lambda: None)
+        on_loop(self.loop, keep)
         return Acquired(self.lease, pb.EngineRef(), "request", {}, b"")
 
     def told(self, count: int = 1) -> list[pb.Notification]:
@@ -56,7 +60,7 @@ class Holding:
         verdicts: SimpleQueue[Verdict] = SimpleQueue()
         self.server.notify = lambda _: [result]
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)
-        self.holder.report(self.control, [ReadReport(self.lease, [report], verdicts.put)])
+        on_loop(self.loop, lambda: self.holder.report(self.control, [ReadReport(self.lease, [report], verdicts.put)]))
         return verdicts.get(timeout=30)
 
 
@@ -65,9 +69,9 @@ def holding(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Holding]
     with scripted(tmp_path) as (server, control):
         made = Holding(server, control, request.param)
         yield made
-        made.holder.close(0)
-        made.renewals.close()
-        made.homes.close()
+        made.loop.run(made.holder.close(0))
+        on_loop(made.loop, made.renewals.close)
+        on_loop(made.loop, made.homes.close)
 
 
 def ask(holding: Holding, timeout: float, text: str = "") -> Any:
@@ -76,7 +80,7 @@ def ask(holding: Holding, timeout: float, text: str = "") -> Any:
 
 
 def test_a_request_says_what_is_read_by_whom_and_until_when(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_holder, "now", lambda: 1000.0)
+    monkeypatch.setattr(holding.loop, "now", lambda: 1000.0)
     request = ask(holding, 2.5)
     assert request.deadline == 1002.5
     assert (request.read_id, request.parties, request.expected_reads) == ("read", 3, 5)
@@ -104,7 +108,7 @@ def test_what_cannot_be_read_is_refused_before_any_call(holding: Holding, text: 
         with pytest.raises(error):
             refused()
     with pytest.raises(error):
-        holding.holder.decline(text)
+        on_loop(holding.loop, lambda: holding.holder.decline(text))
     assert holding.server.notified == []
 
 
@@ -131,7 +135,7 @@ def test_the_verdict_is_the_homes_or_none(
 def test_what_is_let_go_is_renewed_no_more_and_ends_at_its_home(holding: Holding) -> None:
     granted = holding.granted()
     assert holding.lease in holding.renewals._kept
-    holding.holder.let_go(holding.control, granted)
+    on_loop(holding.loop, lambda: holding.holder.let_go(holding.control, granted))
     assert holding.lease not in holding.renewals._kept
     assert holding.told() == [pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))]
 
@@ -140,66 +144,76 @@ def test_what_is_let_go_is_renewed_no_more_and_ends_at_its_home(holding: Holding
 def test_a_rank_lets_its_own_share_go_and_no_others(holding: Holding) -> None:
     rank = holding.holder._rank
     assert rank is not None
-    holding.holder.let_go(holding.control, holding.granted())
+    granted = holding.granted()
+    on_loop(holding.loop, lambda: holding.holder.let_go(holding.control, granted))
     (told,) = holding.told()
     assert told.read_done.lease_id == LEASE
     assert list(told.read_done.reports) == [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_CANCELLED)]
 
 
 def test_a_drop_tells_nobody(holding: Holding) -> None:
-    holding.holder.drop(holding.granted())
+    granted = holding.granted()
+    on_loop(holding.loop, lambda: holding.holder.drop(granted))
     assert holding.lease not in holding.renewals._kept
     # Whatever it had told came first.
-    holding.holder.cancel(holding.control, ReaderLease(b"o" * 16, now(), 60.0, 20.0))
+    other = Acquired(ReaderLease(b"o" * 16, now(), 60.0, 20.0), pb.EngineRef(), "request", {}, b"")
+    on_loop(holding.loop, lambda: holding.holder.let_go(holding.control, other))
     assert [told.cancel.lease_id for told in holding.told()] == [b"o" * 16]
 
 
-def test_a_decline_ends_the_leases_first(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decline_is_told_for_so_long(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
     untils: list[float] = []
-    tell = Teller.tell
+    send = Notifier.send
 
-    def told(teller: Teller, home: Control, messages: Sequence[Message], **options: Any) -> None:
+    def sent(notifier: Notifier, home: Control, messages: Sequence[Message], **options: Any) -> None:
         untils.extend(message.until for message in messages)
-        tell(teller, home, messages, **options)
+        send(notifier, home, messages, **options)
 
-    monkeypatch.setattr(Teller, "tell", told)
-    monkeypatch.setattr(lease_holder, "now", lambda: 1e9)
+    monkeypatch.setattr(Notifier, "send", sent)
+    monkeypatch.setattr(holding.loop, "now", lambda: 1e9)
     text = reference(holding.control.address)
-    holding.holder.decline(text, [holding.lease])
-    cancel, decline = holding.told(2)
-    assert cancel == pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))
-    assert decline == pb.Notification(decline=pb.Decline(reference=text))
-    assert untils == [1e9 + DECLINE_PATIENCE] * 2
+    on_loop(holding.loop, lambda: holding.holder.decline(text))
+    assert holding.told() == [pb.Notification(decline=pb.Decline(reference=text))]
+    assert untils == [1e9 + DECLINE_PATIENCE]
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.0, 8.0), (0.5, 4.0), (1.0, 0.0), (1.25, 0.0)])
 def test_close_takes_no_longer_than_it_may(
     holding: Holding, monkeypatch: pytest.MonkeyPatch, share: float, left: float
 ) -> None:
-    """One of its parts takes this share of the time that it is given; the next one has what is left."""
+    """Leases that nobody has seen take this share of the time that it is given; the notifications have what is left."""
     clock, given = [1000.0], list[float]()
 
-    def slow(_: object, timeout: float) -> None:
+    async def wait(_: object, *, timeout: float) -> None:
         given.append(timeout)
         clock[0] += timeout * share
 
-    monkeypatch.setattr(lease_holder, "now", lambda: clock[0])
+    async def close(_: object, timeout: float) -> None:
+        given.append(timeout)
+
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(holding.loop, "now", lambda: clock[0])
+    on_loop(holding.loop, lambda: holding.holder._aside(forever()))
     with monkeypatch.context() as patch:
-        patch.setattr(Acquirer, "close", slow)
-        patch.setattr(Teller, "close", slow)
-        holding.holder.close(8.0)
+        patch.setattr(lease_holder, "asyncio", SimpleNamespace(wait=wait))
+        patch.setattr(Notifier, "close", close)
+        holding.loop.run(holding.holder.close(8.0))
     assert given == [8.0, left]
 
 
 def test_what_is_granted_is_renewed_until_it_is_dropped(holding: Holding) -> None:
     whole = polled(accepted=accepted(), complete=pb.Complete(payload=b"token"))
     holding.server.read_blocks = lambda _: whole
-    outcomes: SimpleQueue[Told] = SimpleQueue()
-    holding.holder.acquire(ask(holding, 60.0), Cancellation("read"), lambda _: None, outcomes.put)
-    found = outcomes.get(timeout=30)
-    assert isinstance(found, Acquired)
+    request, changes = ask(holding, 60.0), list[None]()
+
+    async def acquire() -> Acquired:
+        return await holding.holder.acquire(request, lambda: changes.append(None)).first()
+
+    found = holding.loop.run(acquire())
     assert (found.lease.lease_id, found.payload) == (LEASE, b"token")
     assert (holding.server.asked[0].parties, holding.server.asked[0].expected_reads) == (3, 5)
     assert found.lease in holding.renewals._kept
-    holding.holder.drop(found)
+    on_loop(holding.loop, lambda: holding.holder.drop(found))
     assert found.lease not in holding.renewals._kept

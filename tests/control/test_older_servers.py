@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,42 +9,25 @@ from typing import Any
 import pytest
 
 from kvferry import Client, EngineSpec
-from kvferry._control.connection import Control
 from kvferry._wire.handshake import put_together
 from kvferry._wire.version import OURS, OURS_ENCODED
-from kvferry.errors import ContractDiffers, KvferryError
+from kvferry.errors import ContractDiffers
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import Scripted, scripted
+from tests.support.blocking_control import BlockingControl
 from tests.support.caches import Model
 from tests.support.identifiers import unique_id
 
 TIMEOUT = 30.0
 
 
-def later(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer to a call that does not wait."""
-    answers: list[Any] = []
-    called = threading.Event()
-
-    def answered(answer: Any) -> None:
-        answers.append(answer)
-        called.set()
-
-    call(*arguments, TIMEOUT, answered)
-    assert called.wait(TIMEOUT)
-    if isinstance(answers[0], KvferryError):
-        raise answers[0]
-    return answers[0]
-
-
-CALLS: dict[str, Callable[[Control], Any]] = {
+CALLS: dict[str, Callable[[BlockingControl], Any]] = {
     "RegisterCache": lambda control: control.register_cache(pb.RegisterCacheRequest(), TIMEOUT),
     "Handshake": lambda control: control.handshake(pb.HandshakeRequest(), TIMEOUT),
     "Notify": lambda control: control.notify(pb.NotifyRequest(), TIMEOUT),
-    "Notify later": lambda control: later(control.notify_later, pb.NotifyRequest()),
-    "ReadBlocks": lambda control: later(control.read_blocks_later, pb.ReadBlocksRequest()),
-    "Watch": lambda control: next(iter(control.typed(control.watch(pb.WatchRequest())))),
+    "ReadBlocks": lambda control: control.read_blocks(pb.ReadBlocksRequest(), TIMEOUT),
+    "Watch": lambda control: next(control.watch(pb.WatchRequest())),
 }
 
 
@@ -87,7 +69,7 @@ def test_a_node_server_that_is_too_old_is_named_at_its_first_answer(
 ) -> None:
     with scripted(tmp_path, Speaking(said)) as (server, control):
         with pytest.raises(ContractDiffers) as caught:
-            CALLS[call](control)
+            CALLS[call](BlockingControl("", control=control))
         assert isinstance(server, Speaking)
         assert server.told == [OURS_ENCODED]
     assert not caught.value.retryable
@@ -102,7 +84,7 @@ def test_a_relay_that_is_too_new_is_named(tmp_path: Path) -> None:
     said.relay.CopyFrom(pb.RelayVersion(contract_revision=9, oldest_revision=8, release="0.9.0"))
     with scripted(tmp_path, Speaking(said)) as (_, control):
         with pytest.raises(ContractDiffers, match="Upgrade this client") as caught:
-            CALLS["RegisterCache"](control)
+            CALLS["RegisterCache"](BlockingControl("", control=control))
         assert caught.value.values["party"] == f"the relay {control.address}"
         assert caught.value.values["party_release"] == "0.9.0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from kvferry.errors import (
     LeaseEnded,
     PublicationAborted,
     PublicationTimeout,
-    TransferCancelled,
     TransferExpired,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -122,7 +122,7 @@ def test_a_lease_that_is_granted_again_too_late_ends_the_read_and_is_given_back(
         read.start(progressive=True)
         told.append(first(read, [1]))
         if ended:
-            read.renewals.drop(told[0].lease)
+            read.drop(told[0])
         read.outcome_of(TransferExpired)
         assert read.given_back == [(SECOND, pb.RANK_OUTCOME_CANCELLED)]
         assert told[0].lease.lease_id == FIRST
@@ -167,6 +167,22 @@ def test_cancelled_between_steps(tmp_path: Path) -> None:
     with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())) as (_, read):
         read.start(progressive=True)
         first(read, [1])
-        read.cancellation.cancel()
-        read.outcome_of(TransferCancelled)
+        read.cancel()
+        read.outcome_of(asyncio.CancelledError)
         assert not read.given_back
+
+
+def test_a_read_hears_of_the_deadline_of_a_lease_that_was_granted_again(tmp_path: Path) -> None:
+    short, long = accepted(), accepted(SECOND)
+    short.remaining.CopyFrom(to_duration(20))
+    short.renew_every.CopyFrom(to_duration(5))
+    poll = scripted_steps(
+        polled(accepted=short, blocks=[step(0)]),
+        polled(accepted=long, blocks=[step(0)], complete=pb.Complete(steps=1)),
+    )
+    with reading(tmp_path, poll) as (_, read):
+        read.start(progressive=True)
+        lease = first(read, [1]).lease
+        assert read.outcome_of(MoreBlocks).complete
+        assert read.changes == 1
+        assert lease.deadline > now() + 30

@@ -5,26 +5,28 @@ The clock and the homes do as a test says.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from queue import Queue
-from typing import cast
+from functools import partial
+from typing import TypeAlias, cast
 
 import pytest
 
-from kvferry._clock import now, to_duration
+from kvferry._clock import to_duration
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import RENEW_LEAST, ReaderLease, deadline_after
-from kvferry._control.renewals import LONGEST_SLEEP, NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
+from kvferry._control.renewals import NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
+from kvferry._loop import Loop
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import Closed, InvalidField, KvferryError, LeaseEnded, LimitReached, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.blocking_control import on_loop, turns
 
 READERS = [pb.EngineRef(engine_id=f"reader {number}", incarnation=bytes([number]) * 16) for number in range(2)]
 BEGAN, EVERY, REMAINING = 1000.0, 10.0, 60.0
-Answer = Callable[["list[pb.NotificationResult] | KvferryError"], None]
+Answer: TypeAlias = "asyncio.Future[list[pb.NotificationResult]]"
 
 
 def renewed(seconds: float = REMAINING, revoked: pb.RevokeReason.ValueType = pb.REVOKE_REASON_UNSPECIFIED) -> pb.NotificationResult:  # noqa: E501 # fmt: skip
@@ -39,32 +41,37 @@ def failed(error: KvferryError) -> pb.NotificationResult:
 class Home:
     """In place of `Control`: takes renewals, and answers when a test says."""
 
+    loop: Loop
     address: str
     sent: list[tuple[list[bytes], pb.EngineRef, Answer]] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
     at_once: KvferryError | None = None
 
-    def notify_later(self, request: pb.NotifyRequest, timeout: float, answered: Answer) -> None:
-        ids = [notification.renew.lease_id for notification in request.notifications]
-        with self.changed:
-            self.sent.append((ids, request.sender, answered))
-            self.timeouts.append(timeout)
-            self.changed.notify_all()
+    async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
+        ids, answer = [notification.renew.lease_id for notification in request.notifications], self.loop.future()
+        self.sent.append((ids, request.sender, answer))
+        self.timeouts.append(timeout)
         if self.at_once is not None:
-            answered(self.at_once)
+            raise self.at_once
+        results: list[pb.NotificationResult] = await answer
+        return results
 
     def until(self, count: int) -> None:
-        """Wait until so many calls have come, and see that there are no more."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: len(self.sent) >= count, 20), self.sent
+        """See that so many calls have come."""
+        turns(self.loop)
         assert len(self.sent) == count
 
     def answer(self, call: int, *results: pb.NotificationResult) -> None:
-        self.sent[call][2](list(results))
+        answer = self.sent[call][2]
+        if answer.done():
+            return
+        on_loop(self.loop, lambda: answer.set_result(list(results)))
+        turns(self.loop)
 
     def fail(self, call: int, error: KvferryError) -> None:
-        self.sent[call][2](error)
+        answer = self.sent[call][2]
+        on_loop(self.loop, lambda: answer.set_exception(error))
+        turns(self.loop)
 
 
 class World:
@@ -72,69 +79,45 @@ class World:
 
     def __init__(self) -> None:
         self.now = BEGAN
-        self.home, self.witness = Home("home:1"), Home("home:2")
-        self.renewals = Renewals()
+        self.loop = Loop("kvferry-test-loop", lambda: self.now)
+        self.home = Home(self.loop, "home:1")
+        self.renewals = Renewals(self.loop)
         self.extended: list[tuple[int, float]] = []
         self.lost: list[int] = []
-        self.lost_error: KvferryError | None = None
-        self.on_lost: Callable[[], None] = lambda: None
-        self.witnesses = 0
 
     def keep(self, number: int, *, every: float = EVERY, home: Home | None = None, reader: int = 0) -> ReaderLease:
         lease = ReaderLease(number.to_bytes(16, "big"), self.now, REMAINING, every)
+        lease.changed = lambda: self.extended.append((number, lease.deadline))
         self.keep_on(number, lease, home or self.home, reader)
         return lease
 
     def keep_on(self, number: int, lease: ReaderLease, home: Home, reader: int = 0) -> None:
-        def lost() -> None:
-            self.lost.append(number)
-            self.on_lost()
-            if self.lost_error is not None:
-                raise self.lost_error
-
-        self.renewals.keep(
-            lease,
-            cast(Control, home),
-            READERS[reader],
-            f"read {number}",
-            lambda deadline: self.extended.append((number, deadline)),
-            lost,
+        lost = partial(self.lost.append, number)
+        on_loop(
+            self.loop,
+            lambda: self.renewals.keep(lease, cast(Control, home), READERS[reader], f"read {number}", lost),
         )
 
-    def advance(self, seconds: float) -> None:
-        """As if the thread had slept so long."""
-        with self.renewals._changed:
-            self.now += seconds
-            self.renewals._changed.notify_all()
+    def drop(self, lease: ReaderLease) -> None:
+        on_loop(self.loop, lambda: self.renewals.drop(lease))
 
-    def looked(self) -> None:
-        """Wait until the thread has looked at every lease, and sent what is due."""
-        # Due now, and then not again.
-        lease = ReaderLease(b"witness", self.now - 1e6, REMAINING, 1e6)
-        lease.not_renewed(self.now)
-        self.keep_on(10_000, lease, self.witness)
-        self.advance(0)
-        self.witnesses += 1
-        self.witness.until(self.witnesses)
-        self.renewals.drop(lease)
+    def advance(self, seconds: float) -> None:
+        """As if the loop had slept so long."""
+        self.now += seconds
+        turns(self.loop)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world() -> Iterator[World]:
     made = World()
-    monkeypatch.setattr("kvferry._control.renewals.now", lambda: made.now)
     yield made
-    made.renewals.close()
-    thread = made.renewals._thread
-    if thread is not None:
-        thread.join(20)
-        assert not thread.is_alive()
+    on_loop(made.loop, made.renewals.close)
+    made.loop.close(30)
 
 
 def test_a_lease_is_renewed_when_it_is_due_and_each_answer_extends_it(world: World) -> None:
     lease = world.keep(1)
     world.advance(EVERY - 0.001)
-    world.looked()
     world.home.until(0)
     world.advance(0.001)
     world.home.until(1)
@@ -143,7 +126,6 @@ def test_a_lease_is_renewed_when_it_is_due_and_each_answer_extends_it(world: Wor
     sent_at = world.now
     # It is not sent again before its time, whether it is answered or not.
     world.advance(5.0)
-    world.looked()
     world.home.until(1)
     world.home.answer(0, renewed())
     # Counted from when it was sent.
@@ -153,7 +135,6 @@ def test_a_lease_is_renewed_when_it_is_due_and_each_answer_extends_it(world: Wor
     world.home.until(2)
     world.home.answer(1, renewed(20.0, pb.REVOKE_REASON_ABORTED))
     world.advance(100.0)
-    world.looked()
     world.home.until(2)
     assert world.lost == []
 
@@ -199,7 +180,10 @@ def test_a_lease_that_its_home_does_not_extend_for_now_is_renewed_more_often(wor
     # One comes well within the last tenth, and the end is not reached.
     assert 0 < end - world.now < REMAINING / 10
     assert lease.deadline == end
-    world.home.answer(7, renewed())
+    due = lease.next_renewal
+    assert due is not None
+    world.advance(due - world.now)
+    world.home.answer(8, renewed())
     assert lease.deadline > end
 
 
@@ -211,7 +195,7 @@ def test_a_home_that_extends_nothing_is_not_asked_without_a_pause() -> None:
 
 
 def test_each_reader_speaks_for_itself_and_only_what_is_due_is_sent(world: World) -> None:
-    other = Home("home:3")
+    other = Home(world.loop, "home:3")
     for number, (home, reader) in enumerate([(world.home, 0), (world.home, 1), (other, 0), (world.home, 0)]):
         world.keep(number, home=home, reader=reader)
     world.keep(9, every=EVERY + 1)
@@ -269,7 +253,6 @@ def test_a_call_that_failed_is_repeated_whole(
     world.home.until(1)
     assert "read 0, read 1: the renewal at home:1 failed" in caplog.text
     world.advance(again - 0.001)
-    world.looked()
     world.home.until(1)
     world.advance(0.001)
     world.home.until(2)
@@ -292,7 +275,6 @@ def test_what_fails_on_the_way_out_is_renewed_again(world: World) -> None:
     world.keep(1)
     world.advance(EVERY)
     world.home.until(1)
-    world.looked()
     world.advance(RENEW_AGAIN)
     world.home.until(2)
 
@@ -339,48 +321,7 @@ def test_a_lease_that_its_home_does_not_know_is_lost_once(world: World, caplog: 
     world.home.answer(0, failed(LeaseEnded("who")))
     assert world.lost == [1]
     world.advance(REMAINING)
-    world.looked()
     world.home.until(1)
-
-
-def test_what_cannot_be_asked_for_again_is_renewed_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    lease = world.keep(1)
-    world.advance(EVERY)
-    world.home.until(1)
-    world.lost_error = LimitReached("no thread", retry_after=2.0)
-    world.home.answer(0, failed(LeaseEnded("who")))
-    assert "read 1: the renewal at home:1 failed and is repeated: no thread" in caplog.text
-    world.advance(2.0)
-    world.home.until(2)
-    assert world.home.sent[1][0] == [lease.lease_id]
-    world.lost_error = None
-    world.home.answer(1, failed(LeaseEnded("who")))
-    assert world.lost == [1, 1]
-
-
-def test_what_ended_while_it_was_asked_for_again_is_not_renewed(world: World) -> None:
-    lease = world.keep(1)
-    world.advance(EVERY)
-    world.home.until(1)
-    world.on_lost = lambda: world.renewals.drop(lease)
-    world.lost_error = LimitReached("no thread", retry_after=2.0)
-    world.home.answer(0, failed(LeaseEnded("who")))
-    world.advance(EVERY)
-    world.looked()
-    world.home.until(1)
-
-
-def test_after_the_end_nothing_is_said_of_what_was_asked_for_again(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    world.keep(1)
-    world.advance(EVERY)
-    world.home.until(1)
-    world.on_lost = world.renewals.close
-    world.lost_error = LimitReached("no thread", retry_after=2.0)
-    world.home.answer(0, failed(LeaseEnded("who")))
-    assert world.lost == [1]
-    assert "is tried again" not in caplog.text
 
 
 def test_one_that_its_home_renews_no_more_is_kept_and_not_renewed(world: World) -> None:
@@ -388,7 +329,6 @@ def test_one_that_its_home_renews_no_more_is_kept_and_not_renewed(world: World) 
     lease.renewed(world.now, world.now, REMAINING, more=False)
     world.keep_on(1, lease, world.home)
     world.advance(EVERY)
-    world.looked()
     world.home.until(0)
 
 
@@ -399,8 +339,8 @@ def test_of_a_lease_that_was_dropped_nothing_is_said(
     lease, other = world.keep(1), world.keep(2)
     world.advance(EVERY)
     world.home.until(1)
-    world.renewals.drop(lease)
-    world.renewals.drop(lease)
+    world.drop(lease)
+    world.drop(lease)
     assert lease.ended
     error: KvferryError = LeaseEnded("who") if answer == "lost" else Unavailable("not now")
     world.home.answer(0, failed(error), renewed())
@@ -416,11 +356,12 @@ def test_of_a_lease_that_was_dropped_nothing_is_said(
 
 
 def test_a_bug_of_one_reader_hinders_no_other(world: World) -> None:
-    def refuse(_: float) -> None:
+    def refuse() -> None:
         raise RuntimeError("a bug")
 
     lease = ReaderLease(b"x" * 16, world.now, REMAINING, EVERY)
-    world.renewals.keep(lease, cast(Control, world.home), READERS[0], "buggy", refuse, lambda: None)
+    lease.changed = refuse
+    world.keep_on(0, lease, world.home)
     world.keep(1)
     world.advance(EVERY)
     world.home.until(1)
@@ -430,71 +371,41 @@ def test_a_bug_of_one_reader_hinders_no_other(world: World) -> None:
 
 def test_after_the_end_nothing_is_renewed(world: World) -> None:
     world.keep(1)
-    world.renewals.close()
+    on_loop(world.loop, world.renewals.close)
     world.advance(EVERY)
-    thread = world.renewals._thread
-    assert thread is not None
-    thread.join(20)
-    assert not thread.is_alive()
     world.keep(2)
-    assert world.home.sent == []
-    unused = Renewals()
-    unused.close()
-    unused.keep(
-        ReaderLease(b"x", 0.0, 1.0, 1.0), cast(Control, world.home), READERS[0], "x", lambda _: None, lambda: None
-    )
-    assert unused._thread is None
+    world.advance(EVERY)
+    world.home.until(0)
 
 
-def test_what_is_due_before_the_thread_looks_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On the real clock, and nothing else wakes it for minutes.
-    monkeypatch.setattr("kvferry._control.renewals.LONGEST_SLEEP", 600.0)
-    world = World()
-    try:
-        began = now()
-        for number, every in enumerate([500.0, 0.3, 0.05]):
-            lease = ReaderLease(number.to_bytes(16, "big"), now(), REMAINING, every)
-            world.keep_on(number, lease, world.home)
-        with world.home.changed:
-            assert world.home.changed.wait_for(lambda: len(world.home.sent) >= 4, 20)
-        sent = {int.from_bytes(one, "big") for ids, _, _ in world.home.sent for one in ids}
-        assert 0 not in sent
-        assert now() - began >= 0.04
-        # It sleeps in between.
-        assert len(world.home.sent) <= 2 + (now() - began) / 0.05 + (now() - began) / 0.3
-    finally:
-        world.renewals.close()
+def test_a_lease_that_is_due_before_the_others_wakes_the_renewals(world: World) -> None:
+    world.keep(1, every=500.0)
+    world.advance(0.0)
+    for number, every in ((2, 0.3), (3, 0.05)):
+        world.keep(number, every=every)
+    world.advance(0.05)
+    world.home.until(1)
+    world.advance(0.25)
+    world.home.until(2)
+    assert {int.from_bytes(one, "big") for ids, _, _ in world.home.sent for one in ids} == {2, 3}
 
 
-@pytest.mark.parametrize(("every", "expected"), [(LONGEST_SLEEP + 1, LONGEST_SLEEP), (0.25, 0.25)])
-def test_the_thread_sleeps_until_the_next_is_due_but_not_too_long(world: World, every: float, expected: float) -> None:
-    pauses: Queue[float | None] = Queue()
+def test_renewals_go_on_after_whatever_a_turn_raises(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler of the application's loggers may raise anything."""
+    turn, failed = Renewals._turn, list[int]()
 
-    class Sleep(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            pauses.put(timeout)
-            return super().wait(timeout)
+    async def fails(renewals: Renewals) -> bool:
+        if not failed:
+            failed.append(1)
+            raise SystemExit
+        return await turn(renewals)
 
-    world.renewals._changed = Sleep()
-    lease = world.keep(1, every=every)
-    assert pauses.get(timeout=20) == expected
-    # Without leases it is not woken at all.
-    world.renewals.drop(lease)
-    while (pause := pauses.get(timeout=20)) is not None:
-        assert pause == expected
-
-
-def test_a_suspend_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = [0.0]
-    monkeypatch.setattr("kvferry._control.renewals.now", lambda: now() + later[0])
-    world = World()
-    try:
-        lease = ReaderLease(b"1" * 16, now(), REMAINING, 30.0)
-        world.keep_on(1, lease, world.home)
-        later[0] = 31.0
-        world.home.until(1)
-    finally:
-        world.renewals.close()
+    monkeypatch.setattr(Renewals, "_turn", fails)
+    world.keep(1)
+    world.advance(EVERY)
+    world.advance(1.0)
+    world.home.until(1)
+    assert failed
 
 
 def test_a_warning_names_a_few(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -508,8 +419,7 @@ def test_a_warning_names_a_few(world: World, caplog: pytest.LogCaptureFixture) -
     for number in range(NAMED + 2):
         world.keep(100 + number, reader=1)
     world.advance(EVERY)
-    with world.home.changed:
-        assert world.home.changed.wait_for(lambda: len(world.home.sent) == 3, 20)
+    world.home.until(3)
     world.home.fail(2, Unavailable("not now"))
     assert f"read {100 + NAMED - 1} and 2 more: the renewal" in caplog.text
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

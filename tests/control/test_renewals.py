@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -18,9 +16,10 @@ from kvferry._control.batches import BATCH
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import scripted
+from tests.support.blocking_control import BlockingControl, on_loop
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
@@ -31,20 +30,16 @@ AXES = ("kv", "block", "head", "token", "content")
 READERS = [pb.EngineRef(engine_id=f"reader-{index}", incarnation=bytes([index]) * 16) for index in range(2)]
 
 
-def acquired(home: Control, reference: str, reader: pb.EngineRef, read: int) -> ReaderLease:
+def acquired(home: BlockingControl, reference: str, reader: pb.EngineRef, read: int) -> ReaderLease:
     """A lease, as a read of a publication gets it."""
     sent_at = now()
     asked = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=read.to_bytes(16, "big"), parties=1)
-    answers: SimpleQueue[pb.ReadBlocksResponse | KvferryError] = SimpleQueue()
-    home.read_blocks_later(asked, 30, answers.put)
-    answer = answers.get(timeout=30)
-    assert isinstance(answer, pb.ReadBlocksResponse), answer
-    accepted = answer.accepted
+    accepted = home.read_blocks(asked).accepted
     remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
     return ReaderLease(accepted.lease_id, sent_at, remaining, every)
 
 
-def remaining_at(home: Control, lease: ReaderLease, reader: pb.EngineRef) -> float:
+def remaining_at(home: BlockingControl, lease: ReaderLease, reader: pb.EngineRef) -> float:
     """Seconds that the home says a lease has."""
     request = pb.NotifyRequest(sender=reader, notifications=[pb.Notification(renew=pb.Renew(lease_id=lease.lease_id))])
     return from_duration(home.notify_one(request).renewed.remaining)
@@ -56,31 +51,34 @@ def test_more_leases_than_a_call_holds_of_two_readers_in_one_client(tmp_path: Pa
         spec = EngineSpec(unique_id("source"), (Group("full", block_tokens=16, num_blocks=8),))
         tensors = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
         session = client.register_cache(spec, tensors=tensors, axes=AXES, serve=False).session
-        home, renewals = Control(server.address, None), Renewals()
+        home = BlockingControl(server.address)
+        renewals = Renewals(home.loop)
         lost, extensions = list[ReaderLease](), list[ReaderLease]()
-
-        def extended(lease: ReaderLease, _: float) -> None:
-            extensions.append(lease)
-
         leases: list[tuple[ReaderLease, pb.EngineRef]] = []
         for number, reader in enumerate(READERS):
             reference = session.publish(f"request {number}", {"full": Blocks([1])}, expected_reads=1000).reference
             for read in range(PER_PUBLICATION):
                 lease = acquired(home, reference, reader, read)
-                told = partial(extended, lease)
-                renewals.keep(lease, home, reader, f"read {read}", told, partial(lost.append, lease))
+                lease.changed = partial(extensions.append, lease)
+                is_lost = partial(lost.append, lease)
+                on_loop(home.loop, partial(renewals.keep, lease, home.control, reader, f"read {read}", is_lost))
                 leases.append((lease, reader))
         # All are due together from now on, and each outlives its term by several renewals.
         extensions.clear()
         together = now()
-        for lease, _ in leases:
-            lease.not_renewed(together)
+
+        def due() -> None:
+            for lease, _ in leases:
+                lease.not_renewed(together)
+            renewals._news.set()
+
+        on_loop(home.loop, due)
         until(lambda: now() > together + TTL)
         until(lambda: min(Counter(tuple(extensions))[lease] for lease, _ in leases) >= 3)
         assert not lost
         assert all(lease.live(now()) for lease, _ in leases)
         assert min(remaining_at(home, lease, reader) for lease, reader in leases[:: len(leases) // 20]) > 0
-        renewals.close()
+        on_loop(home.loop, renewals.close)
         home.close()
 
 
@@ -93,10 +91,12 @@ def kept(renewals: Renewals, home: Control, count: int) -> list[ReaderLease]:
     """Leases that are due in a moment, all of them at once."""
     began = now()
     leases = [ReaderLease(index.to_bytes(16, "big"), began, 60.0, 0.2) for index in range(count)]
-    # The thread sees all of them or none, however long this takes.
-    with renewals._changed:
+
+    def keep() -> None:
         for index, lease in enumerate(leases):
-            renewals.keep(lease, home, READERS[0], f"read number {index}", lambda _: None, lambda: None)
+            renewals.keep(lease, home, READERS[0], f"read number {index}", lambda: None)
+
+    on_loop(home._loop, keep)
     return leases
 
 
@@ -110,7 +110,7 @@ def test_a_batch_that_is_refused_goes_again_in_halves(tmp_path: Path, caplog: py
             return renewed(request)
 
         server.notify = notify
-        renewals = Renewals()
+        renewals = Renewals(server.loop)
         leases = kept(renewals, home, 200)
         first = leases[0].deadline
 
@@ -119,7 +119,7 @@ def test_a_batch_that_is_refused_goes_again_in_halves(tmp_path: Path, caplog: py
 
         until(all_but_one)
         until(lambda: "read number 77" in caplog.text)
-        renewals.close()
+        on_loop(server.loop, renewals.close)
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [record.getMessage().split(":")[0] for record in warned if record.name == "kvferry._control.renewals"] == [
         "read number 77"
@@ -130,69 +130,43 @@ def test_a_batch_that_is_refused_goes_again_in_halves(tmp_path: Path, caplog: py
 def test_what_a_home_leaves_out_is_renewed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with scripted(tmp_path) as (server, home):
         server.notify = lambda request: renewed(request)[:-1]
-        renewals = Renewals()
+        renewals = Renewals(server.loop)
         leases = kept(renewals, home, 3)
         first = leases[0].deadline
         until(lambda: leases[0].deadline > first + 0.5)
-        renewals.close()
+        on_loop(server.loop, renewals.close)
     assert "read number 2" in caplog.text
     assert "read number 0" not in caplog.text
 
 
 def test_one_home_whose_renewals_cannot_be_sent_stops_no_other(tmp_path: Path) -> None:
     class Broken(Control):
-        def notify_later(self, *_: object) -> None:
+        async def notify(self, *_: object) -> list[pb.NotificationResult]:
             raise RuntimeError("a bug")
 
     with scripted(tmp_path) as (server, home):
         server.notify = renewed
-        renewals = Renewals()
-        kept(renewals, Broken("127.0.0.1:1", None), 1)
+        renewals = Renewals(server.loop)
+        kept(renewals, Broken("127.0.0.1:1", None, server.loop), 1)
         (lease,) = kept(renewals, home, 1)
         first = lease.deadline
         until(lambda: lease.deadline > first + 1)
-        renewals.close()
+        on_loop(server.loop, renewals.close)
 
 
 def test_a_lease_whose_read_has_ended_is_not_renewed_when_it_was_acquired_again(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, home):
         server.notify = renewed
-        renewals = Renewals()
+        renewals = Renewals(server.loop)
         (other,) = kept(renewals, home, 1)
         ended = ReaderLease(b"x" * 16, now(), 60.0, 0.05)
-        renewals.drop(ended)
-        renewals.keep(ended, home, READERS[0], "ended", lambda _: None, lambda: None)
+        on_loop(server.loop, lambda: renewals.drop(ended))
+        on_loop(server.loop, lambda: renewals.keep(ended, home, READERS[0], "ended", lambda: None))
         first = other.deadline
         until(lambda: other.deadline > first + 0.5)
-        renewals.close()
+        on_loop(server.loop, renewals.close)
     sent = {told.renew.lease_id for request in server.notified for told in request.notifications}
     assert sent == {other.lease_id}
-
-
-def test_a_thread_that_cannot_be_had_is_said_and_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvferry.errors import LimitReached
-
-    start = threading.Thread.start
-    with scripted(tmp_path) as (server, home):
-        server.notify = renewed
-        renewals = Renewals()
-
-        def refused(thread: threading.Thread) -> None:
-            if thread.name == "kvferry-renewals":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(LimitReached) as caught:
-            kept(renewals, home, 1)
-        assert caught.value.retryable
-        monkeypatch.setattr(threading.Thread, "start", start)
-        (lease,) = kept(renewals, home, 1)
-        first = lease.deadline
-        until(lambda: lease.deadline > first + 0.1)
-        renewals.close()
 
 
 def test_batches_are_small_enough_that_all_may_fail() -> None:

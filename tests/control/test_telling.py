@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control import lease_holder, teller
-from kvferry._control.acquirer import Acquirer
+from kvferry._control import lease_holder, notifier
 from kvferry._control.acquisition import Acquired
-from kvferry._control.cancellation import Cancellation
-from kvferry._control.lease_holder import ReadReport
+from kvferry._control.connection import Control
+from kvferry._control.lease_holder import LeaseHolder, ReadReport
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import (
@@ -29,17 +28,28 @@ from kvferry.errors import (
     PublicationAborted,
     PublicationStale,
     ServerDraining,
-    TransferCancelled,
     Unreachable,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.control.holding import DONE, LEASE, READER, accepted, acquire, holding, reference
+from tests.control.holding import DONE, LEASE, accepted, holding, reference
+from tests.control.polling import reading
 from tests.control.scripted import Scripted, polled, scripted
+from tests.support.blocking_control import BlockingControl, looping, on_loop
 from tests.support.waiting import until
 
 
 def kinds(server: Scripted) -> list[str | None]:
     return [told.WhichOneof("kind") for request in server.notified for told in request.notifications]
+
+
+def cancel(holder: LeaseHolder, control: Control) -> None:
+    """Give a lease back."""
+    granted = Acquired(ReaderLease(LEASE, now(), 60.0, 20.0), pb.EngineRef(), "request", {}, b"")
+    on_loop(control._loop, lambda: holder.let_go(control, granted))
+
+
+def report(holder: LeaseHolder, control: Control, reports: Sequence[ReadReport]) -> None:
+    on_loop(control._loop, lambda: holder.report(control, reports))
 
 
 @pytest.mark.parametrize("way", ["as a result", "as a status"])
@@ -51,16 +61,13 @@ def test_a_decline_that_a_home_cannot_take_yet_is_kept(tmp_path: Path, way: str)
             if len(server.notified) < 4:
                 if way == "as a status":
                     raise refused
-                error = pb.NotificationResult(error=to_notification_error(refused))
-                # What was taken beside it is not told again.
-                return [error if told.HasField("decline") else DONE for told in request.notifications]
+                return [pb.NotificationResult(error=to_notification_error(refused))]
             return [DONE for _ in request.notifications]
 
         server.notify = notify
-        holder.decline(reference(control.address), [ReaderLease(LEASE, now(), 60.0, 20.0)])
+        on_loop(server.loop, lambda: holder.decline(reference(control.address)))
         server.until(lambda: len(server.notified) == 4)
-        assert kinds(server).count("decline") == 4
-        assert kinds(server).count("cancel") == (4 if way == "as a status" else 1)
+        assert kinds(server) == ["decline"] * 4
 
 
 def test_a_decline_that_a_home_refuses_is_said_once(tmp_path: Path) -> None:
@@ -74,9 +81,9 @@ def test_a_decline_that_a_home_refuses_is_said_once(tmp_path: Path) -> None:
             return [pb.NotificationResult(error=to_notification_error(PublicationStale("it is gone")))]
 
         server.notify = notify
-        holder.decline(reference(control.address))
+        on_loop(server.loop, lambda: holder.decline(reference(control.address)))
         server.until(lambda: len(server.notified) == 1)
-        holder.cancel(control, ReaderLease(LEASE, now(), 60.0, 20.0))
+        cancel(holder, control)
         assert answered.wait(30)
         assert kinds(server) == ["decline", "cancel"]
 
@@ -96,11 +103,11 @@ def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> No
         server.notify = notify
         verdicts: list[pb.Verdict.ValueType | None] = []
         reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=1 << 60) for rank in range(ranks)]
-        holder.report(control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
+        report(holder, control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
         # A home that answers with less than was asked has answered nothing, and is not asked again.
         until(lambda: bool(verdicts))
         assert verdicts[0] is None
-        holder.report(control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
+        report(holder, control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
         until(lambda: pb.VERDICT_VALID in verdicts)
         said = [told.read_done for told in server.notified[-1].notifications]
         assert [report.rank for done in said for report in done.reports] == list(range(ranks))
@@ -115,77 +122,58 @@ def test_of_what_a_home_does_not_take_so_much_is_kept(
     class Home:
         address = "home:1"
 
-        def notify_later(self, request: pb.NotifyRequest, timeout: float, answered: Callable[..., None]) -> None:
+        async def notify(self, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
             told.append(len(request.notifications))
-            answered(HomeRecovering("not now", retry_after=0.01))
+            raise HomeRecovering("not now", retry_after=0.01)
 
-    monkeypatch.setattr(teller, limit, 3)
+    monkeypatch.setattr(notifier, limit, 3)
     home: Any = Home()
-    one = teller.Teller(pb.EngineRef(engine_id="reader", incarnation=b"i" * 16))
-    cancel = pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))
-    one.tell(home, [teller.Message(cancel, now() + 60)] * 5)
-    until(lambda: len(told) > 1)
-    one.close(30)
+    with looping() as loop:
+        one = notifier.Notifier(loop, pb.EngineRef(engine_id="reader", incarnation=b"i" * 16))
+        cancel = pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))
+        on_loop(loop, lambda: one.send(home, [notifier.Message(cancel, now() + 60) for _ in range(5)]))
+        until(lambda: len(told) > 1)
+        loop.run(one.close(30))
     assert told[:2] == [5, 3]
     assert caplog.text.count("is dropped") == 2
 
 
 def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
-    with scripted(tmp_path) as (server, control):
-        asked = threading.Event()
+    def recovering(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+        raise HomeRecovering("not now", retry_after=29.0)
 
-        def recovering(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
-            asked.set()
-            raise HomeRecovering("not now", retry_after=29.0)
-
-        server.read_blocks = recovering
-        renewals, cancellation = Renewals(), Cancellation("read")
-        thread, found = acquire(Acquirer(READER, renewals, lambda *_: None), control, cancellation)
-        assert asked.wait(30)
+    with reading(tmp_path, recovering) as (server, read):
+        read.start()
+        server.until(lambda: len(server.asked) == 1)
         began = now()
         # Long enough for the answer to have come, and for the pause to have begun.
         threading.Event().wait(0.5)
-        cancellation.cancel()
-        thread.join(30)
-        assert isinstance(found[0], TransferCancelled)
+        read.cancel()
+        assert isinstance(read.outcome(), asyncio.CancelledError)
         assert now() - began < 29
 
 
-def malformed(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
+def test_a_lease_is_given_back_whatever_its_home_answers(tmp_path: Path) -> None:
     """Blocks that are none."""
     group = pb.GroupBlocks(group="full", run_starts=[1], run_counts=[])
-    return polled(accepted=accepted(), blocks=[pb.Blocks(groups=[group])], complete=pb.Complete(steps=1))
-
-
-def test_whatever_a_home_answers_the_lease_is_given_back(tmp_path: Path) -> None:
-    with scripted(tmp_path) as (server, control):
-        server.read_blocks = malformed
-        renewals = Renewals()
-        given_back: list[bytes] = []
-        acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
-        thread, found = acquire(acquirer, control, Cancellation("read"))
-        thread.join(30)
-        assert isinstance(found[0], Exception)
-        assert not isinstance(found[0], Acquired)
-        assert given_back == [LEASE]
-        assert not renewals._kept
-        renewals.close()
+    malformed = polled(accepted=accepted(), blocks=[pb.Blocks(groups=[group])], complete=pb.Complete(steps=1))
+    with reading(tmp_path, lambda _: malformed) as (_, read):
+        read.start()
+        assert isinstance(read.outcome(), KvferryError)
+        assert [lease_id for lease_id, _ in read.given_back] == [LEASE]
 
 
 def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> None:
-    with scripted(tmp_path) as (server, control):
-        server.read_blocks = lambda _: polled(accepted=accepted(renew_every=0.0), complete=pb.Complete())
+    whole = polled(accepted=accepted(renew_every=0.0), complete=pb.Complete())
+    with reading(tmp_path, lambda _: whole) as (server, read):
         server.notify = lambda request: [
             pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(60))) for _ in request.notifications
         ]
-        renewals = Renewals()
-        thread, found = acquire(Acquirer(READER, renewals, lambda *_: None), control, Cancellation("read"))
-        thread.join(30)
-        assert isinstance(found[0], Acquired)
+        read.start()
+        assert isinstance(read.outcome(), Acquired)
         threading.Event().wait(1.0)
         assert len(server.notified) < 50
         server.until(lambda: bool(server.notified))
-        renewals.close()
 
 
 @pytest.mark.parametrize(
@@ -200,25 +188,22 @@ def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> No
 def test_what_cannot_be_named_as_transient_is_not_repeated(error: KvferryError) -> None:
     calls = []
 
-    def call(left: float) -> None:
+    async def call(left: float) -> None:
         calls.append(left)
         raise error
 
-    with pytest.raises(type(error)):
-        retrying(call, now() + 5)
+    with looping() as loop, pytest.raises(type(error)):
+        loop.run(retrying(call, now() + 5))
     assert len(calls) == 1
 
 
 def test_who_waits_in_silence_is_told_what_for(caplog: pytest.LogCaptureFixture) -> None:
-    def call(_: float) -> None:
+    async def call(_: float) -> None:
         # Once it was said, what is waited for comes too late.
         raise Unreachable("nobody is there", retry_after=60.0 if caplog.records else None, address="home:1")
 
-    def wait(_: float) -> None:
-        until(lambda: bool(caplog.records))
-
-    with caplog.at_level(logging.WARNING), pytest.raises(Unreachable):
-        retrying(call, now() + 60, wait, what="the registration of rank 3")
+    with caplog.at_level(logging.WARNING), looping() as loop, pytest.raises(Unreachable):
+        loop.run(retrying(call, now() + 60, what="the registration of rank 3"))
     (said,) = [record.getMessage() for record in caplog.records]
     assert "the registration of rank 3" in said
     assert "nobody is there" in said
@@ -233,20 +218,16 @@ def test_a_connection_that_was_closed_says_so(tmp_path: Path) -> None:
             return [DONE for _ in request.notifications]
 
         server.notify = notify
-        answers: list[object] = []
-        control.notify_later(pb.NotifyRequest(notifications=[pb.Notification()]), 30, answers.append)
+        told = server.loop.submit(control.notify(pb.NotifyRequest(notifications=[pb.Notification()]), 30))
         server.until(lambda: len(server.notified) == 1)
-        control.close()
+        on_loop(server.loop, control.close)
         release.set()
-        until(lambda: bool(answers))
-        assert isinstance(answers[0], Closed)
-        calls: list[Callable[[], object]] = [
-            lambda: control.notify(pb.NotifyRequest()),
-            lambda: control.watch(pb.WatchRequest()),
-        ]
-        for call in calls:
-            with pytest.raises(Closed):
-                call()
+        with pytest.raises(Closed):
+            told.result(30)
+        with pytest.raises(Closed):
+            server.loop.run(control.notify(pb.NotifyRequest()))
+        with pytest.raises(Closed):
+            next(BlockingControl("", control=control).watch(pb.WatchRequest()))
 
 
 def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(
@@ -267,7 +248,7 @@ def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(
             ReadReport(ReaderLease(bytes([number]) * 16, now(), 60.0, 20.0), [share], verdicts[number].append)
             for number in said
         ]
-        holder.report(control, reports)
+        report(holder, control, reports)
         until(lambda: all(verdicts.values()))
         assert verdicts == {number: [verdict] for number, verdict in said.items()}
         assert len(server.notified) == 1
@@ -283,7 +264,8 @@ def test_what_a_home_refuses_of_a_call_is_repeated_without_the_rest(
         server.notify = lambda request: [valid, again] if len(request.notifications) == 2 else [valid]
         verdicts: list[list[pb.Verdict.ValueType | None]] = [[], []]
         share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
-        holder.report(
+        report(
+            holder,
             control,
             [
                 ReadReport(ReaderLease(bytes([number]) * 16, now(), 60.0, 20.0), [share], verdicts[number].append)

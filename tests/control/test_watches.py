@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvferry import Blocks, EngineSpec, Group
-from kvferry._control.connection import SILENCE
-from kvferry._control.home_session import HomeSession
+from kvferry import Blocks
+from kvferry._control.connection import SILENCE, Control
 from kvferry._control.publish import Publish
 from kvferry._control.watcher import Watcher
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
@@ -25,10 +24,9 @@ from kvferry.errors import (
     WatchTakenOver,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.control.scripted import opened, released, scripted, synced
+from tests.control.scripted import opened, opened_session, released, scripted, synced
 from tests.support.waiting import until
 
-SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
 SCHEDULER = pb.WatchRequest(
     engine=pb.EngineRef(engine_id="engine", incarnation=b"i" * 16), role=pb.WATCH_ROLE_SCHEDULER
 )
@@ -42,7 +40,7 @@ class Handler:
         self.taken: list[int] = []
         self.done = threading.Event()
 
-    def __call__(self, message: pb.WatchResponse) -> None:
+    async def __call__(self, message: pb.WatchResponse) -> None:
         if message.WhichOneof("event") != "released":
             return
         if message.released.publication == 1 and self.error is not None:
@@ -53,6 +51,11 @@ class Handler:
             self.done.set()
 
 
+def watcher_of(control: Control, handler: Callable[[pb.WatchResponse], Awaitable[None]] | None = None) -> Watcher:
+    request = pb.WatchRequest.FromString(SCHEDULER.SerializeToString())
+    return Watcher(control._loop, control, request, handler or Handler(None), "engine")
+
+
 @pytest.mark.parametrize("error", [ValueError("a bug"), HomeRecovering("not now"), KvferryError("neither")])
 def test_an_event_whose_handler_raises_is_told_again(
     tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
@@ -60,13 +63,13 @@ def test_an_event_whose_handler_raises_is_told_again(
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), released(1), released(2), synced()])
         handler = Handler(error)
-        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), handler, "engine")
-        watcher.open(30)
+        watcher = watcher_of(control, handler)
+        server.loop.run(watcher.open(30))
         assert handler.done.wait(30)
         # The event after the one that failed was not held up by it, and both are told again.
         assert handler.taken[0] == 2
         assert watcher.failure is None
-        watcher.close()
+        server.loop.run(watcher.close())
     assert not server.watched[1].resume_epoch
     assert str(error) in caplog.text
 
@@ -88,11 +91,11 @@ def test_an_event_whose_handler_raises_is_told_again_after_a_watch_was_resumed(t
     with scripted(tmp_path) as (server, control):
         server.watch = events
         handler = Handler(ValueError("a bug"))
-        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), handler, "engine")
-        watcher.open(30)
+        watcher = watcher_of(control, handler)
+        server.loop.run(watcher.open(30))
         found = handler.done.wait(20)
         told_again.set()
-        watcher.close()
+        server.loop.run(watcher.close())
     assert found
 
 
@@ -105,10 +108,10 @@ def test_a_watch_of_a_restarted_home_is_resumed_from_what_this_home_has_said(tmp
 
     with scripted(tmp_path) as (server, control):
         server.watch = events
-        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), lambda _: None, "engine")
-        watcher.open(30)
+        watcher = watcher_of(control)
+        server.loop.run(watcher.open(30))
         server.until(lambda: len(server.watched) > 2)
-        watcher.close()
+        server.loop.run(watcher.close())
     said = [(asked.resume_epoch, asked.resume_sequence) for asked in server.watched[:3]]
     assert said == [(b"", 0), (bytes([1]) * 16, 7), (bytes([2]) * 16, 3)]
 
@@ -136,11 +139,11 @@ def test_an_answer_that_cannot_be_taken_is_survived(tmp_path: Path, kind: str) -
     with scripted(tmp_path) as (server, control):
         server.watch = lambda count: interrupted(kind) if count < 3 else iter([opened(), released(1), released(2)])
         handler = Handler(None)
-        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), handler, "engine")
-        watcher.open(30)
+        watcher = watcher_of(control, handler)
+        server.loop.run(watcher.open(30))
         assert handler.done.wait(30)
         assert watcher.failure is None
-        watcher.close()
+        server.loop.run(watcher.close())
 
 
 def test_an_engine_publishes_again_when_the_release_of_its_home_was_taken_back(tmp_path: Path) -> None:
@@ -156,17 +159,19 @@ def test_an_engine_publishes_again_when_the_release_of_its_home_was_taken_back(t
 
     with scripted(tmp_path) as (server, control):
         server.watch = watch
-        session = HomeSession(control, SPEC, 30)
+        session = opened_session(control)
 
         def refused() -> bool:
             try:
-                session.offer(Publish("r", {"full": Blocks([1])}))
+                session.publish_later(Publish("r", {"full": Blocks([1])}))
             except ContractDiffers:
                 return True
             return False
 
         until(refused)
-        assert not server.notified
+        published = session.counts()[0]
+        assert refused()
+        assert session.counts()[0] == published
         taken_back.set()
         until(lambda: not refused())
         session.close()
@@ -179,9 +184,9 @@ def test_an_engine_that_was_never_there_is_told_at_once(tmp_path: Path) -> None:
 
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: unknown()
-        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), lambda _: None, "engine")
+        watcher = watcher_of(control)
         with pytest.raises(EngineUnknown):
-            watcher.open(1e6)
+            server.loop.run(watcher.open(1e6))
         assert isinstance(watcher.failure, EngineUnknown)
 
 
@@ -192,9 +197,9 @@ def test_a_refusal_ends_it(tmp_path: Path) -> None:
 
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: taken_over()
-        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), lambda _: None, "engine")
+        watcher = watcher_of(control)
         with pytest.raises(WatchTakenOver):
-            watcher.open(30)
+            server.loop.run(watcher.open(30))
         assert isinstance(watcher.failure, WatchTakenOver)
 
 
@@ -209,7 +214,7 @@ def test_a_refill_that_a_home_cannot_take_now_is_made_again(tmp_path: Path) -> N
             return [pb.NotificationResult(done=pb.Acknowledged()) for _ in request.notifications]
 
         server.notify = notify
-        session = HomeSession(control, SPEC, 30)
+        session = opened_session(control)
         phases = [
             notification.resync.phase
             for request in server.notified
@@ -223,7 +228,7 @@ def test_a_refill_that_a_home_cannot_take_now_is_made_again(tmp_path: Path) -> N
 
 def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Whoever waited for an answer would wait longer than the session has time to open.
-    monkeypatch.setattr("kvferry._control.acknowledger.CALL_TIMEOUT", 60.0)
+    monkeypatch.setattr(Control.notify_one, "__defaults__", (60.0,))
     count = 2000
     with scripted(tmp_path) as (server, control):
         answering = threading.Event()
@@ -235,7 +240,7 @@ def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path, monkey
         server.watch = lambda _: iter([opened(), *(released(1 + number) for number in range(count)), synced()])
         server.notify = notify
         # A home that answers nothing meanwhile does not hold up the Watch.
-        session = HomeSession(control, SPEC, 30)
+        session = opened_session(control)
         answering.set()
 
         def acknowledged() -> set[int]:
@@ -266,7 +271,7 @@ def test_acknowledgements_that_failed_are_sent_again(tmp_path: Path) -> None:
             return [pb.NotificationResult(done=pb.Acknowledged()) for _ in request.notifications]
 
         server.watch, server.notify = lambda _: events(), notify
-        session = HomeSession(control, SPEC, 30)
+        session = opened_session(control)
         server.until(lambda: len(server.notified) == 1)
         more.set()
         server.until(lambda: any(8 in told.notifications[0].released_ack.publications for told in server.notified))
@@ -290,9 +295,9 @@ def test_who_waits_for_a_home_is_told_why(
             """Stands still until the home has refused, and then until that was said."""
             return 30.0 if "still waiting" in caplog.text else SILENCE if len(server.watched) > 1 else 0.0
 
-        monkeypatch.setattr("kvferry._control.watcher.now", clock)
+        monkeypatch.setattr(server.loop, "now", clock)
         with pytest.raises(HomeRecovering):
-            HomeSession(control, SPEC, 30)
+            opened_session(control)
     (said,) = [record.getMessage() for record in caplog.records if "still waiting" in record.getMessage()]
     assert "the home waits for its engines" in said
     assert control.address in said

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, open_directory
 from kvferry._control.homes import Homes
+from kvferry._loop import Loop
 from kvferry._wire.channel import connect
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import DirectoryUnavailable, EngineNotListed, HomeNotAllowed
@@ -86,15 +87,17 @@ def test_reads_by_references_with_an_address_need_no_directory(fleet: tuple[Kvfe
 
 
 def test_a_directory_allows_the_homes_that_it_lists(file: Path) -> None:
+    # No call is made.
+    loop = Loop()
     file.write_text(f'homes = ["{FAR}"]')
-    homes = Homes("127.0.0.1:1", None, (), directory=open_directory(f"file:{file}"))
+    homes = Homes("127.0.0.1:1", loop, None, (), directory=open_directory(f"file:{file}"))
     homes.discover()
     assert homes.get(FAR).address == FAR
     with pytest.raises(HomeNotAllowed, match="neither in this client's directory nor covered by TLS"):
         homes.get("10.0.0.8:7423")
     homes.close()
     # One that has not answered yet forbids nothing for good: the error says to try again.
-    unread = Homes("127.0.0.1:1", None, ("10.0.0.9:*",), directory=open_directory(f"file:{file}.missing"))
+    unread = Homes("127.0.0.1:1", loop, None, ("10.0.0.9:*",), directory=open_directory(f"file:{file}.missing"))
     assert unread.get("10.0.0.9:7423").address == "10.0.0.9:7423"
     with pytest.raises(DirectoryUnavailable) as caught:
         unread.get(FAR)

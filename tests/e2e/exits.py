@@ -56,7 +56,7 @@ def call_in_flight(address: str) -> None:
     # The home's process is stopped: neither is answered.
     control = client._homes.own
     threading.Thread(target=lambda: client.decline("kvf1.AAAA", timeout=60.0), daemon=True).start()
-    control._later(lambda stub: stub.Notify.future(pb.NotifyRequest(), timeout=60.0), KEPT.append)
+    KEPT.append(control._loop.submit(control.notify(pb.NotifyRequest(), 60.0)))
 
 
 def exit_in_a_thread(address: str) -> None:
@@ -79,7 +79,8 @@ def forked_child(address: str) -> None:
 
 def forked_child_of_a_busy_thread(address: str) -> None:
     """A thread that the child does not have holds the lock of a call, as each does for a moment with every message."""
-    (stream,) = opened(address)._homes.own.calls()
+    calls = opened(address)._homes.own.calls()
+    (stream,) = (call for call in calls if not isinstance(call, threading.Thread))
     held, forked = threading.Event(), threading.Event()
 
     def hold() -> None:

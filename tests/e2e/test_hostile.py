@@ -4,7 +4,8 @@ one."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, Interval, MemoryKind, MemoryRegion
-from kvferry._control.connection import Control, Stream
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._loop import Loop
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.token import engine_ref
@@ -227,19 +230,20 @@ def test_second_process_with_the_same_engine_id_is_refused_while_the_first_lives
     settled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = EngineSpec(unique_id("twin"), (MODEL.group(),))
-    with Client(settled) as first, Client(settled) as second:
+    watch, watched = Control.watch, list[pb.WatchRequest]()
+
+    def counted(control: Control, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
+        watched.append(request)
+        return watch(control, request)
+
+    with Client(settled) as first:
         first.open_engine(spec)
-        watch, watched = Control.watch, list[pb.WatchRequest]()
-
-        def counted(control: Control, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
-            watched.append(request)
-            return watch(control, request)
-
-        # Its time is over once it asks again, however late the first answer came.
+        # The second one's time is over once it asks again, however late the first answer came.
         monkeypatch.setattr(Control, "watch", counted)
-        monkeypatch.setattr("kvferry._control.watcher.now", lambda: float(len(watched) > 1))
-        with pytest.raises(EngineIdInUse) as caught:
-            second.open_engine(spec, timeout=0.5)
+        clock = partial(Loop, clock=lambda: now() + 1e6 * (len(watched) > 1))
+        monkeypatch.setattr("kvferry._client.Loop", clock)
+        with Client(settled) as second, pytest.raises(EngineIdInUse) as caught:
+            second.open_engine(spec, timeout=1e5)
         assert caught.value.retryable
 
 

@@ -11,10 +11,11 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now
 from kvferry._control import acquisition
-from kvferry._control.connection import BREAKER_THRESHOLD, Control
+from kvferry._control.connection import BREAKER_THRESHOLD
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import EngineUnknown, HomeRecovering, KvferryError, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.blocking_control import BlockingControl
 from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess, free_port
@@ -28,11 +29,11 @@ def test_after_several_failures_calls_fail_at_once_until_one_gets_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = NodeServerProcess(tmp_path, tcp=True)
-    control = Control(server.address, None)
+    control = BlockingControl(server.address)
     with monkeypatch.context() as patch:
         # The first pause is a tenth of a second, which may pass between two calls.
         moment = now()
-        patch.setattr("kvferry._control.connection.now", lambda: moment)
+        patch.setattr(control.loop, "now", lambda: moment)
         for _ in range(BREAKER_THRESHOLD):
             with pytest.raises(Unreachable):
                 control.handshake(HANDSHAKE, 5.0)
@@ -41,7 +42,7 @@ def test_after_several_failures_calls_fail_at_once_until_one_gets_through(
     assert refused.value.retryable
     assert refused.value.retry_after is not None
     assert 0 < refused.value.retry_after <= 1.0
-    assert control.unreachable_for > 0
+    assert control.control.unreachable_for > 0
     with server:
         until = now() + 20
         error: KvferryError | None = None
@@ -52,7 +53,7 @@ def test_after_several_failures_calls_fail_at_once_until_one_gets_through(
             except KvferryError as raised:
                 error = raised
         # It answered, if only that it knows no such engine: that is what counts.
-        assert control.unreachable_for == 0.0
+        assert control.control.unreachable_for == 0.0
     control.close()
 
 

@@ -12,18 +12,12 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion, ReleaseOutcome
-from kvferry._clock import now
-from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import AcquireRequest
+from kvferry._control.acquisition import Acquired
 from kvferry._control.batches import read_done
-from kvferry._control.cancellation import Cancellation
-from kvferry._control.connection import Control
-from kvferry._control.renewals import Renewals
-from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import engine_ref
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.support.acquiring import acquired
+from tests.support.blocking_control import BlockingControl, on_loop
 from tests.support.caches import POISON, Memory, Model, expect, kv, shards, write
 from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
@@ -134,7 +128,6 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
     server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=20, ttl=9, max_ttl=9).start()
     group = Group("full", block_tokens=16, num_blocks=8)
     axes = ("kv", "block", "head", "token", "content")
-    renewals = Renewals()
     try:
         with Client(server.address) as client:
             caches = [
@@ -147,12 +140,15 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
                 for name in ("source", "reader")
             ]
             publication = caches[0].session.publish("request", {"full": Blocks([1, 2])})
-            token, home = caches[1].session.token, Control(server.address, None)
-            acquirer = Acquirer(token, renewals, lambda *_: None)
-            text = publication.reference
-            request = AcquireRequest(home, parse_reference(text), text, "read", 1, 0, now() + 30)
-            deadlines: list[float] = []
-            granted = acquired(acquirer, request, Cancellation("read"), deadlines.append)
+            token, runtime = caches[1].session.token, client._runtime
+            holder = runtime.lease_holder(token)
+            request = holder.request(publication.reference, "read", parties=1, expected_reads=0, timeout=30)
+            changes: list[None] = []
+
+            async def acquire() -> Acquired:
+                return await holder.acquire(request, lambda: changes.append(None)).first()
+
+            granted = runtime.loop.run(acquire())
             first, first_deadline = granted.lease.lease_id, granted.lease.deadline
 
             server.stop(signal.SIGKILL)
@@ -161,17 +157,17 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             # Renewed on the way, and granted anew by the home that knows nothing of the old lease.
             until(lambda: granted.lease.lease_id != first)
             assert granted.lease.deadline > first_deadline
-            assert granted.lease.deadline in deadlines
+            assert changes
             done = read_done(granted.lease.lease_id, [pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)])
+            home = BlockingControl(server.address, control=request.home)
             result = home.notify_one(pb.NotifyRequest(sender=engine_ref(token), notifications=done))
             assert result.read_ended.verdict == pb.VERDICT_VALID
-            renewals.drop(granted.lease)
-            acquirer.close(10)
+            on_loop(runtime.loop, lambda: holder.drop(granted))
+            runtime.loop.run(holder.close(10))
             (release,) = caches[0].session.released(timeout=30)
             assert (release.publication, release.outcome) == (publication.number, ReleaseOutcome.READ)
             assert [summary.state for summary in release.reads] == ["valid"]
     finally:
-        renewals.close()
         server.stop()
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group
-from kvferry._control.connection import Control
 from kvferry._wire.channel import TlsConfig, read_tls
 from kvferry._wire.tls_files import tls_files
 from kvferry.errors import KvferryError, NotAllowed, ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
+from tests.support.blocking_control import BlockingControl
 from tests.support.certificates import Authority, replace_files, tls_flags
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import Kvferryd, serves
@@ -161,14 +161,13 @@ def test_calls_in_progress_outlive_the_channel_that_later_calls_use(fleet: Fleet
     )
     replace_files(fleet.old.issue("first", "DNS:first"), fleet.clients)
     fleet.reload()
-    control = Control(fleet.node.advertise, fleet.clients)
+    control = BlockingControl(fleet.node.advertise, fleet.clients)
     reader = pb.EngineRef(engine_id="reader", incarnation=b"r" * 16)
     geometry = pb.HandshakeRequest(engine_id="nobody", reader=reader)
     try:
         fleet.clients_know()
         engine = pb.EngineRef(engine_id=P.engine_id, incarnation=P.incarnation)
-        watch = control.watch(pb.WatchRequest(engine=engine, session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
-        events = control.typed(watch)
+        events = control.watch(pb.WatchRequest(engine=engine, session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
         while next(events).WhichOneof("event") != "synced":
             pass
         with pytest.raises(NotAllowed):
@@ -207,16 +206,16 @@ def test_a_relay_shows_its_new_certificate_to_homes_and_what_it_relays_goes_on(f
     files = replace_files(fleet.old.issue("relay", f"{HERE},DNS:older.example"), paths(tmp_path / "relay"))
     flags = ["--listen", "127.0.0.1:0", "--unix", str(tmp_path / "relay.sock"), *tls_flags(files), "--drain", "0"]
     with Kvferryd(*flags) as relay:
-        home, node = Control(fleet.node.advertise, fleet.clients), Control(relay.address, None)
+        home, node = BlockingControl(fleet.node.advertise, fleet.clients), BlockingControl(relay.address)
 
-        def watch(ref: EngineRef, at: Control) -> Any:
+        def watch(ref: EngineRef, at: BlockingControl) -> Any:
             """Open a Watch: of the scheduler at its home, or of a rank elsewhere."""
             engine = pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)
             role = pb.WATCH_ROLE_SCHEDULER if at is home else pb.WATCH_ROLE_RANK
             elsewhere = "" if at is home else fleet.node.advertise
             request = pb.WatchRequest(engine=engine, session_secret=SECRETS[ref], role=role, home=elsewhere)
             stream = at.watch(request)
-            assert next(at.typed(stream)).WhichOneof("event") == "opened"
+            assert next(stream).WhichOneof("event") == "opened"
             return stream
 
         try:
@@ -226,7 +225,9 @@ def test_a_relay_shows_its_new_certificate_to_homes_and_what_it_relays_goes_on(f
             replace_files(fleet.old.issue("relay-2", f"{HERE},DNS:newer.example"), files)
             until(lambda: "new certificate" in relay.log)
             kept.append(watch(E, node))
-            assert [stream.is_active() for stream in kept] == [True] * 4
+            found = [call for at in (home, node) for call in at.control.calls()]
+            calls: list[Any] = [call for call in found if not isinstance(call, threading.Thread)]
+            assert [call.is_active() for call in calls] == [True] * len(kept) == [True] * 4
         finally:
             home.close()
             node.close()

@@ -11,7 +11,6 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, KvferryError
 from kvferry._clock import now
-from kvferry._control.connection import Control
 from kvferry._session import EngineSession
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from kvferry._wire.token import engine_ref
@@ -19,6 +18,7 @@ from kvferry._wire.version import OURS_AS_RELAY
 from kvferry.errors import EngineIncomplete, InvalidField, PeerRestarted, RelayLoop, Unreachable
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.blocking_control import BlockingControl
 from tests.support.caches import Memory, Model, expect, kv, shards, write
 from tests.support.engines import RankProcess
 from tests.support.identifiers import unique_id
@@ -81,7 +81,7 @@ class Spanning:
         )
         request.groups.append(group_to_proto(MODEL.group()))
         request.rank.CopyFrom(rank_to_proto(RankGeometry(0, tuple(MODEL.planes(shards(MODEL.heads, 1)[0], 1 << 20)))))
-        control, deadline = Control(self.home.address, None), now() + 30
+        control, deadline = BlockingControl(self.home.address), now() + 30
         while now() < deadline:
             try:
                 control.handshake(request, 5)
@@ -147,10 +147,10 @@ def test_what_was_lost_is_told_to_the_scheduler(spanning: Spanning, caplog: pyte
 
 
 def failure(address: str, request: pb.RegisterCacheRequest | pb.WatchRequest) -> KvferryError:
-    control = Control(address, None)
+    control = BlockingControl(address)
     try:
         if isinstance(request, pb.WatchRequest):
-            next(control.typed(control.watch(request)))
+            next(control.watch(request))
         else:
             control.register_cache(request, 10)
     except KvferryError as error:
@@ -197,7 +197,7 @@ def test_a_copy_of_an_old_registration_that_a_relay_sends_late_is_refused(spanni
     with Client(spanning.home.address) as client:
         spanning.session = client.open_engine(spanning.spec)
         assert isinstance(failure(spanning.other.address, late), PeerRestarted)
-        control = Control(spanning.other.address, None)
+        control = BlockingControl(spanning.other.address)
         answer = control.register_cache(registration(spanning, home=spanning.home.address), 10)
         assert list(answer.missing_ranks) == [0]
         control.close()

@@ -18,6 +18,7 @@ from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import EngineIdInUse, EngineUnknown, PeerRestarted, TransferExpired, Unavailable, WrongSession
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.blocking_control import BlockingControl
 from tests.support.identifiers import unique_id
 from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import NodeServerProcess
@@ -146,7 +147,8 @@ def test_a_successor_that_waits_for_its_memory_changes_nothing_under_a_read() ->
 def test_only_the_session_secret_retires_an_engine_and_a_late_word_harms_no_successor(fabric: Fabric) -> None:
     client, name = fabric.client(), "secret"
     session = client.open_engine(spec(name))
-    control, token, stranger = client._homes.own, session.token, new_session_secret()
+    control = BlockingControl(fabric.address, control=client._homes.own)
+    token, stranger = session.token, new_session_secret()
 
     def retire(sender: pb.EngineRef, secret: bytes) -> None:
         told = [pb.Notification(retire=pb.Retire())]
@@ -167,7 +169,7 @@ def test_only_the_session_secret_retires_an_engine_and_a_late_word_harms_no_succ
         engine=engine_ref(token), session_secret=token.session_secret, role=pb.WATCH_ROLE_SCHEDULER
     )
     with pytest.raises(PeerRestarted):
-        next(control.typed(control.watch(request)))
+        next(control.watch(request))
     assert successor._sessions[name].publish("lives", {"full": Blocks([1])}).number == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,12 +15,13 @@ from kvferry._control import publications
 from kvferry._control.connection import Control
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publication_sender import PublicationSender
-from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
+from kvferry._control.publications import Publication, ReleaseOutcome
 from kvferry._control.publish import Publish
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import InvalidField, KvferryError, NotPublished, Unavailable, Unreachable
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.loops import PlayedLoop
 from tests.support.waiting import until
 
 AXES = ("kv", "block", "head", "token", "content")
@@ -35,32 +36,37 @@ class RefusingSession:
     patience = SOON
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.ended_steps: list[int] = []
         self.sent: list[pb.Notification] = []
 
-    def attempt(self, told: Sequence[pb.Notification], timeout: float) -> tuple[list[KvferryError], None]:
+    async def attempt(self, told: Sequence[pb.Notification], timeout: float) -> tuple[list[KvferryError], None]:
         self.sent += told
         return [InvalidField("blocks", 0, "others") for _ in told], None
 
-    def released(self) -> list[Release]:
-        return []
-
-    def ended(self, step: Step, error: KvferryError | None) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
         assert error is not None
-        self.ended_steps.append(step.message.step)
+        self.ended_steps.append(step.step)
         return True
 
 
-def test_steps_behind_a_refused_one_are_given_up_last_to_first() -> None:
+@pytest.fixture
+def loop() -> Iterator[PlayedLoop]:
+    made = PlayedLoop()
+    yield made
+    made.close()
+
+
+def test_steps_behind_a_refused_one_are_given_up_last_to_first(loop: PlayedLoop) -> None:
     """What is left of a publication always has its first step."""
     session = RefusingSession()
-    sender = PublicationSender(cast(HomeSession, session))
+    sender = PublicationSender(loop, cast(HomeSession, session))
     publication = Publication(1, "request", "reference")
-    with sender.lock:
+    with session.lock:
         for index in range(4):
-            sender.put(publication, Step(pb.Publish(publication=1, step=index, last=index == 3)))
+            sender.put(publication, pb.Publish(publication=1, step=index, last=index == 3))
     until(lambda: bool(sender.refused))
-    sender.close(SOON)
+    loop.run(sender.close(SOON))
     assert session.ended_steps == [3, 2, 1, 0]
 
 
@@ -78,28 +84,28 @@ class AwaySession(RefusingSession):
         self._accepted = accepted
         self.errors: list[KvferryError | None] = []
 
-    def attempt(self, told: Sequence[pb.Notification], timeout: float) -> tuple[list[Any], Any]:
+    async def attempt(self, told: Sequence[pb.Notification], timeout: float) -> tuple[list[Any], Any]:
         self.sent += told
         failure = None if self.errors else Unreachable("no way", retry_after=0.01, address="home")
         return [failure for _ in told], failure
 
-    def ended(self, step: Step, error: KvferryError | None) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
         self.errors.append(error)
         return not self._accepted
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_a_step_that_its_home_does_not_take_in_time_is_given_up(*, accepted: bool) -> None:
+def test_a_step_that_its_home_does_not_take_in_time_is_given_up(loop: PlayedLoop, *, accepted: bool) -> None:
     """Readers are told that it was, if the home may have offered it to them."""
     session = AwaySession(accepted=accepted)
-    sender = PublicationSender(cast(HomeSession, session))
+    sender = PublicationSender(loop, cast(HomeSession, session))
     publication = Publication(1, "request", "reference")
-    with sender.lock:
-        sender.put(publication, Step(pb.Publish(publication=1, last=True)))
+    with session.lock:
+        sender.put(publication, pb.Publish(publication=1, last=True))
     until(lambda: bool(session.errors))
     assert [type(error) for error in session.errors] == [NotPublished]
-    sender.close(SOON)
-    outcomes = [release.outcome for release in sender.take_released()]
+    loop.run(sender.close(SOON))
+    outcomes = [release.outcome for release in sender.take_refused()]
     assert outcomes == ([] if accepted else [ReleaseOutcome.ABORTED])
     aborts = [told.abort for told in session.sent if told.HasField("abort")]
     assert aborts == ([pb.Abort(publication=1, not_published=True)] if accepted else [])
@@ -126,7 +132,7 @@ def by_port(fabric: Fabric) -> tuple[Publication, Callable[[], Any], Callable[[]
     port, worker = SchedulerPort(client, SPEC), WorkerPort(client, SPEC)
     worker.register({"layer": np.zeros((2, 32, 1, 16, 4), np.float32)}, axes=AXES)
     publication = port.publish("request", {"full": Blocks([1])})
-    until(lambda: not port._publications._messages)
+    until(lambda: not port._publications._sender._messages)
     return publication, lambda: port.abort(publication), port.released
 
 
@@ -136,12 +142,12 @@ def test_an_abort_that_never_reached_its_home_is_told_to_the_next(
 ) -> None:
     notify, failed = Control.notify, threading.Event()
 
-    def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[pb.NotificationResult]:
+    async def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[pb.NotificationResult]:
         if any(told.HasField("abort") for told in request.notifications[:1]):
             # The abort alone, not a refill.
             failed.set()
             raise Unreachable("no way", retry_after=0.01, address="home")
-        return notify(control, request, timeout)
+        return await notify(control, request, timeout)
 
     monkeypatch.setattr(Control, "notify", call)
     # A restarted home releases nothing before the leases that it does not know have ended.
@@ -167,24 +173,34 @@ def test_steps_of_a_call_that_its_home_ends_with_an_error_stay_pinned_if_some_ma
 ) -> None:
     """The home may have acted on the first of several notifications; of a single one, it has refused the call. A step
     that stays pinned is withdrawn, also at the next home."""
+    refused, free = list[int](), threading.Event()
+    notify = Control.notify
+
+    async def refuse(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> Any:
+        published = [told.publish.publication for told in request.notifications if told.HasField("publish")]
+        if not published:
+            return await notify(control, request, timeout)
+        refused.extend(published)
+        raise InvalidField("notifications", 0, "others")
+
     with Fabric() as fabric:
         session = register(fabric).session._session
-        offered = [
-            session.offer(Publish(f"request-{index}", {"full": Blocks([index])})) for index in range(1, together + 1)
-        ]
-
-        def refuse(_: Control, __: pb.NotifyRequest, ___: float = 5.0) -> list[pb.NotificationResult]:
-            raise InvalidField("notifications", 0, "others")
-
+        session._loop.call(lambda: free.wait(SOON))
         with monkeypatch.context() as away:
             away.setattr(Control, "notify", refuse)
-            found, failure = session.attempt([pb.Notification(publish=step.message) for _, step in offered], SOON)
-        assert isinstance(failure, InvalidField)
-        taken_back = [session.ended(step, error) for (_, step), error in zip(offered, found, strict=True)]
-        assert taken_back == [together == 1] * together
+            numbers = [
+                session.publish_later(Publish(f"request-{index}", {"full": Blocks([index])})).number
+                for index in range(1, together + 1)
+            ]
+            free.set()
+            until(lambda: not session._sender._messages)
+        assert refused == numbers
         told = [notification.abort for notification in session._offers.snapshot().notifications]
         aborts = [abort.publication for abort in told if abort.not_published]
-        assert aborts == ([] if together == 1 else [publication.number for publication, _ in offered])
+        assert aborts == ([] if together == 1 else numbers)
+        released = session.released(now() + SOON)
+        assert {release.publication for release in released} <= set(numbers)
+        assert all(release.local is (together == 1) for release in released)
 
 
 def test_blocks_stay_pinned_without_a_home_for_as_long_as_a_lease_may_last(monkeypatch: pytest.MonkeyPatch) -> None:

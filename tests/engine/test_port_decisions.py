@@ -19,9 +19,9 @@ from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish, PublishMore
+from kvferry._loop import Loop
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
-from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
 from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
@@ -57,6 +57,9 @@ class Below:
         self.refusal: KvferryError | None = None
         self.transport = self
         self.homes = SimpleNamespace(get={"home:1": HOME}.__getitem__)
+        self.shares = self
+        # No coroutine of a share runs.
+        self.loop = Loop()
         self.ended: Callable[[RankRead], None]
         self.quiesced: Callable[[RankRead], None]
 
@@ -72,11 +75,8 @@ class Below:
         self.announced.append((token, timeout))
         return cast(Cache, self)
 
-    def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
+    def start(self, read: RankRead, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> None:
         self.ended, self.quiesced = ended, quiesced
-        return cast(RankReads, self)
-
-    def start(self, read: RankRead) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.started.append(read.order)
@@ -124,14 +124,15 @@ class World:
             transfer.landed(10)
         else:
             transfer.fail(error)
-        read._transfer, read.ended, read.error = transfer, True, error
+        read.begin(lambda: transfer)
+        read.ended, read.error = True, error
         assert read.quiet is quiet
         self.below.ended(read)
         return read
 
     def quiesce(self, read: RankRead) -> None:
-        assert read._transfer is not None
-        read._transfer.fenced()
+        assert read.transfer is not None
+        read.transfer.fenced()
         self.below.quiesced(read)
 
 
@@ -165,7 +166,7 @@ def test_a_worker_that_waits_is_woken_by_the_end_of_a_share_and_by_quiet(world: 
 
 def test_the_end_of_a_share_that_comes_as_a_workers_wait_ends_is_told(world: World) -> None:
     world.port.start(grant())
-    world.port._news = LateNews(lambda: world.end("one"))
+    world.port._news._told = LateNews(lambda: world.end("one"))
     assert world.port.wait_news(0.0)
 
 
@@ -370,17 +371,15 @@ class Scheduler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads, self.publishing, self.session = Recorder(), Recorder(), Recorder()
         self.made: list[tuple[Any, ...]] = []
-        writes = SimpleNamespace(writes=lambda: "writes")
-        home_session = SimpleNamespace(block_use=writes)
-        vars(self.session).update(token="token", engine_reference="engine", _session=home_session)
+        vars(self.publishing).update(block_use=SimpleNamespace(writes=lambda: "writes"))
+        vars(self.session).update(token="token", engine_reference="engine", _session=self.publishing)
 
         def made(*arguments: Any, **options: Any) -> Recorder:
             self.made.append((*arguments, options))
             return self.reads
 
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
-        monkeypatch.setattr("kvferry.engine.scheduler.PublicationSender", lambda _: self.publishing)
-        runtime = SimpleNamespace(lease_holder=lambda _: "holder", reads="meter")
+        runtime = SimpleNamespace(loop="loop", lease_holder=lambda _: "holder", reads="meter")
         monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
         self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
 
@@ -395,7 +394,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     port = scheduler.port(max_waiting=1, hold_until_quiet=True)
-    assert scheduler.made == [(SPEC, "holder", "writes", 1, {"hold_until_quiet": True, "meter": "meter"})]
+    assert scheduler.made == [("loop", SPEC, "holder", "writes", 1, {"hold_until_quiet": True, "meter": "meter"})]
     assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, "token", "engine")
     for wrong in ({"max_waiting": 0}, {"max_waiting": "1"}, {"hold_until_quiet": "no"}):
         with pytest.raises(InvalidField, match=next(iter(wrong))):
@@ -440,7 +439,7 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     assert reads.last() == ("collect", (WorkerOutput(1),), {})
     assert port.cancels() == ["one"]
     publication = Publication(1, "mine", "reference")
-    publishing.answers = {"publish": publication, "take_released": ["released"]}
+    publishing.answers = {"publish_later": publication, "released": ["released"]}
     assert (
         port.publish(
             "mine",
@@ -454,12 +453,12 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
         is publication
     )
     options: dict[str, Any] = {"last": False, "expected_reads": 3, "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == ("publish", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
+    assert publishing.last() == ("publish_later", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
     port.publish_more(publication, LOCAL, last=False, layers=["b", "a"], prompt=PROMPT)
     more = PublishMore(publication, LOCAL, last=False, layers=("a", "b"), prompt=PROMPT)
-    assert publishing.last() == ("publish_more", (more,), {})
+    assert publishing.last() == ("publish_more_later", (more,), {})
     port.abort(publication)
-    assert publishing.last() == ("abort", (publication,), {})
+    assert publishing.last() == ("abort_later", (publication,), {})
     assert cast(Any, port.released()) == ["released"]
 
 
@@ -467,13 +466,13 @@ def test_a_scheduler_counts(scheduler: Scheduler) -> None:
     port = scheduler.port()
     counts = {"done": 1, "failed": 2, "cancelled": 3, "expired": 4, "refused": 5, "disputed": 7}
     vars(scheduler.reads).update(counts=counts, bytes=6)
-    scheduler.reads.answers["stages"] = {
+    scheduler.reads.answers["counted"] = {
         stage: 10 + place
         for place, stage in enumerate(
             (ReadStage.WAITING, ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING, ReadStage.ENDED)
         )
     }
-    vars(scheduler.publishing).update(published=20, released=21, refused=22)
+    scheduler.publishing.answers["counts"] = (20, 21, 22)
     found = port.stats()
     assert (found.done, found.failed, found.cancelled, found.expired, found.not_granted, found.bytes) == (*range(1, 7),)
     assert found.disputed == 7
@@ -487,4 +486,3 @@ def test_a_schedulers_end_ends_all_in_turn(scheduler: Scheduler) -> None:
     port.close(0.0)
     assert scheduler.reads.last() == ("close", (0.0,), {})
     assert scheduler.publishing.last() == ("close", (0.0,), {})
-    assert scheduler.session.last() == ("close", (), {})

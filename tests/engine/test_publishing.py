@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -33,7 +34,7 @@ from tests.support.waiting import until
 AXES = ("kv", "block", "head", "token", "content")
 SOON = 30.0
 
-Notify: TypeAlias = Callable[[Control, pb.NotifyRequest, float], list[pb.NotificationResult]]
+Notify: TypeAlias = Callable[[Control, pb.NotifyRequest, float], Awaitable[list[pb.NotificationResult]]]
 
 
 class Calls:
@@ -50,7 +51,7 @@ class Calls:
         self.refuse_abort: Callable[[int], KvferryError | None] = lambda _: None
         self.aborts = 0
 
-    def __call__(
+    async def __call__(
         self, control: Control, request: pb.NotifyRequest, timeout: float = 5.0
     ) -> list[pb.NotificationResult]:
         published = [told.publish for told in request.notifications if told.HasField("publish")]
@@ -59,13 +60,13 @@ class Calls:
             self.timeouts.append(timeout)
             self.sent.append([(step.publication, step.step) for step in published])
             self.begun.set()
-            assert self.go.wait(SOON)
+            assert await asyncio.to_thread(self.go.wait, SOON)
             if failure := self.fail(call):
                 raise failure
         changed = [self.changed(call, told) for told in request.notifications]
         kept = [told for told, error in zip(request.notifications, changed, strict=True) if error is None]
         passed = pb.NotifyRequest(sender=request.sender, session_secret=request.session_secret, notifications=kept)
-        answers = iter(self.notify(control, passed, timeout) if kept else [])
+        answers = iter(await self.notify(control, passed, timeout) if kept else [])
         results = [
             next(answers) if error is None else pb.NotificationResult(error=to_notification_error(error))
             for error in changed
@@ -258,10 +259,10 @@ def test_a_home_that_takes_steps_behind_one_that_it_refused_may_have_all(port: S
     number = steps(port, 2, 3).number
     notify = calls.notify
 
-    def lie(control: Control, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
+    async def lie(control: Control, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
         if [told.publish.step for told in request.notifications] == [1]:
             return [pb.NotificationResult(published=pb.Published())]
-        return notify(control, request, timeout)
+        return await notify(control, request, timeout)
 
     calls.notify = lie
     refusal = InvalidField("groups", "none", "some")

@@ -21,12 +21,13 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter
+from kvferry._tracing import Span
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
     BadBlock,
+    Closed,
     InvalidField,
-    KvferryError,
     LimitReached,
     PublicationStale,
     TransferCancelled,
@@ -37,6 +38,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.engine.late_news import LateNews
+from tests.support.loops import PlayedLoop
 from tests.support.played_home import PlayedHome, Verdict
 
 RANKS = 2
@@ -51,33 +53,40 @@ class World:
     def __init__(
         self, *, hold_until_quiet: bool = False, max_waiting: int = 4, confirm: Confirm = Confirm.BEFORE
     ) -> None:
-        self.now = BEGAN
-        self.home = PlayedHome(lambda: self.now, confirm)
+        self.loop = PlayedLoop(BEGAN)
+        self.home = PlayedHome(self.loop, confirm)
         self.use = BlockUse(SPEC.groups)
-        holder = cast(LeaseHolder, self.home)
         self.reads = Reads(
-            SPEC, holder, self.use.writes(), max_waiting, hold_until_quiet=hold_until_quiet, meter=ReadMeter()
+            self.loop,
+            SPEC,
+            cast(LeaseHolder, self.home),
+            self.use.writes(),
+            max_waiting,
+            hold_until_quiet=hold_until_quiet,
+            meter=ReadMeter(),
         )
         self.lease = ReaderLease(b"l" * 16, BEGAN, LEASE, 10.0)
 
-    def answer(self, answer: Acquired | KvferryError | None = None, text: str = "reference") -> None:
+    @property
+    def now(self) -> float:
+        return self.loop.now()
+
+    @now.setter
+    def now(self, time: float) -> None:
+        self.loop.still = time
+
+    def answer(
+        self, answer: Acquired | Exception | None = None, text: str = "reference", *, complete: bool = True
+    ) -> None:
         source = pb.EngineRef(engine_id="prefill", incarnation=b"i" * 16)
-        with self.home.changed:
-            self.home.answers[text] = answer or Acquired(self.lease, source, "theirs", dict(BLOCKS), b"payload")
-            self.home.changed.notify_all()
+        granted = Acquired(self.lease, source, "theirs", dict(BLOCKS), b"payload", complete=complete)
+        self.home.answer(text, answer or granted)
 
-    def until(self, stage: ReadStage) -> None:
-        ended = threading.Event()
-        for _ in range(2000):
-            if self.reads.stages()[stage]:
-                return
-            ended.wait(0.01)
-        raise AssertionError(f"no read is {stage}: {self.reads.stages()}")
-
-    def granted(self, request: str = "mine") -> None:
+    def granted(self, request: str = "mine", *, complete: bool = True) -> None:
         self.reads.acquire(request, "reference", 0, TIMEOUT)
-        self.answer()
-        self.until(ReadStage.GRANTED)
+        self.answer(complete=complete)
+        self.look()
+        assert self.reads.stages()[ReadStage.GRANTED]
 
     def reading(self) -> str:
         """A read that all ranks have begun; its id."""
@@ -94,9 +103,9 @@ class World:
         return found
 
     def busy(self) -> threading.Event:
-        """The queue's thread does nothing else until the event is set."""
+        """The loop does nothing else until the event is set."""
         free = threading.Event()
-        self.reads._work.do(lambda: cast(None, free.wait(30)))
+        self.loop.call(lambda: free.wait(30))
         return free
 
     def ends(self, read_id: str, rank: int, error: str = "", *, quiet: bool = True, size: int = 10) -> None:
@@ -104,9 +113,11 @@ class World:
         self.reads.collect(WorkerOutput(rank, (end,) if end.ok else (), () if end.ok else (end,)))
 
     def look(self) -> None:
-        self.reads._reads._look()
+        """Have everything happen that is due."""
+        self.loop.turn()
 
     def finished(self) -> list[ReadEnd]:
+        self.look()
         return list(self.reads.take_finished().reads)
 
     def free(self) -> bool:
@@ -119,18 +130,17 @@ class World:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+def make() -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
     def world(**options: Any) -> World:
         made.append(World(**options))
-        for module in ("kvferry.engine.scheduler_reads", "kvferry._reads.leased_reads"):
-            monkeypatch.setattr(f"{module}.now", lambda: made[-1].now)
         return made[-1]
 
     yield world
     for one in made:
         one.reads.close(20)
+        one.loop.close()
 
 
 @pytest.fixture
@@ -150,7 +160,7 @@ def test_a_read_counts_if_its_last_rank_ended_before_the_lease(world: World, lat
     assert [report.rank for report in world.home.reports[0]] == [0, 1]
     if counts:
         assert world.finished() == []
-        world.home.answered[0](pb.VERDICT_VALID)
+        world.home.judge(pb.VERDICT_VALID)
     (end,) = world.finished()
     assert (end.error is None, end.confirmed, end.quiet, end.ranks, end.bytes) == (counts, counts, True, 2, 20)
     assert isinstance(end.error, TransferExpired) is not counts
@@ -173,11 +183,11 @@ def test_the_home_has_its_say(world: World, verdict: Verdict, *, good: bool, con
     for rank in range(RANKS):
         world.ends(read_id, rank)
     assert world.home.heard("report")
-    world.home.answered[0](verdict)
+    world.home.judge(verdict)
     (end,) = world.finished()
     assert (end.error is None, end.confirmed) == (good, confirmed)
     # What comes later changes nothing.
-    world.home.answered[0](pb.VERDICT_EXPIRED)
+    world.home.judge(pb.VERDICT_EXPIRED)
     world.look()
     assert world.finished() == []
 
@@ -196,9 +206,9 @@ def test_what_the_home_says_after_the_end_is_an_audit(
     assert (end.error, end.confirmed, end.lost) == (None, False, {})
     assert world.free()
     assert world.home.heard("report", "drop")
-    world.reads.wait_news(0)
-    world.home.answered[0](verdict)
-    assert world.reads.wait_news(0) == disputed
+    world.reads.news.wait(0)
+    world.home.judge(verdict)
+    assert world.reads.news.wait(0) == disputed
     found = world.reads.take_finished()
     assert (bool(found), found.reads) == (disputed, ())
     assert [(late.request_id, late.read_id, late.lost) for late in found.disputed] == (
@@ -206,7 +216,7 @@ def test_what_the_home_says_after_the_end_is_an_audit(
     )
     assert all(isinstance(late.error, TransferExpired) for late in found.disputed)
     assert dict(world.reads.counts) == {"done": 1, **({"disputed": 1} if disputed else {})}
-    world.home.answered[0](verdict)
+    world.home.judge(verdict)
     assert not world.reads.take_finished()
 
 
@@ -224,7 +234,7 @@ def test_the_ends_of_several_reads_are_reported_in_one_call(world: World) -> Non
     calls: list[int] = []
     report = world.home.report
 
-    def counted(home: Control, reports: Sequence[ReadReport]) -> None:
+    def counted(home: Control, reports: Sequence[ReadReport], span: Span) -> None:
         calls.append(len(reports))
         report(home, reports)
 
@@ -246,9 +256,9 @@ def test_an_end_that_no_report_can_tell_keeps_back_no_other(world: World) -> Non
     free.set()
     assert world.home.heard("report", "report", "drop")
     assert [end.read_id for end in world.finished()] == [read_ids[1]]
-    for answered in world.home.answered:
-        answered(pb.VERDICT_VALID)
-    assert [end.read_id for end in world.finished()] == [read_ids[0], read_ids[2]]
+    for report in range(2):
+        world.home.judge(pb.VERDICT_VALID, report)
+    assert {end.read_id for end in world.finished()} == {read_ids[0], read_ids[2]}
 
 
 def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: World) -> None:
@@ -266,18 +276,22 @@ def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: Wor
 
 
 def test_the_time_for_the_verdict_runs_from_the_report(world: World) -> None:
+    """Between the end of a read and its report the machine may have been paused: only the home can know."""
+    report = world.home.report
+
+    def paused(home: Control, reports: Sequence[ReadReport], span: Span) -> None:
+        world.now += VERDICT_TIMEOUT + ANSWER_GRACE
+        report(home, reports)
+
+    world.home.report = paused  # type: ignore[assignment, method-assign]
     read_id = world.reading()
-    free = world.busy()
     for rank in range(RANKS):
         world.ends(read_id, rank)
-    world.now += VERDICT_TIMEOUT + ANSWER_GRACE
-    world.look()
-    assert world.finished() == []
-    free.set()
     assert world.home.heard("report")
-    world.home.answered[0](pb.VERDICT_VALID)
+    assert world.finished() == []
+    world.home.judge(pb.VERDICT_EXPIRED)
     (end,) = world.finished()
-    assert end.confirmed
+    assert isinstance(end.error, TransferExpired)
 
 
 def test_a_home_that_is_never_heard_is_waited_for_so_long_and_no_longer(world: World) -> None:
@@ -376,6 +390,7 @@ def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: Wo
     assert not world.reads.take_finished()
     assert not world.free()
     world.ends(read_id, 0, "TransferCancelled")
+    world.look()
     found = world.reads.take_finished()
     assert [end.quiet for end in found.reads] == [True]
     assert found.quiesced == ()
@@ -422,7 +437,7 @@ def test_a_rank_ends_a_read_once_and_only_ranks_that_exist_do(world: World) -> N
     assert world.finished() == []
     world.ends(read_id, 1)
     assert world.home.heard("report")
-    world.home.answered[0](pb.VERDICT_VALID)
+    world.home.judge(pb.VERDICT_VALID)
     assert [end.error for end in world.finished()] == [None]
 
 
@@ -498,7 +513,7 @@ def test_what_is_refused_is_told_once(world: World) -> None:
     with pytest.raises(WrongState, match="is waiting for its source"):
         world.reads.attach("mine", {}, None, allow_overlap=False)
     world.answer(PublicationStale("gone"))
-    world.until(ReadStage.REFUSED)
+    world.look()
     with pytest.raises(PublicationStale):
         world.reads.granted("mine")
     assert not world.reads.stages()
@@ -511,9 +526,9 @@ def test_news_names_the_requests_that_were_granted_or_refused_each_once(world: W
         world.reads.acquire(request, request, 0, TIMEOUT)
     assert world.reads.take_changed() == []
     world.answer(text="granted")
-    world.until(ReadStage.GRANTED)
+    world.look()
     world.answer(PublicationStale("gone"), text="refused")
-    world.until(ReadStage.REFUSED)
+    world.look()
     world.reads.cancel("cancelled")
     assert world.reads.take_changed() == ["granted", "refused"]
     assert world.reads.take_changed() == []
@@ -526,13 +541,11 @@ def test_news_forgets_a_request_that_is_given_up(world: World) -> None:
     assert world.reads.take_changed() == []
 
 
-def test_news_names_a_granted_request_whose_source_has_published_more(make: Callable[..., World]) -> None:
-    world = make()
-    world.granted()
+def test_news_names_a_granted_request_whose_source_has_published_more(world: World) -> None:
+    world.granted(complete=False)
     world.reads.take_changed()
-    [read] = world.reads._by_id.values()
-    with world.reads._lock:
-        world.reads.on_more(read, MoreBlocks({"full": Blocks([5], 32, 48)}, b"", complete=False))
+    world.home.step("reference", MoreBlocks({"full": Blocks([5], 32, 48)}, b"", complete=False))
+    world.look()
     assert world.reads.take_changed() == ["mine"]
 
 
@@ -550,7 +563,7 @@ def test_news_of_a_request_outlives_an_earlier_read_of_the_same_name(world: Worl
     earlier = world.reading()
     world.ends(earlier, 0, "TransferFailed", quiet=False)
     world.ends(earlier, 1)
-    world.until(ReadStage.ENDED)
+    world.look()
     world.reads.take_changed()
     world.granted()
     world.reads.collect(WorkerOutput(0, quiesced=(earlier,)))
@@ -566,7 +579,7 @@ def test_no_more_reads_wait_than_may_and_one_that_is_granted_or_given_up_waits_n
     with pytest.raises(LimitReached):
         world.reads.acquire("three", "three", 0, TIMEOUT)
     world.answer(text="one")
-    world.until(ReadStage.GRANTED)
+    world.look()
     world.reads.cancel("two")
     for request in ("three", "four"):
         world.reads.acquire(request, request, 0, TIMEOUT)
@@ -576,30 +589,35 @@ def test_no_more_reads_wait_than_may_and_one_that_is_granted_or_given_up_waits_n
 
 def test_the_end_of_a_read_that_comes_as_a_schedulers_wait_ends_is_told(world: World) -> None:
     read_id = world.reading()
-    assert world.reads.wait_news(30.0)
+    assert world.reads.news.wait(30.0)
     world.ends(read_id, 0)
-    world.reads._news = LateNews(lambda: world.ends(read_id, 1, "TransferFailed"))
-    assert world.reads.wait_news(0.0)
+
+    def ends() -> None:
+        world.ends(read_id, 1, "TransferFailed")
+        world.look()
+
+    world.reads.news._told = LateNews(ends)
+    assert world.reads.news.wait(0.0)
 
 
 def test_a_scheduler_that_waits_is_woken_by_a_grant_an_end_a_refusal_and_quiet(world: World) -> None:
     reads = world.reads
-    assert not reads.wait_news(0.0)
+    assert not reads.news.wait(0.0)
     read_id = world.reading()
-    assert reads.wait_news(30.0)
-    assert not reads.wait_news(0.0)
+    assert reads.news.wait(30.0)
+    assert not reads.news.wait(0.0)
     world.ends(read_id, 0)
-    assert not reads.wait_news(0.0)
+    assert not reads.news.wait(0.0)
     world.ends(read_id, 1, "TransferFailed", quiet=False)
-    assert reads.wait_news(30.0)
+    assert reads.news.wait(30.0)
     assert world.finished()
-    assert not reads.wait_news(0.0)
+    assert not reads.news.wait(0.0)
     reads.collect(WorkerOutput(1, quiesced=(read_id,)))
-    assert reads.wait_news(30.0)
+    assert reads.news.wait(30.0)
     assert reads.take_finished().quiesced == ("mine",)
     reads.acquire("other", "other", 0, TIMEOUT)
     world.answer(PublicationStale("gone"), "other")
-    assert reads.wait_news(30.0)
+    assert reads.news.wait(30.0)
     with pytest.raises(PublicationStale):
         reads.granted("other")
 
@@ -668,7 +686,7 @@ def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
     with pytest.raises(LimitReached):
         world.reads.acquire("three", "three", 0, TIMEOUT)
     world.answer(text="one")
-    world.until(ReadStage.GRANTED)
+    world.look()
     # What is granted waits no longer.
     world.reads.acquire("three", "three", 0, TIMEOUT)
     assert world.reads.stages() == {ReadStage.WAITING: 2, ReadStage.GRANTED: 1}
@@ -678,5 +696,58 @@ def test_close_waits_until_those_that_waited_have_told_their_homes(world: World)
     """A lease that was accepted pins its source until its home hears of its end."""
     for request in ("mine", "another"):
         world.reads.acquire(request, "reference", 0, TIMEOUT)
+    world.look()
     world.reads.close(20)
     assert world.home.said == ["gave up", "gave up", "closed"]
+
+
+def test_close_ends_reads_under_way_and_gives_their_leases_back(world: World) -> None:
+    """Ranks may still write, until their reports say otherwise."""
+    reading = world.reading()
+    world.granted("granted")
+    world.reads.acquire("waits", "nobody", 0, TIMEOUT)
+    world.look()
+    world.reads.close(20)
+    assert world.home.heard("gave up", *("drop", "cancel") * 2, "closed")
+    (end,) = world.finished()
+    assert (end.read_id, end.quiet, end.lost) == (reading, False, {"full": (20, 7)})
+    assert isinstance(end.error, TransferCancelled)
+    assert not world.free()
+    with pytest.raises(TransferCancelled):
+        world.reads.granted("granted")
+    for rank in range(RANKS):
+        world.ends(reading, rank, "TransferCancelled")
+    assert world.reads.take_finished().quiesced == ("mine",)
+    assert world.free()
+
+
+def test_reads_whose_client_is_closed_end(world: World) -> None:
+    """An engine that still asks for them would wait without end."""
+    reading = world.reading()
+    for rank in range(RANKS):
+        world.ends(reading, rank)
+    assert world.home.heard("report")
+    world.reads.acquire("waits", "nobody", 0, TIMEOUT)
+    world.look()
+    world.loop.close()
+    # The home has not said that its lease had ended.
+    (end,) = world.reads.take_finished().reads
+    assert (end.error, end.confirmed, end.quiet) == (None, False, True)
+    with pytest.raises(TransferCancelled):
+        world.reads.granted("waits")
+    with pytest.raises(Closed):
+        world.reads.acquire("late", "nobody", 0, TIMEOUT)
+    world.reads.close(20)
+
+
+def test_a_grant_that_cannot_be_taken_ends_the_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(world.reads, "on_granted", fails)
+    world.reads.acquire("mine", "reference", 0, TIMEOUT)
+    world.answer()
+    assert world.home.heard("drop", "cancel")
+    world.look()
+    with pytest.raises(TransferFailed, match="a bug"):
+        world.reads.granted("mine")

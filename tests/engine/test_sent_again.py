@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -29,18 +30,18 @@ def test_what_was_released_is_not_published_again_to_a_restarted_home(monkeypatc
     """The home accepts a publication and dies before its answer arrives, but after the release."""
     notify, released, attempts, begun = Control.notify, threading.Event(), list[int](), threading.Event()
 
-    def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[pb.NotificationResult]:
+    async def call(control: Control, request: pb.NotifyRequest, timeout: float = 5.0) -> list[pb.NotificationResult]:
         told = request.notifications[0]
         if told.HasField("publish"):
             attempts.append(told.publish.publication)
-        answers = notify(control, request, timeout)
+        answers = await notify(control, request, timeout)
         if told.HasField("publish") and not released.is_set():
-            assert released.wait(SOON)
+            assert await asyncio.to_thread(released.wait, SOON)
             raise Unreachable("no answer", retry_after=0.5, address="home")
         if released.is_set() and told.resync.phase == pb.RESYNC_PHASE_BEGIN:
             # The refill of the new home has begun, and ends when nothing waits to be sent again.
             begun.set()
-            until(lambda: not port._publications._messages)
+            await asyncio.to_thread(until, lambda: not port._publications._sender._messages)
         return answers
 
     with Fabric() as fabric:

@@ -19,6 +19,7 @@ from kvferry.geometry.tensors import Holding, planes_of
 from kvferry.planner import plan_read
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.integrity.definition import sum_of
+from tests.support.loops import PlayedLoop
 
 HEADS = 4
 GROUP = Group("full", block_tokens=4, num_blocks=8)
@@ -31,7 +32,7 @@ class PartlyKnowing:
     def __init__(self, heads: Interval, memory: np.ndarray[Any, np.dtype[np.uint8]], wrong: int | None) -> None:
         self.heads, self.memory, self.wrong = heads, memory, wrong
 
-    def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
+    async def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
         found = []
         for query in request.queries:
             for plane in query.planes:
@@ -71,7 +72,12 @@ def verify(heads: Interval, wrong: int | None = None) -> tuple[int, int]:
         deadline=now() + SOON,
         check=lambda: None,
     )
-    found = Verifier(pb.EngineRef(engine_id="e"), RankMemory(), IntegrityOptions("full")).verify(arrived)
+    loop = PlayedLoop()
+    try:
+        verifier = Verifier(loop, pb.EngineRef(engine_id="e"), RankMemory(), IntegrityOptions("full"))
+        found = loop.run(verifier.verify(arrived))
+    finally:
+        loop.close()
     return found.verified, found.unverified
 
 

@@ -1,5 +1,5 @@
-"""Destination engines: the shipped lease and verdict, and around them the calls of `Acquirer`, `Renewals` and `Reader`.
-Their ranks copy piece by piece, when the machine chooses so."""
+"""Destination engines: the shipped lease and verdict, and around them the calls of `Acquisition`, `Renewals` and
+`LeasedReads`. Their ranks copy piece by piece, when the machine chooses so."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ class Share:
     # The end.
 
     def _finish(self) -> None:
-        """As `Reader._move` after its transfer is done."""
+        """As `LeasedReads._conclude`."""
         lease, ended_at = cast(ReaderLease, self.lease), cast(float, self.ended_at)
         if judge(ended_at, lease.deadline, None) is Judgement.EXPIRED:
             self._report(pb.RANK_OUTCOME_EXPIRED, lambda _: None)

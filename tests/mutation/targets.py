@@ -38,12 +38,11 @@ DEFENCE = ("tests/transport/test_defence.py",)
 FOOTPRINT = ("tests/planner/test_footprint.py", "tests/planner/test_large_caches.py")
 LINKS = ("tests/transport/test_link_decisions.py",)
 STEPS = ("tests/control/test_granted_steps.py",)
-WAITS = ("tests/control/test_waits.py",)
 AGAIN = ("tests/control/test_reacquisition.py",)
 HOLDER = ("tests/control/test_lease_holder.py", "tests/control/test_telling.py")
 ACQUISITION = ("tests/control/test_acquisition.py",)
 READ_BLOCKS = ("tests/server/servicers/test_read_blocks.py",)
-WORK = ("tests/engine/test_work_queue.py",)
+LOOP = ("tests/control/test_loop.py",)
 OWN_READS = ("tests/reads/test_cache_reads.py",)
 READ_ENDINGS = ("tests/e2e/test_read_endings.py",)
 HOSTILE = ("tests/api/test_hostile_arguments.py",)
@@ -71,7 +70,6 @@ WATCHES = ("tests/control/test_watches.py", "tests/control/test_hostile_homes.py
 TOLD = ("tests/control/test_telling.py", "tests/control/test_lease_holder.py", "tests/control/test_hostile_homes.py")
 STEP_ORDERS = ("tests/engine/test_step_orders.py",)
 PARTS = ("tests/planner/test_request_parts.py", "tests/planner/test_missing_groups.py")
-LATE = ("tests/testing/test_late_grants.py",)
 SLICES = ("tests/server/home/test_time_slices.py",)
 ROTATION = ("tests/server/home/test_whose_turn.py",)
 ACKNOWLEDGED = ("tests/control/test_acknowledgements.py",)
@@ -199,24 +197,13 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/home/watch.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
-    "client/kvferry/_control/acquirer.py": Target((ACQUISITION, CONTROL)),
-    "client/kvferry/_control/acquisition.py": Target((ACQUISITION, CONTROL)),
+    "client/kvferry/_control/acquisition.py": Target((ACQUISITION, AGAIN, CONTROL)),
     "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
-    "client/kvferry/_control/reacquisition.py": Target((AGAIN, ACQUISITION)),
-    "client/kvferry/_control/waits.py": Target(
-        (WAITS, ACQUISITION),
-        {
-            "Waits.__init__: 0 -> 1": ANY_NUMBER,
-            "Waits.begin: 1 -> 2": ANY_NUMBER,
-            "Waits.ends: 1 -> 2": ANY_NUMBER,
-            "Waits.begin: 1 -> 0": "each begins when the one before has ended, which has moved the number on",
-        },
-    ),
     "client/kvferry/_control/lease_holder.py": Target(
         (HOLDER, CONTROL),
-        {"LeaseHolder.report.on_result: result is not None and ended -> ended": FOR_THE_TYPE},
+        {"_verdict: result is not None and ended -> ended": FOR_THE_TYPE},
     ),
-    "client/kvferry/_work_queue.py": Target((WORK, ENGINE_READS)),
+    "client/kvferry/_loop.py": Target((LOOP, ENGINE_READS)),
     "client/kvferry/_control/judgement.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
     "client/kvferry/_control/renewals.py": Target(
@@ -304,19 +291,17 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/planner/compatibility.py": Target((COMPLETE, DECLARED, REFUSALS)),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
     "client/kvferry/_reads/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
-    "client/kvferry/_reads/looks.py": Target((LATE,)),
     "client/kvferry/_reads/checksum_publisher.py": Target((VERIFIED,)),
     "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
-    "client/kvferry/_control/home_session.py": Target((SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
+    "client/kvferry/_control/home_session.py": Target((ACKNOWLEDGED, SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
     "client/kvferry/_prompt.py": Target((PROMPTS, RIGHT_PROMPT, HOSTILE)),
     "client/kvferry/_control/marker.py": Target((RIGHT_PROMPT, OFFERS)),
     "client/kvferry/_control/right_prompt.py": Target(
         (RIGHT_PROMPT,), {"ReaderPrompt._error: 3 -> 4": "how many ends a message shows"}
     ),
-    "client/kvferry/_control/acknowledger.py": Target((ACKNOWLEDGED, WATCHES, SENT_AGAIN)),
     "client/kvferry/_control/watcher.py": Target((WATCHES,)),
-    "client/kvferry/_control/teller.py": Target((TOLD,)),
+    "client/kvferry/_control/notifier.py": Target((TOLD,)),
     "server/kvferry_server/domain/router_keys.py": Target((ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/domain/routing.py": Target((ROUTERS, FABRIC_ROUTERS)),
     "server/kvferry_server/home/time_slices.py": Target(

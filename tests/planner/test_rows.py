@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.planner import plan_read
 from kvferry.planner.lane import Lane
-from kvferry.planner.rows import Cut, Loop, loops_of, rows_of
+from kvferry.planner.rows import Cut, RowLoop, loops_of, rows_of
 from tests.support.geometries import Layout, engine, tensors
 from tests.support.simulated_memories import address
 
@@ -119,7 +119,7 @@ def test_an_extent_holds_the_bytes_of_planes_that_interleave(seed: int) -> None:
     assert joined == {True, False}
 
 
-def steps(loop: Loop) -> list[Cell]:
+def steps(loop: RowLoop) -> list[Cell]:
     """What a loop copies."""
     return [
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.transfer import Transfer
 from kvferry._transport.transport import TransferPart, Transport
-from kvferry._work_queue import WorkQueue
+from kvferry.errors import TransferFailed
 from kvferry.geometry import Blocks, Group
 from kvferry.geometry.blocks import Unfinished, joined
 from kvferry.planner.expansion import SourceDescriptors
+from tests.support.loops import PlayedLoop
 
 LONG = 600.0
 LEASE = SchedulersLease(b"l" * 16)
@@ -42,6 +44,7 @@ class PlayedRank:
         self.quiesced: list[RankRead] = []
         self.transfers: list[Transfer] = []
         self.asked: list[str] = []
+        self.closed = False
         self.answers: dict[str, SourceEngine | Exception] = {}
         self.said: list[str] = []
         self.parts: list[Sequence[TransferPart]] = []
@@ -55,35 +58,38 @@ class PlayedRank:
         self.size = 10
         self.verified: list[Arrived] = []
         self.verify: Callable[[Arrived], None] = self.verified.append
-        self.work = WorkQueue("kvferry-test-rank")
+        self.loop = PlayedLoop()
         self.reads = RankReads(
+            self.loop,
             cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how))),
             cast(SourceEngines, self),
             RankMemory(),
-            cast(Verifier, SimpleNamespace(verify=lambda arrived: self.verify(arrived))) if verifies else None,
-            self.work,
-            self.tell(self.ended),
-            self.tell(self.quiesced),
+            cast(Verifier, SimpleNamespace(verify=self.compare)) if verifies else None,
             ShareMeter(),
         )
+        self.tell_ended, self.tell_quiesced = self.tell(self.ended), self.tell(self.quiesced)
 
     # What stands in for sources and the transport.
 
     def known(self, *source: object) -> SourceEngine | None:
         return self.known_sources.get(source)
 
-    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> SourceEngine:
+    async def get(self, _: Control, __: str, ___: bytes, reference: str, *____: object) -> SourceEngine:
         with self.changed:
             self.asked.append(reference)
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: reference in self.answers, 30)
-            answer = self.answers[reference]
+        answer = await asyncio.to_thread(self.answered, reference)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def gone(self, *_: object) -> None:
-        self.said.append("gone")
+    def answered(self, reference: str) -> SourceEngine | Exception:
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or reference in self.answers, 30)
+            return self.answers.get(reference, TransferFailed("nobody has answered"))
+
+    async def compare(self, arrived: Arrived) -> None:
+        await self.loop.on_thread(lambda: self.verify(arrived), "kvferry-verify-test")
 
     def failed(self, *_: object) -> None:
         self.said.append("failed")
@@ -152,23 +158,24 @@ class PlayedRank:
             f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, self.first,
             Wanted(BLOCKS, (3, 5), tails=tails), now() + within, complete=complete,
         )  # fmt: skip
-        read = RankRead(order)
-        self.reads.start(read)
+        read = RankRead(self.loop, order)
+        self.reads.start(read, lambda share: self.tell_ended(share), lambda share: self.tell_quiesced(share))
         return read
 
     def worked(self) -> None:
-        """Wait until the thread of the shares has done all that it was asked."""
-        done = threading.Event()
-        self.work.do(done.set)
-        assert done.wait(30)
+        """Wait until all that can happen now has happened."""
+        self.loop.turn()
 
     def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
         for transfer in self.transfers:
             transfer.cancel()
             if not transfer.quiet:
                 transfer.fenced()
-        self.reads.close(20)
-        self.work.close(20)
+        self.reads.close(self.loop.now() + 20)
+        self.loop.close()
 
     def moving(self, *, within: float = LONG) -> RankRead:
         self.answer("a")

@@ -15,21 +15,17 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
 from kvferry._reads.cache_reads import CacheReads
-from kvferry._reads.meters import ReadMeter, ShareMeter
-from kvferry._reads.rank_read import RankRead, Wanted
-from kvferry._reads.rank_reads import RankReads
+from kvferry._reads.meters import ReadMeter
+from kvferry._reads.rank_read import Wanted
 from kvferry._reads.read import Read, ReadResult, ReadState, ReadTask
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._transport.transfer import Transfer, TransferState
-from kvferry._transport.transport import Transport
 from kvferry.errors import (
     Closed,
     EngineUnknown,
@@ -52,50 +48,26 @@ LEASE_SECONDS = 60.0
 RANK = 4
 
 
-class RenewingHome(PlayedHome):
-    """A home that also renews."""
-
-    def __init__(self, confirm: Confirm) -> None:
-        super().__init__(now, confirm)
-        self.renewed: dict[str, Callable[[float], None]] = {}
-
-    def acquire(
-        self,
-        request: AcquireRequest,
-        cancellation: Cancellation,
-        renewed: Callable[[float], None],
-        ended: Callable[[Acquired | KvferryError], None],
-    ) -> None:
-        self.renewed[request.text] = renewed
-        super().acquire(request, cancellation, renewed, ended)
-
-
 class Reading(PlayedRank):
     """The reads of one rank, its sources, and their home."""
 
     def __init__(self, max_reads: int = 2, confirm: Confirm = Confirm.BEFORE) -> None:
         super().__init__()
-        self.home = RenewingHome(confirm)
+        self.home = PlayedHome(self.loop, confirm)
         self.layers: list[object] = []
         self.gone_sources: list[tuple[object, ...]] = []
         self.known_sources[SOURCE] = self.peer()
         self.lease = ReaderLease(b"l" * 16, now(), LEASE_SECONDS, 20.0)
+        self.meter = ReadMeter()
         self.cache = CacheReads(
+            self.loop,
             RANK,
             cast(LeaseHolder, self.home),
             cast(SourceEngines, self),
-            self.work,
+            self.reads,
             max_reads,
-            self.shares,
-            ReadMeter(),
+            self.meter,
         )
-
-    def shares(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
-        transport = cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how)))
-        self.reads = RankReads(
-            transport, cast(SourceEngines, self), RankMemory(), None, self.work, ended, quiesced, ShareMeter()
-        )
-        return self.reads
 
     def peer(self) -> SourceEngine:
         peer = super().peer()
@@ -112,16 +84,14 @@ class Reading(PlayedRank):
             self.changed.notify_all()
 
     def read(self, reference: str = "a", within: float = LONG) -> ReadTask:
-        home = Control(SOURCE[0], None)
+        home = Control(SOURCE[0], None, self.loop)
         parsed = pb.Reference(home=SOURCE[0], engine_id=SOURCE[1], incarnation=SOURCE[2], publication=7)
-        request = AcquireRequest(home, parsed, reference, f"read-{reference}", 1, 0, now() + within)
-        return self.cache.start(request, WANTED)
+        request = AcquireRequest(home, parsed, reference, f"read-{reference}", 1, 0, self.loop.now() + within)
+        return self.cache.begin_read(request, WANTED)
 
-    def grant(self, reference: str = "a", answer: KvferryError | None = None) -> None:
+    def grant(self, reference: str = "a", answer: Exception | None = None) -> None:
         source = pb.EngineRef(engine_id=SOURCE[1], incarnation=SOURCE[2])
-        with self.home.changed:
-            self.home.answers[reference] = answer or Acquired(self.lease, source, "theirs", GRANTED, b"payload")
-            self.home.changed.notify_all()
+        self.home.answer(reference, answer or Acquired(self.lease, source, "theirs", GRANTED, b"payload"))
 
     def reading(self, within: float = LONG) -> ReadTask:
         handle = self.read(within=within)
@@ -131,12 +101,20 @@ class Reading(PlayedRank):
 
     def judged(self, verdict: pb.Verdict.ValueType | None, *said: str) -> None:
         assert self.home.heard("report", *said)
-        self.home.answered[0](verdict)
+        self.home.judge(verdict)
 
     def close(self) -> None:
-        self.cache.close(0)
+        for transfer in self.transfers:
+            transfer.cancel()
+            if not transfer.quiet:
+                transfer.fenced()
+        self.cache.close(self.loop.now() + 20)
         super().close()
-        self.cache.close(20)
+
+
+def error_of(task: ReadTask) -> KvferryError | None:
+    """Wait for the end of a read; its error."""
+    return Read(task).exception(30)
 
 
 @pytest.fixture
@@ -172,9 +150,8 @@ def test_a_good_read_tells_what_it_moved_and_whether_its_home_has_confirmed_it(w
     assert handle.state is ReadState.READING
     world.transfers[0].landed(10)
     world.judged(pb.VERDICT_VALID if confirmed else None)
-    assert handle.wait(30)
-    assert handle.error is None
-    assert handle.result == ReadResult(
+    assert error_of(handle) is None
+    assert Read(handle).result(0) == ReadResult(
         request_id="theirs",
         payload=b"payload",
         bytes=10,
@@ -188,7 +165,8 @@ def test_a_good_read_tells_what_it_moved_and_whether_its_home_has_confirmed_it(w
     ((report,),) = world.home.reports
     assert (report.rank, report.outcome, report.bytes) == (RANK, pb.RANK_OUTCOME_DONE, 10)
     # Nothing is kept of what has ended.
-    assert not world.cache._by_share
+    assert not world.cache._running
+    assert not world.cache._under_way
 
 
 @pytest.mark.parametrize(
@@ -202,29 +180,26 @@ def test_a_read_that_is_confirmed_after_its_end_does_not_wait_for_its_home(
     world = make(confirm=Confirm.AFTER)
     handle = world.reading()
     world.transfers[0].landed(10)
-    assert handle.wait(30)
-    assert (handle.error, handle.quiet) == (None, True)
-    assert handle.result is not None
-    assert not handle.result.confirmed
+    error = error_of(handle)
+    assert (error, handle.quiet) == (None, True)
+    assert not Read(handle).result(0).confirmed
     # The home gets its report, and its verdict is an audit.
     assert world.home.heard("drop", "report")
     assert not handle.disputed
     for _ in range(2):
-        world.home.answered[0](verdict)
-    assert (Read(handle).disputed, handle.error) == (disputed, None)
+        world.home.judge(verdict)
+    assert (Read(handle).disputed, error_of(handle)) == (disputed, None)
     alarms = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(alarms) == disputed
 
 
 def test_a_read_that_outlasts_its_lease_is_no_good_before_or_after(make: Callable[..., Reading]) -> None:
     world = make(confirm=Confirm.AFTER)
-    handle = world.read()
-    world.lease = ReaderLease(b"l" * 16, now() - LEASE_SECONDS, LEASE_SECONDS, 20.0)
-    world.grant()
-    world.until(lambda: world.transfers)
+    handle = world.reading()
+    world.lease.deadline = now()
     world.transfers[0].landed(10)
-    assert handle.wait(30)
-    assert isinstance(handle.error, TransferExpired)
+    error = error_of(handle)
+    assert isinstance(error, TransferExpired)
     assert not handle.disputed
 
 
@@ -233,9 +208,9 @@ def test_an_answer_that_comes_too_late_is_an_audit(make: Callable[..., Reading])
     handle = world.reading()
     world.transfers[0].landed(10)
     world.judged(None)
-    assert handle.wait(30)
-    assert handle.error is None
-    world.home.answered[0](pb.VERDICT_EXPIRED)
+    error = error_of(handle)
+    assert error is None
+    world.home.judge(pb.VERDICT_EXPIRED)
     assert handle.disputed
 
 
@@ -253,26 +228,31 @@ def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: R
 def test_a_read_ends_whose_home_had_lost_the_source_before_it_was_granted(world: Reading) -> None:
     handle = world.read()
     # By a renewal, which was the last one.
-    world.lease.lose_source()
+    world.lease.renewed(now(), now(), LEASE_SECONDS, more=False, source_lost=True)
     world.grant()
-    assert handle.wait(30)
-    assert isinstance(handle.error, TransferFailed)
-    assert "its home has lost it" in handle.error.message
-    assert handle.error.quiet
+    error = error_of(handle)
+    assert isinstance(error, TransferFailed)
+    assert "its home has lost it" in error.message
+    assert error.quiet
     assert world.home.heard("drop", "report")
+
+
+def test_a_read_ends_whose_home_has_lost_the_source(world: Reading) -> None:
+    handle = world.reading()
+    world.lease.renewed(now(), now(), LEASE_SECONDS, more=False, source_lost=True)
+    error = error_of(handle)
+    assert isinstance(error, TransferFailed)
+    assert "its home has lost it" in error.message
+    assert world.transfers[0].state is TransferState.CANCELLED
 
 
 def test_a_renewal_moves_the_end_of_the_transfer(world: Reading) -> None:
     waiting = world.read("waiting")
     world.reading()
     before = world.lease.deadline
-    world.lease.renewed(now() + 30, now(), LEASE_SECONDS, more=True)
-    assert world.lease.deadline > before
-    # One that is acknowledged before the read has begun is for nobody.
-    world.home.renewed["waiting"](world.lease.deadline)
     assert world.transfers[0].deadline == before
-    world.home.renewed["a"](world.lease.deadline)
-    assert world.transfers[0].deadline == world.lease.deadline
+    world.lease.renewed(now() + 30, now(), LEASE_SECONDS, more=True)
+    assert world.transfers[0].deadline == world.lease.deadline > before
     assert waiting.state is ReadState.WAITING
 
 
@@ -281,14 +261,13 @@ def test_a_renewal_while_the_transfer_begins_counts(world: Reading) -> None:
 
     def renewed_meanwhile(*parts: Any, **how: Any) -> Transfer:
         world.lease.renewed(now() + 30, now(), LEASE_SECONDS, more=True)
-        world.home.renewed["a"](world.lease.deadline)
         return begin(*parts, **how)
 
     world.transfer = renewed_meanwhile  # type: ignore[method-assign]
     handle = world.reading()
     world.transfers[0].landed(10)
     world.judged(pb.VERDICT_VALID)
-    assert handle.wait(30)
+    error_of(handle)
     assert world.transfers[0].deadline == world.lease.deadline
 
 
@@ -300,10 +279,10 @@ def test_so_many_run_and_no_more(make: Callable[..., Reading]) -> None:
     assert (caught.value.values["limit"], caught.value.values["value"]) == ("max_reads", "2")
     assert caught.value.retry_after
     world.grant("a", PublicationAborted("gone"))
-    assert first.wait(30)
+    error_of(first)
     third = world.read("c")
-    assert not second.done
-    assert not third.done
+    assert not second.ended.done()
+    assert not third.ended.done()
 
 
 @pytest.mark.parametrize(
@@ -316,8 +295,8 @@ def test_a_source_that_its_home_does_not_know_any_more_is_met_anew(
 ) -> None:
     handle = world.read()
     world.grant(answer=error)
-    assert handle.wait(30)
-    assert (handle.error, handle.result, handle.quiet, handle.share) == (error, None, True, None)
+    found = error_of(handle)
+    assert (found, handle.quiet, handle.share) == (error, True, None)
     world.worked()
     assert world.gone_sources == ([SOURCE] if gone else [])
     assert world.home.said == []
@@ -325,11 +304,10 @@ def test_a_source_that_its_home_does_not_know_any_more_is_met_anew(
 
 def test_a_share_that_cannot_begin_ends_its_read_at_the_home_too(world: Reading) -> None:
     handle = world.read()
-    world.reads.close(20)
+    world.reads.close(world.loop.now() + 20)
     world.grant()
-    assert handle.wait(30)
-    assert isinstance(handle.error, Closed)
-    assert handle.result is None
+    error = error_of(handle)
+    assert isinstance(error, Closed)
     assert handle.quiet
     assert world.home.heard("report", "drop")
     ((report,),) = world.home.reports
@@ -341,26 +319,25 @@ def test_a_share_that_cannot_begin_ends_its_read_at_the_home_too(world: Reading)
 def test_a_read_that_fails_is_told_at_once_and_its_quiet_later(world: Reading) -> None:
     handle = world.reading()
     world.transfers[0].fail(TransferFailed("the peer died"))
-    assert handle.wait(30)
-    assert isinstance(handle.error, TransferFailed)
-    assert handle.result is None
-    assert (handle.quiet, handle.error.quiet) == (False, False)
+    error = error_of(handle)
+    assert isinstance(error, TransferFailed)
+    assert (handle.quiet, error.quiet) == (False, False)
     assert not Read(handle).wait_quiet(0)
-    error = handle.error
-    # The thread that has told the end goes on to ask when it is quiet.
+    # The coroutine that has told the end goes on to ask when it is quiet.
     world.worked()
     world.transfers[0].fenced()
     assert Read(handle).wait_quiet(30)
     assert error.quiet
     # Nothing is kept of what has ended.
-    assert not world.cache._by_share
+    assert not world.cache._running
+    assert not world.cache._under_way
 
 
 def test_a_read_that_was_cancelled_stops_its_transfer(world: Reading) -> None:
     handle = world.reading()
     assert not handle.cancel()
-    assert handle.wait(30)
-    assert isinstance(handle.error, TransferCancelled)
+    error = error_of(handle)
+    assert isinstance(error, TransferCancelled)
     assert handle.state is ReadState.CANCELLED
     assert world.transfers[0].state is TransferState.CANCELLED
     assert world.home.heard("report", "drop")
@@ -368,33 +345,33 @@ def test_a_read_that_was_cancelled_stops_its_transfer(world: Reading) -> None:
 
 
 @pytest.mark.parametrize(
-    ("within", "later", "error"),
+    ("within", "later", "kind"),
     [(LONG, LEASE_SECONDS, TransferExpired), (30.0, 31.0, TransferStuck)],
     ids=["lease", "time"],
 )
 def test_a_read_that_cannot_end_well_any_more_is_stopped(
-    world: Reading, monkeypatch: pytest.MonkeyPatch, within: float, later: float, error: type[KvferryError]
+    world: Reading, within: float, later: float, kind: type[KvferryError]
 ) -> None:
     handle = world.reading(within)
-    monkeypatch.setattr("kvferry._reads.leased_reads.now", lambda: now() + later)
-    assert handle.wait(30)
-    assert isinstance(handle.error, error)
-    assert handle.error.values["read_id"] == "read-a"
+    world.loop.pass_time(later)
+    error = error_of(handle)
+    assert isinstance(error, kind)
+    assert error.values["read_id"] == "read-a"
     assert world.transfers[0].state is TransferState.CANCELLED
-    assert isinstance(handle.error, TransferError)
-    assert (handle.quiet, handle.error.quiet) == (False, False)
+    assert isinstance(error, TransferError)
+    assert (handle.quiet, error.quiet) == (False, False)
     world.transfers[0].fenced()
     world.worked()
     # Also the error, which is none of the transfer's own, says so now.
-    assert (handle.quiet, handle.error.quiet) == (True, True)
+    assert (handle.quiet, error.quiet) == (True, True)
 
 
 def test_nothing_is_started_once_it_is_closed_and_all_that_ran_was_cancelled(world: Reading) -> None:
     waiting, reading = world.read("waiting"), world.reading()
-    threading.Thread(target=world.cache.close, args=(60.0,), daemon=True).start()
+    threading.Thread(target=world.cache.close, args=(now() + 60,), daemon=True).start()
     for handle in (waiting, reading):
-        assert handle.wait(30)
-        assert isinstance(handle.error, TransferCancelled)
+        error = error_of(handle)
+        assert isinstance(error, TransferCancelled)
     with pytest.raises(Closed):
         world.read("late")
     world.transfers[0].fenced()
@@ -404,12 +381,12 @@ def test_a_close_waits_until_nothing_writes_any_more(world: Reading) -> None:
     handle, order = world.reading(), list[str]()
 
     def close() -> None:
-        world.cache.close(60.0)
+        world.cache.close(now() + 60)
         order.append("closed")
 
     closing = threading.Thread(target=close, daemon=True)
     closing.start()
-    assert handle.wait(30)
+    error_of(handle)
     # One that does not wait has ended by now.
     closing.join(0.2)
     order.append("quiet")
@@ -422,21 +399,50 @@ def test_a_close_that_may_not_wait_does_not(world: Reading) -> None:
     handle = world.reading()
     # It is not quiet for as long as nobody fences it.
     world.cache.close(0)
-    assert handle.wait(30)
+    error_of(handle)
     assert not handle.quiet
 
 
 def test_a_close_waits_for_what_its_home_is_told_of_the_end(world: Reading) -> None:
     """A lease that was accepted pins its source until its home hears of its end."""
     handles = [world.read("a"), world.read("b")]
-    world.cache.close(30.0)
+    world.worked()
+    world.cache.close(now() + 30)
     assert world.home.said == ["gave up", "gave up"]
-    assert all(handle.done for handle in handles)
+    assert all(handle.ended.done() for handle in handles)
 
 
 def test_callbacks_come_before_the_end_of_a_close(world: Reading) -> None:
     handle = world.read()
     told: list[KvferryError | None] = []
     Read(handle).add_done_callback(lambda read: told.append(read.exception(0)))
-    world.cache.close(30.0)
+    world.cache.close(now() + 30)
     assert [type(error) for error in told] == [TransferCancelled]
+
+
+@pytest.mark.parametrize("where", ["waiting", "reading", "judging"])
+def test_a_read_whose_client_ends_before_it_has_an_end(world: Reading, where: str) -> None:
+    """Whoever waits for its result would wait for ever."""
+    handle = world.read() if where == "waiting" else world.reading()
+    if where == "judging":
+        world.transfers[0].landed(10)
+        assert world.home.heard("report")
+    world.cache.close(0)
+    world.loop.close()
+    error = error_of(handle)
+    # All has arrived in time, and no home has said that it did not.
+    assert isinstance(error, TransferCancelled) is (where != "judging")
+    assert (error is None) is (where == "judging")
+
+
+def test_a_wish_that_no_grant_can_meet_ends_its_read(world: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("kvferry._reads.cache_reads.taken_end", fails)
+    handle = world.read()
+    world.grant()
+    error = error_of(handle)
+    assert isinstance(error, TransferFailed)
+    assert "a bug" in error.message
+    assert world.home.heard("drop", "cancel")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import cast
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from kvferry._control.connection import Control
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._wire.token import EngineToken
-from kvferry.errors import HomeRecovering, InvalidField, KvferryError
+from kvferry.errors import Closed, HomeRecovering, InvalidField, KvferryError
 from kvferry.geometry import RankGeometry
 from kvferry.geometry.tensors import Holding, planes_of
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.loops import PlayedLoop
 
 SOON = 20.0
 GROUP = Group("full", block_tokens=4, num_blocks=8)
@@ -33,7 +35,7 @@ class Home:
         self.meanwhile: Callable[[], object] = lambda: None
         self.taken: list[tuple[int, list[int], bool]] = []
 
-    def notify_one(self, request: pb.NotifyRequest, timeout: float) -> None:
+    async def notify_one(self, request: pb.NotifyRequest, timeout: float) -> None:
         page = request.notifications[0].checksums
         refusal, self.refusal = self.refusal, None
         if refusal is not None:
@@ -43,11 +45,22 @@ class Home:
         self.taken.append((page.publication, list(page.checksums[0].place_starts), page.last))
 
 
-def steps(home: Home) -> list[Future[int]]:
-    """Sum two steps of a publication, and one of another; what became of them when all have ended."""
+@pytest.fixture
+def loop() -> Iterator[PlayedLoop]:
+    made = PlayedLoop()
+    yield made
+    made.close()
+
+
+def summer_for(loop: PlayedLoop, home: Home) -> Checksummer:
     spec, options = EngineSpec("e", (GROUP,)), IntegrityOptions("full")
     token = EngineToken("e", b"0" * 32, "h:1")
-    summer = Checksummer(cast(Control, home), spec, token, RankGeometry(0, PLANES), RankMemory(), options)
+    return Checksummer(loop, cast(Control, home), spec, token, RankGeometry(0, PLANES), RankMemory(), options)
+
+
+def steps(loop: PlayedLoop, home: Home) -> list[Future[int]]:
+    """Sum two steps of a publication, and one of another; what became of them when all have ended."""
+    summer = summer_for(loop, home)
     found: list[Future[int]] = []
 
     def more() -> None:
@@ -66,16 +79,86 @@ def steps(home: Home) -> list[Future[int]]:
     return [first, *found]
 
 
-def test_a_later_step_waits_for_one_that_is_repeated_and_others_do_not() -> None:
+def test_a_later_step_waits_for_one_that_is_repeated_and_others_do_not(loop: PlayedLoop) -> None:
     home = Home(HomeRecovering("busy", retry_after=0.2))
-    assert [future.result() for future in steps(home)] == [8, 4, 4]
+    assert [future.result() for future in steps(loop, home)] == [8, 4, 4]
     assert home.taken == [(2, [0], True), (1, [0], False), (1, [2], True)]
 
 
-def test_a_later_step_does_not_fail_with_an_earlier_one() -> None:
+def test_a_later_step_does_not_fail_with_an_earlier_one(loop: PlayedLoop) -> None:
     home = Home(InvalidField("page", 1, "another"))
-    first, *others = steps(home)
+    first, *others = steps(loop, home)
     with pytest.raises(InvalidField):
         first.result()
     assert [future.result() for future in others] == [4, 4]
     assert sorted(home.taken) == [(1, [2], True), (2, [0], True)]
+
+
+def test_a_sum_that_cannot_be_computed_fails_with_its_own_error_and_no_other(
+    loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summer = summer_for(loop, Home(HomeRecovering("busy", retry_after=0.01)))
+    pages, bad = summer._pages, list[bool]([True])
+
+    def fails(*given: Any) -> Iterator[pb.PublishChecksums]:
+        if bad.pop() if bad else False:
+            raise RuntimeError("a bug")
+        yield from pages(*given)
+
+    monkeypatch.setattr(summer, "_pages", fails)
+    first = summer.submit(1, {"full": Blocks([1, 2], end_token=8)}, last=False, timeout=SOON)
+    second = summer.submit(1, {"full": Blocks([3], first_token=8, end_token=12)}, last=True, timeout=SOON)
+    with pytest.raises(RuntimeError, match="a bug"):
+        first.result(SOON)
+    assert second.result(SOON) == 4
+    summer.close()
+
+
+def test_a_close_waits_for_the_sums_that_are_being_computed_and_ends_all_that_wait(
+    loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it the memory may be unmapped."""
+    summer = summer_for(loop, Home(HomeRecovering("busy")))
+    computing, goes_on, ended = threading.Event(), threading.Event(), list[str]()
+
+    def pages(*_: Any) -> Iterator[pb.PublishChecksums]:
+        computing.set()
+        assert goes_on.wait(30)
+        ended.append("computed")
+        yield pb.PublishChecksums()
+
+    monkeypatch.setattr(summer, "_pages", pages)
+    futures = [summer.submit(number, {"full": Blocks([1], end_token=4)}, last=True, timeout=SOON) for number in (1, 2)]
+    assert computing.wait(30)
+    futures.append(summer.submit(1, {"full": Blocks([3], 4, 8)}, last=True, timeout=SOON))
+
+    def close() -> None:
+        summer.close()
+        ended.append("closed")
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    # One that does not wait has ended by now.
+    closing.join(0.2)
+    goes_on.set()
+    closing.join(30)
+    assert ended == ["computed", "closed"]
+    for future in futures:
+        with pytest.raises((Closed, CancelledError)):
+            future.result(SOON)
+    with pytest.raises(Closed):
+        summer.submit(3, {"full": Blocks([1], end_token=4)}, last=True, timeout=SOON)
+
+
+def test_sums_that_are_asked_for_as_it_is_closed_have_an_end(loop: PlayedLoop) -> None:
+    summer, free = summer_for(loop, Home(HomeRecovering("busy"))), threading.Event()
+    loop.call(lambda: free.wait(30))
+    future = summer.submit(1, {"full": Blocks([1, 2], end_token=8)}, last=True, timeout=SOON)
+    closing = threading.Thread(target=summer.close, daemon=True)
+    closing.start()
+    closing.join(0.1)
+    free.set()
+    with pytest.raises((Closed, CancelledError)):
+        future.result(SOON)
+    closing.join(30)
+    assert not closing.is_alive()

@@ -22,16 +22,11 @@ from kvferry.errors import (
     BadReference,
     Closed,
     DataLoss,
-    EngineUnknown,
     KvferryError,
     LimitReached,
-    PeerRestarted,
-    PublicationStale,
     TransferCancelled,
     TransferFailed,
     TransferStuck,
-    Unavailable,
-    WrongKey,
 )
 from tests.reads.played_rank import AGENT, BLOCKS, GRANTED, GROUP, LEASE, LONG, PLANES, SOURCE, PlayedRank
 
@@ -66,7 +61,7 @@ def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: PlayedRan
     world.until(lambda: world.quiesced)
     assert read.quiet
     world.reads.cancel(read)
-    world.reads.close(20)
+    world.reads.close(now() + 20)
     assert (world.ended, world.quiesced) == ([read], [read])
 
 
@@ -145,63 +140,9 @@ def test_a_share_that_is_stopped_while_its_transfer_begins_may_write(world: Play
     assert not read.quiet
 
 
-def test_a_source_is_met_once_for_all_that_wait(world: PlayedRank) -> None:
-    world.start("a")
-    world.until(lambda: world.asked)
-    world.start("b")
-    world.answer("b")
-    world.answer("a")
-    world.until(lambda: len(world.transfers) == 2)
-    assert world.asked == ["a"]
-
-
-@pytest.mark.parametrize("error", [WrongKey("no"), PublicationStale("old")], ids=["key", "stale"])
-def test_a_reference_that_is_gone_says_nothing_of_another(world: PlayedRank, error: KvferryError) -> None:
-    first = world.start("a")
-    world.until(lambda: world.asked)
-    # The thread takes these before the answer, which goes the same way.
-    same, other = world.start("a"), world.start("b")
-    world.answer("b")
-    world.answer("a", error)
-    world.until(lambda: len(world.ended) == 2 and world.transfers)
-    assert {id(read) for read in world.ended} == {id(first), id(same)}
-    assert [transfer.label for transfer in world.transfers] == [other.order.read_id]
-    assert world.said == []
-
-
-@pytest.mark.parametrize(
-    ("error", "gone"),
-    [(PeerRestarted("anew"), True), (EngineUnknown("who"), True), (TransferFailed("no such source"), False)],
-    ids=["restarted", "unknown", "failed"],
-)
-def test_what_is_true_of_the_source_ends_all_that_wait_for_it(
-    world: PlayedRank, error: KvferryError, *, gone: bool
-) -> None:
-    world.start("a")
-    world.until(lambda: world.asked)
-    world.start("b")
-    world.answer("b")
-    world.answer("a", error)
-    world.until(lambda: len(world.ended) == 2)
-    assert [type(read.error) for read in world.ended] == [type(error)] * 2
-    assert world.said == (["gone"] if gone else [])
-
-
-def test_who_may_wait_for_longer_tries_again(world: PlayedRank) -> None:
-    short = world.start("a", within=60.0)
-    world.until(lambda: world.asked)
-    patient = world.start("b")
-    world.answer("b")
-    world.answer("a", Unavailable("not now"))
-    world.until(lambda: world.ended and world.transfers)
-    assert world.ended == [short]
-    assert isinstance(short.error, Unavailable)
-    assert [transfer.label for transfer in world.transfers] == [patient.order.read_id]
-
-
 def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: PlayedRank) -> None:
     read = world.moving()
-    world.reads.close(20)
+    world.reads.close(now() + 20)
     assert isinstance(read.error, TransferCancelled)
     with pytest.raises(Closed):
         world.start("late")
@@ -239,24 +180,6 @@ def test_a_source_that_could_not_be_met_is_met_anew_by_the_next_share(world: Pla
     assert not following.ended
 
 
-def test_a_thread_that_cannot_be_had_ends_a_share_and_no_other(
-    world: PlayedRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> threading.Thread:
-        raise LimitReached("no thread", retry_after=1.0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kvferry._reads.rank_reads.start_thread", refuse)
-        read = world.start("a")
-        world.until(lambda: world.ended)
-    assert isinstance(read.error, LimitReached)
-    assert read.quiet
-    world.answer("b")
-    world.start("b")
-    world.until(lambda: world.transfers)
-    assert world.asked == ["b"]
-
-
 @pytest.mark.parametrize("where", ["handshake", "expansion", "transport"])
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BadReference("nonsense")], ids=["bug", "input"])
 def test_what_goes_wrong_before_the_read_is_its_error(world: PlayedRank, where: str, error: Exception) -> None:
@@ -290,10 +213,10 @@ def test_a_share_ends_at_its_deadline_however_long_another_may_take(world: Playe
     assert [transfer.state for transfer in world.transfers] == [TransferState.MOVING, TransferState.CANCELLED]
 
 
-def test_a_clock_that_leaps_ends_what_is_overdue(world: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_leaps_ends_what_is_overdue(world: PlayedRank) -> None:
     read = world.moving()
     # As after a suspend, which the sleep of a thread does not count.
-    monkeypatch.setattr("kvferry._reads.rank_reads.now", lambda: now() + 2 * LONG)
+    world.loop.leap = 2 * LONG
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferStuck)
 
@@ -301,25 +224,38 @@ def test_a_clock_that_leaps_ends_what_is_overdue(world: PlayedRank, monkeypatch:
 def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: PlayedRank) -> None:
     read = world.moving()
     goes_on = threading.Event()
-    tell = world.reads._on_ended
-
-    def hold(ended: RankRead) -> None:
-        tell(ended)
-        assert goes_on.wait(30)
-
-    world.reads._on_ended = hold
-    overdue = world.start("b", within=0.0)
-    world.until(lambda: world.ended)
+    world.loop.call(lambda: goes_on.wait(30))
     world.reads.cancel(read)
     world.transfers[0].landed(10)
     goes_on.set()
-    world.until(lambda: len(world.ended) == 2)
+    world.until(lambda: world.ended)
     assert isinstance(read.error, TransferCancelled)
     assert read.quiet
-    world.known_sources[SOURCE] = world.peer()
-    world.start("c")
-    world.until(lambda: len(world.transfers) == 2)
-    assert (world.said, world.ended) == ([], [overdue, read])
+    assert world.said == []
+
+
+def test_a_cancel_that_comes_when_all_has_arrived_and_before_that_is_noticed_counts(world: PlayedRank) -> None:
+    read = world.moving()
+    goes_on = threading.Event()
+    world.loop.call(lambda: goes_on.wait(30))
+    world.transfers[0].landed(10)
+    # Nothing is under way, so its engine may use the blocks again at once.
+    assert world.reads.cancel(read)
+    goes_on.set()
+    world.until(lambda: world.ended)
+    assert isinstance(read.error, TransferCancelled)
+
+
+def test_a_share_that_is_cancelled_before_its_first_step_ends(world: PlayedRank) -> None:
+    goes_on = threading.Event()
+    world.loop.call(lambda: goes_on.wait(30))
+    read = world.start("a")
+    assert world.reads.cancel(read)
+    assert world.reads.cancel(read)
+    goes_on.set()
+    world.until(lambda: world.ended)
+    assert isinstance(read.error, TransferCancelled)
+    assert (world.ended, world.asked) == ([read], [])
 
 
 def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: PlayedRank) -> None:
@@ -329,14 +265,14 @@ def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: PlayedRank)
         asked.set()
         raise RuntimeError("a bug of the engine")
 
-    tell, world.reads._on_ended = world.reads._on_ended, refuse
+    tell, world.tell_ended = world.tell_ended, refuse
     read = world.moving()
     world.transfers[0].fail(TransferFailed("the peer died"))
     assert asked.wait(30)
     world.transfers[0].fenced()
     world.until(lambda: world.quiesced)
     assert (read.ended, read.quiet) == (True, True)
-    world.reads._on_ended = tell
+    world.tell_ended = tell
     world.start("b", within=0.0)
     world.until(lambda: world.ended)
 
@@ -390,9 +326,7 @@ def test_what_is_not_as_it_was_summed_does_not_count(careful: PlayedRank, error:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "overdue"])
-def test_nobody_compares_for_a_share_that_has_ended(
-    careful: PlayedRank, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_compares_for_a_share_that_has_ended(careful: PlayedRank, how: str) -> None:
     stopped = threading.Event()
 
     def verify(arrived: Arrived) -> None:
@@ -409,18 +343,17 @@ def test_nobody_compares_for_a_share_that_has_ended(
     read = careful.moving()
     careful.transfers[0].landed(10)
     careful.until(lambda: careful.verified)
-    with monkeypatch.context() as patch:
-        if how == "cancelled":
-            careful.reads.cancel(read)
-        else:
-            patch.setattr("kvferry._reads.rank_reads.now", lambda: now() + 2 * LONG)
-        careful.until(lambda: careful.ended)
+    if how == "cancelled":
+        careful.reads.cancel(read)
+    else:
+        careful.loop.pass_time(2 * LONG)
+    careful.until(lambda: careful.ended)
     assert isinstance(read.error, TransferCancelled if how == "cancelled" else TransferStuck)
     assert read.quiet
     assert stopped.wait(30)
     # What is said of it later changes nothing.
     careful.known_sources[SOURCE] = careful.peer()
-    careful.start("b")
+    careful.start("b", within=3 * LONG)
     careful.until(lambda: len(careful.transfers) == 2)
     assert careful.ended == [read]
 
@@ -446,7 +379,7 @@ def test_no_thread_to_compare_on_ends_the_share(careful: PlayedRank, monkeypatch
         raise LimitReached("no thread", retry_after=1.0)
 
     read = careful.moving()
-    monkeypatch.setattr("kvferry._reads.rank_reads.start_thread", refuse)
+    monkeypatch.setattr("kvferry._loop.start_thread", refuse)
     careful.transfers[0].landed(10)
     careful.until(lambda: careful.ended)
     assert isinstance(read.error, LimitReached)
@@ -511,3 +444,53 @@ def test_tails_that_are_not_cleared_fail_the_share(
     assert read.stop() is quiet
     assert read.wait_quiet(0) is quiet
     assert world.quiesced == []
+
+
+@pytest.mark.parametrize("how", ["cancelled", "overdue"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_share_that_ends_while_its_tails_are_cleared_is_quiet_after_that(
+    world: PlayedRank, monkeypatch: pytest.MonkeyPatch, how: str, *, lost: bool
+) -> None:
+    """A device that hangs holds up neither the share nor the loop, on which leases are renewed."""
+    clearing, goes_on = threading.Event(), threading.Event()
+
+    def clear(*_: object) -> None:
+        clearing.set()
+        assert goes_on.wait(30)
+        if lost:
+            raise StillCopying("lost")
+
+    monkeypatch.setattr("kvferry._reads.rank_reads.clear_tails", clear)
+    world.answer("a")
+    read = world.start("a", tails=Tails.ZERO)
+    world.until(lambda: world.transfers)
+    world.transfers[0].landed(10)
+    assert clearing.wait(30)
+    if how == "cancelled":
+        assert not world.reads.cancel(read)
+    else:
+        world.loop.pass_time(2 * LONG)
+    world.until(lambda: world.ended)
+    assert isinstance(read.error, TransferCancelled if how == "cancelled" else TransferStuck)
+    assert not read.quiet
+    assert not read.wait_quiet(0)
+    assert world.quiesced == []
+    goes_on.set()
+    assert read.wait_quiet(30) is not lost
+    if not lost:
+        world.until(lambda: world.quiesced)
+    assert world.quiesced == ([] if lost else [read])
+
+
+def test_no_thread_to_clear_tails_on_ends_the_share(world: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise LimitReached("no thread", retry_after=1.0)
+
+    world.answer("a")
+    read = world.start("a", tails=Tails.ZERO)
+    world.until(lambda: world.transfers)
+    monkeypatch.setattr("kvferry._loop.start_thread", refuse)
+    world.transfers[0].landed(10)
+    world.until(lambda: world.ended)
+    assert isinstance(read.error, LimitReached)
+    assert read.quiet

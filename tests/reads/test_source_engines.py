@@ -1,21 +1,36 @@
-"""Source engines that a rank is told of, and never meets."""
+"""The source engines of a rank: how it meets them, once for all reads that wait, and which it forgets."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from kvferry import EngineSpec
-from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._reads.source_engines import BREAKER_THRESHOLD, SourceEngine, SourceEngines, _Slot
 from kvferry._wire.handshake import Handshaken
-from kvferry.errors import BadAgentMetadata, EngineUnknown, Unreachable
+from kvferry.errors import (
+    BadAgentMetadata,
+    EngineUnknown,
+    KvferryError,
+    LimitReached,
+    PeerRestarted,
+    PublicationStale,
+    TransferFailed,
+    Unavailable,
+    Unreachable,
+    WrongKey,
+)
+from kvferry.geometry.model import EngineGeometry
 from kvferry.planner import PathRule
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.geometries import engine, tensors
+from tests.support.loops import PlayedLoop
 
 HERE = engine("decode", tensors(layers=1, axis=2)).geometry()
 THERE = engine("prefill", tensors(layers=1, axis=2)).geometry()
@@ -25,97 +40,194 @@ SOON = 20.0
 
 
 class Home:
-    """A home that knows no engine."""
+    """A home whose answers to handshakes a test gives: errors; after these, an engine whose agent has a name."""
 
-    address = "home:1"
-
-    def __init__(self) -> None:
-        self.asked: list[bytes] = []
-
-    def handshake(self, request: pb.HandshakeRequest, _: float) -> Any:
-        self.asked.append(request.incarnation)
-        raise EngineUnknown("no such engine")
-
-
-class KnowingHome:
-    """A home that has an engine, whose agent has a name."""
-
-    def __init__(self, agent_name: str = "", address: str = "home:1") -> None:
+    def __init__(self, *errors: Exception, agent_name: str = "", address: str = "home:1") -> None:
         self.address = address
         self.agent_name = agent_name
-        self.asked = 0
+        self.errors = list(errors)
+        self.asked: list[str] = []
+        self.begun, self.answers = asyncio.Event(), asyncio.Event()
+        self.answers.set()
 
-    def handshake(self, request: pb.HandshakeRequest, _: float) -> Handshaken:
-        self.asked += 1
+    async def handshake(self, request: pb.HandshakeRequest, _: float) -> Handshaken:
+        self.asked.append(request.reference)
+        self.begun.set()
+        await self.answers.wait()
+        if self.errors:
+            raise self.errors.pop(0)
         name = self.agent_name or f"agent of {request.incarnation.hex()}"
         return Handshaken(THERE, {0: geometry_pb2.Agent(name=name, metadata=b"metadata")}, True)
 
 
-def engines() -> SourceEngines:
-    reader = pb.EngineRef(engine_id="decode", incarnation=b"d" * 16)
-    return SourceEngines(SPEC, reader, 0, lambda _: HERE, PathRule(), lambda *_: None, lambda _: None)
+class Engines(SourceEngines):
+    """The source engines of a rank, on a loop of the test's own."""
+
+    def __init__(self, loop: PlayedLoop) -> None:
+        self.loop = loop
+        self.dropped: list[SourceEngine] = []
+        reader = pb.EngineRef(engine_id="decode", incarnation=b"d" * 16)
+        super().__init__(loop, SPEC, reader, 0, self._here, PathRule(), lambda *_: None, self.dropped.append)
+
+    async def _here(self, _: float) -> EngineGeometry:
+        return HERE
+
+    def met(self, home: Home, incarnation: bytes = b"p" * 16, reference: str = "reference") -> SourceEngine:
+        return self.loop.run(self.asked_for(home, reference, SOON, incarnation))
+
+    async def asked_for(
+        self, home: Home, reference: str, within: float, incarnation: bytes = b"p" * 16
+    ) -> SourceEngine:
+        until = self.loop.now() + within
+        return await self.get(cast(Control, home), "prefill", incarnation, reference, until)
+
+    def met_together(self, home: Home, *asked: tuple[str, float]) -> list[SourceEngine | BaseException]:
+        """What becomes of those that ask, each by a reference and within a time, while the first handshake goes on."""
+
+        async def run() -> list[SourceEngine | BaseException]:
+            home.answers.clear()
+            each = [asyncio.ensure_future(self.asked_for(home, reference, within)) for reference, within in asked]
+            await home.begun.wait()
+            home.answers.set()
+            return await asyncio.gather(*each, return_exceptions=True)
+
+        return self.loop.run(run())
 
 
-def test_engines_that_references_invent_do_not_fill_the_memory() -> None:
-    found, home = engines(), Home()
+@pytest.fixture
+def found() -> Iterator[Engines]:
+    loop = PlayedLoop()
+    yield Engines(loop)
+    loop.close()
+
+
+def test_engines_that_references_invent_do_not_fill_the_memory(found: Engines) -> None:
+    home = Home(*[EngineUnknown("no such engine") for _ in range(100)])
     for number in range(100):
         with pytest.raises(EngineUnknown):
-            found.get(cast(Control, home), "prefill", number.to_bytes(16, "big"), "reference", now() + SOON)
+            found.met(home, number.to_bytes(16, "big"))
     assert len(home.asked) == 100
     assert not found._slots
 
 
-def test_an_engine_whose_reads_keep_failing_is_remembered() -> None:
-    found, home = engines(), Home()
+def test_an_engine_whose_reads_keep_failing_is_remembered(found: Engines) -> None:
+    home = Home()
     source = (home.address, "prefill", b"p" * 16)
     found._slots[source] = _Slot()
     for _ in range(BREAKER_THRESHOLD):
         found.failed(*source)
     for _ in range(2):
         with pytest.raises(Unreachable):
-            found.get(cast(Control, home), *source[1:], "reference", now() + SOON)
+            found.met(home)
     assert not home.asked
 
 
-def met(found: SourceEngines, home: KnowingHome, incarnation: bytes = b"p" * 16) -> SourceEngine:
-    return found.get(cast(Control, home), "prefill", incarnation, "reference", now() + SOON)
+def test_a_source_is_met_once_for_all_that_wait(found: Engines) -> None:
+    home = Home()
+    first, second = found.met_together(home, ("a", SOON), ("b", SOON))
+    assert first is second
+    assert home.asked == ["a"]
 
 
-def test_an_agent_that_is_named_after_another_engine_is_refused() -> None:
+@pytest.mark.parametrize("error", [WrongKey("no"), PublicationStale("old")], ids=["key", "stale"])
+def test_a_reference_that_is_gone_says_nothing_of_another(found: Engines, error: KvferryError) -> None:
+    home = Home(error)
+    first, same, other = found.met_together(home, ("a", SOON), ("a", SOON), ("b", SOON))
+    assert (type(first), type(same)) == (type(error), type(error))
+    assert isinstance(other, SourceEngine)
+    assert home.asked == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [(PeerRestarted("anew"), True), (EngineUnknown("who"), True), (TransferFailed("no such source"), False)],
+    ids=["restarted", "unknown", "failed"],
+)
+def test_an_error_that_is_true_of_the_source_ends_all_that_wait_for_it(
+    found: Engines, error: KvferryError, *, gone: bool
+) -> None:
+    found.met(Home())
+    found.failed("home:1", "prefill", b"p" * 16)
+    home = Home(error)
+    each = found.met_together(home, ("a", SOON), ("b", 2 * SOON))
+    assert [type(end) for end in each] == [type(error)] * 2
+    assert home.asked == ["a"]
+    # Its failed reads are forgotten with it.
+    assert bool(found._slots) is not gone
+
+
+def test_a_read_that_may_wait_for_longer_tries_again(found: Engines) -> None:
+    home = Home(Unavailable("not now", retry_after=SOON + 1))
+    short, patient = found.met_together(home, ("a", SOON), ("b", 2 * SOON))
+    assert isinstance(short, Unavailable)
+    assert isinstance(patient, SourceEngine)
+    assert home.asked == ["a", "b"]
+
+
+def test_a_read_that_is_cancelled_does_not_end_the_handshake_of_others(found: Engines) -> None:
+    home = Home()
+
+    async def run() -> SourceEngine:
+        home.answers.clear()
+        first, second = (asyncio.ensure_future(found.asked_for(home, name, SOON)) for name in "ab")
+        await home.begun.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        assert first.cancelled()
+        home.answers.set()
+        return await second
+
+    assert isinstance(found.loop.run(run()), SourceEngine)
+    assert home.asked == ["a"]
+
+
+def test_a_thread_that_cannot_be_had_ends_a_handshake_and_no_other(
+    found: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise LimitReached("no thread", retry_after=1.0)
+
+    home = Home()
+    found.loop.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvferry._loop.start_thread", refuse)
+        with pytest.raises(LimitReached):
+            found.met(home)
+    assert isinstance(found.met(home), SourceEngine)
+
+
+def test_an_agent_that_is_named_after_another_engine_is_refused(found: Engines) -> None:
     """NIXL knows agents by name alone: this one would take the other engine's place."""
-    found, home = engines(), KnowingHome("agent of " + (b"q" * 16).hex())
+    home = Home(agent_name="agent of " + (b"q" * 16).hex())
     with pytest.raises(BadAgentMetadata, match="named neither after a key nor after its engine's incarnation"):
-        met(found, home)
+        found.met(home)
     home.agent_name = ""
-    assert met(found, home).agents[0].name == "agent of " + (b"p" * 16).hex()
+    assert found.met(home).agents[0].name == "agent of " + (b"p" * 16).hex()
 
 
-def test_a_source_is_met_anew_after_a_failed_read() -> None:
-    found, home = engines(), KnowingHome()
-    first = met(found, home)
-    assert met(found, home) is first
+def test_a_source_is_met_anew_after_a_failed_read(found: Engines) -> None:
+    home = Home()
+    first = found.met(home)
+    assert found.met(home) is first
     found.failed(home.address, "prefill", b"p" * 16)
     assert found.known(home.address, "prefill", b"p" * 16) is None
-    assert met(found, home) is not first
-    assert home.asked == 2
+    assert found.met(home) is not first
+    assert len(home.asked) == 2
 
 
-def test_a_restarted_engine_replaces_its_own_earlier_start_only() -> None:
-    dropped: list[SourceEngine] = []
-    reader = pb.EngineRef(engine_id="decode", incarnation=b"d" * 16)
-    found = SourceEngines(SPEC, reader, 0, lambda _: HERE, PathRule(), lambda *_: None, dropped.append)
-    home, other = KnowingHome(), KnowingHome(address="home:2")
-    first, namesake = met(found, home), met(found, other)
-    met(found, home, b"r" * 16)
-    assert dropped == [first]
+def test_a_restarted_engine_replaces_its_own_earlier_start_only(found: Engines) -> None:
+    home, other = Home(), Home(address="home:2")
+    first, namesake = found.met(home), found.met(other)
+    found.met(home, b"r" * 16)
+    assert found.dropped == [first]
     assert found.known(other.address, "prefill", b"p" * 16) is namesake
 
 
-def test_an_engine_that_has_ended_according_to_its_home_is_dropped_there_only() -> None:
+def test_an_engine_that_has_ended_according_to_its_home_is_dropped_there_only(found: Engines) -> None:
     """Another home may have, or claim to have, an engine of the same name and incarnation."""
-    found, home, other = engines(), KnowingHome(), KnowingHome(address="home:2")
-    met(found, home)
-    namesake = met(found, other)
+    home, other = Home(), Home(address="home:2")
+    found.met(home)
+    namesake = found.met(other)
     found.gone(home.address, "prefill", b"p" * 16)
     assert found.known(home.address, "prefill", b"p" * 16) is None
     assert found.known(other.address, "prefill", b"p" * 16) is namesake

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import TransferCancelled
 from kvferry.geometry import Blocks
 from tests.reads.played_rank import PlayedRank
-from tests.support.waiting import until
 
 FIRST, SECOND = {"full": Blocks([2], 0, 16)}, {"full": Blocks([3], 16, 32)}
 
@@ -27,16 +25,13 @@ def world() -> Iterator[PlayedRank]:
 
 def between_steps(world: PlayedRank) -> RankRead:
     """A share whose first step has arrived, and whose last has not come."""
-    start = world.reads.start
-    made: list[RankRead] = []
-    world.reads.start = lambda read: made.append(RankRead(replace(read.order, granted=FIRST, complete=False)))  # type: ignore[method-assign]
-    world.start("a")
-    start(made[0])
+    world.first = FIRST
     world.answer("a")
+    read = world.start("a", complete=False)
     world.until(lambda: world.transfers)
     world.transfers[0].landed(world.size)
-    until(lambda: not made[0].moving)
-    return made[0]
+    world.worked()
+    return read
 
 
 def test_a_share_that_is_stopped_while_a_later_step_begins_may_write(world: PlayedRank) -> None:

@@ -24,7 +24,8 @@ SMALL = {
     "_clock",
     "_threads",
     "_forks",
-    "_work_queue",
+    "_loop",
+    "_news",
     "_engine_spec",
     "_prompt",
     "host_memory",
@@ -43,7 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_arguments": {"errors"},
     "_threads": {"errors"},
     "_forks": {"errors"},
-    "_work_queue": {"errors", "_clock", "_threads"},
+    "_loop": {"errors", "_clock", "_threads"},
+    "_news": set(),
     "stats": set(),
     "_exposition": {"stats"},
     "_tracing": {"errors", "_threads"},
@@ -58,7 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_directory": {*BASE, "_wire"},
     "_control": {
         *BASE,
-        "_work_queue",
+        "_loop",
+        "_news",
         "stats",
         "_tracing",
         "geometry",
@@ -70,7 +73,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "_reads": {
         *BASE,
-        "_work_queue",
+        "_loop",
+        "_news",
         "stats",
         "_tracing",
         "geometry",
@@ -87,12 +91,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 BELOW = set(MAY_IMPORT) - {"v1"}
 """What the faces stand on. Messages are for `_wire`, `_control` and `_reads`; the command line reads introspection."""
 FACES = {
-    "_network": {"errors", "planner", "_transport", "_wire"},
+    "_network": {"errors", "planner", "_clock", "_loop", "_transport", "_wire"},
     "_session": BELOW,
     "_cache": {*BELOW, "_session"},
     "_client": {*BELOW, "_network", "_session", "_cache"},
     "_embed": {"errors", "_forks"},
-    "aio": {*BELOW, "_session", "_cache", "_client"},
+    "aio": {*BELOW, "_session", "_cache", "_client", "engine"},
     "engine": {*BELOW, "_session", "_cache", "_client"},
     "testing": {*BELOW, "_client", "_network"},
     # Public modules, see `PRIVATE_TO_INTEGRATIONS`.

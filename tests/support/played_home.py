@@ -2,35 +2,101 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from kvferry import Prompt
-from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.cancellation import Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import ReaderLease
-from kvferry.errors import KvferryError, TransferCancelled
+from kvferry._loop import Loop
+from kvferry._tracing import NO_SPAN, Span
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 Verdict: TypeAlias = "pb.Verdict.ValueType | None"
 
 
-class PlayedHome:
-    """What a scheduler says to homes, and what they answer. In place of `LeaseHolder`."""
+class PlayedAcquisition:
+    """In place of an `Acquisition`."""
 
-    def __init__(self, clock: Callable[[], float], confirm: Confirm = Confirm.BEFORE) -> None:
+    def __init__(self, home: PlayedHome, text: str, changed: Callable[[], object]) -> None:
+        self._home, self._text, self._changed = home, text, changed
+
+    async def first(self) -> Acquired:
+        try:
+            answer = await self._home.answer_of(self._text)
+        except asyncio.CancelledError:
+            self._home.say("gave up")
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        answer.lease.changed = self._changed
+        return answer
+
+    async def more(self) -> MoreBlocks:
+        found = await self._home.steps.setdefault(self._text, asyncio.Queue()).get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+class PlayedHome:
+    """What readers say to homes, and what these answer.
+
+    Attributes:
+        said: what a reader has said, in order.
+        reports: the ends of the shares of each report.
+        answered: gives the home's verdict on each.
+    """
+
+    def __init__(self, loop: Loop, confirm: Confirm = Confirm.BEFORE) -> None:
+        self.loop = loop
         self.confirm = confirm
-        self.clock = clock
-        self.leases: dict[str, ReaderLease] = {}
-        self.answers: dict[str, Acquired | KvferryError] = {}
+        self.answers: dict[str, Acquired | Exception] = {}
+        self.steps: dict[str, asyncio.Queue[MoreBlocks | Exception]] = {}
         self.changed = threading.Condition()
         self.said: list[str] = []
         self.reports: list[Sequence[pb.RankReport]] = []
         self.answered: list[Callable[[Verdict], None]] = []
+        self._waiting: dict[str, list[asyncio.Future[Acquired | Exception]]] = {}
+
+    # What a test does.
+
+    def answer(self, text: str, answer: Acquired | Exception) -> None:
+        """Answer those that acquire this reference, or will."""
+
+        def settle() -> None:
+            self.answers[text] = answer
+            for waiting in self._waiting.pop(text, ()):
+                if not waiting.done():
+                    waiting.set_result(answer)
+
+        assert self.loop.call(settle)
+
+    def step(self, text: str, found: MoreBlocks | Exception) -> None:
+        """Tell the reader of what the source has published since."""
+        assert self.loop.call(lambda: self.steps.setdefault(text, asyncio.Queue()).put_nowait(found))
+
+    def judge(self, verdict: Verdict, report: int = 0) -> None:
+        """Answer a report, and wait until that was heard."""
+
+        async def answer() -> None:
+            self.answered[report](verdict)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+        self.loop.run(answer())
+
+    def heard(self, *what: str) -> bool:
+        """Wait until all of this was said; whether it was."""
+        with self.changed:
+            return self.changed.wait_for(lambda: sorted(self.said) == sorted(what), 20)
+
+    # What readers do.
 
     def request(
         self,
@@ -47,28 +113,19 @@ class PlayedHome:
     ) -> Any:
         parsed = pb.Reference(home="home:1", publication=7)
         home = cast(Control, None)
-        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)
+        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.loop.now() + timeout)
 
-    def acquire(
-        self,
-        request: AcquireRequest,
-        cancellation: Cancellation,
-        renewed: Callable[[float], None],
-        ended: Callable[[Acquired | KvferryError], None],
-    ) -> None:
-        def run() -> None:
-            cancellation.interrupt_by(self.wake)
-            with self.changed:
-                assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
-            answer = self.answers.get(request.text)
-            if answer is None:
-                self.say("gave up")
-                answer = TransferCancelled("cancelled")
-            ended(answer)
+    def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> PlayedAcquisition:
+        return PlayedAcquisition(self, request.text, changed)
 
-        threading.Thread(target=run, daemon=True).start()
+    async def answer_of(self, text: str) -> Acquired | Exception:
+        if text in self.answers:
+            return self.answers[text]
+        waiting = self.loop.future()
+        self._waiting.setdefault(text, []).append(waiting)
+        return cast("Acquired | Exception", await waiting)
 
-    def report(self, _: Control, reports: Sequence[ReadReport]) -> None:
+    def report(self, _: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
         with self.changed:
             for report in reports:
                 self.reports.append(report.shares)
@@ -85,19 +142,10 @@ class PlayedHome:
         self.drop(granted)
         self.cancel(home, granted.lease)
 
-    def close(self, timeout: float) -> None:
+    async def close(self, timeout: float) -> None:
         self.say("closed")
-
-    def wake(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
 
     def say(self, what: str) -> None:
         with self.changed:
             self.said.append(what)
             self.changed.notify_all()
-
-    def heard(self, *what: str) -> bool:
-        """Wait until all of this was said; whether it was."""
-        with self.changed:
-            return self.changed.wait_for(lambda: sorted(self.said) == sorted(what), 20)

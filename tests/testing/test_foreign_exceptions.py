@@ -1,5 +1,5 @@
 """What a caller gives to kvferry may raise anything: callbacks, futures, watches, hooks, handlers of loggers. It ends
-no thread of kvferry's, so that whatever comes later is done."""
+no thread and no coroutine of kvferry's, so that whatever comes later is done."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ import pytest
 
 import kvferry
 from kvferry import Blocks, Directory, EngineSpec, Group, IntegrityOptions, Listed, _tracing, open_directory
+from kvferry._control.connection import Control
+from kvferry._control.notifier import Notifier
 from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.renewals import Renewals
-from kvferry._control.teller import Teller
 from kvferry._control.watcher import Watcher
-from kvferry._directory.directory import Directory as DirectoryBase
-from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._threads import guarded, start_loop
-from kvferry._work_queue import WorkQueue
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.testing import Fabric
 from tests.support.repository import syntax
@@ -35,39 +33,35 @@ CLIENT = Path(kvferry.__file__).parent
 RAISED = [ValueError, asyncio.CancelledError, SystemExit]
 Raised = type[BaseException]
 
-LOOPS: dict[str, type[Any]] = {
-    "_work_queue.py": WorkQueue,
+REPEATED: dict[str, type[Any]] = {
+    "_control/notifier.py": Notifier,
     "_control/publication_sender.py": PublicationSender,
     "_control/renewals.py": Renewals,
-    "_control/teller.py": Teller,
     "_control/watcher.py": Watcher,
-    "_directory/directory.py": DirectoryBase,
-    "_reads/checksum_publisher.py": Checksummer,
 }
-"""Everything that has a thread which goes on, by its file."""
+"""Every coroutine that takes turns, by its file."""
+
+LOOPS = {
+    "_directory/directory.py": "a look at the directory, again and again",
+}
+"""Every thread that takes turns, by its file."""
 
 ONCE = {
-    "_control/connection.py": "tests whether the system has threads",
-    "_reads/rank_reads.py": "a handshake, and a comparison of checksums; each reports its own end",
-    "_reads/runtime.py": "a handshake ahead of time, with a future",
-    "_reads/leased_reads.py": "work after its queue has ended",
-    "_reads/callbacks.py": "a callback after its queue has ended",
-    "testing/_fabric.py": "an event loop, which catches its tasks' errors",
+    "_loop.py": "the loop itself, which begins again when something has stopped it; work that takes long",
+    "_control/connection.py": "reads a stream; tests whether the system has threads",
+    "_reads/callbacks.py": "takes callbacks from a queue, each guarded; a callback after its queue has ended",
 }
-"""Where a thread is started for one piece of work."""
+"""Where a thread is started that takes no turns."""
 
 OWN = {
     "_threads.py": "the place where threads are started",
     "_embed.py": "the event loop of an embedded node server",
     "_transport/reading_thread.py": "catches everything itself: its agent must not end while it reads",
-    "_control/retrying.py": "a timer for one warning",
-    "_control/acknowledger.py": "a timer for one call",
     "_cli/engines.py": "a program's own pool",
     "_cli/top.py": "a program's own pool",
     "integrations/sglang/bootstrap.py": "an HTTP server of Python's, which catches its requests' errors; one request; "
     "a pool whose futures keep errors; a timer",
     "integrations/vllm/worker.py": "announces memory once",
-    "testing/_fabric.py": "a pool whose futures keep errors",
 }
 """Where a thread is made in another way."""
 
@@ -84,8 +78,9 @@ def calls_of(*names: str) -> set[str]:
     return found
 
 
-def test_every_thread_is_known_here() -> None:
+def test_every_thread_and_coroutine_that_goes_on_is_known_here() -> None:
     """A thread that is new stands in one of the tables above, and what goes on is tested below."""
+    assert calls_of("spawn_turns") == set(REPEATED)
     assert calls_of("start_loop") == set(LOOPS)
     assert calls_of("start_thread") - {"_threads.py"} == set(ONCE)
     assert calls_of("Thread", "Timer", "ThreadPoolExecutor", "start_new_thread") == set(OWN)
@@ -138,21 +133,22 @@ class Pair:
         until(lambda: any(release.publication == publication.number for release in self.source.released()))
 
 
-@pytest.mark.parametrize("raised", RAISED)
-@pytest.mark.parametrize("loop", [loop for loop in LOOPS.values() if loop not in (Teller, DirectoryBase, Renewals)])
-def test_a_thread_of_an_engine_goes_on_after_whatever_its_turn_raises(
-    loop: type[Any], raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
+@pytest.mark.parametrize("raised", [ValueError, SystemExit])
+@pytest.mark.parametrize("repeated", [PublicationSender, Watcher])
+def test_an_engine_goes_on_after_whatever_a_turn_of_its_coroutines_raises(
+    repeated: type[Any], raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
 ) -> None:
-    turn, failed = loop._turn, set[int]()
+    """Renewals are tested in tests/control/test_renewal_decisions.py, notifications below."""
+    turn, failed = repeated._turn, set[int]()
 
-    def turns(self: Any) -> bool:
+    async def turns(self: Any) -> bool:
         if id(self) not in failed:
             failed.add(id(self))
             raise raised("a turn")
-        more: bool = turn(self)
+        more: bool = await turn(self)
         return more
 
-    monkeypatch.setattr(loop, "_turn", turns)
+    monkeypatch.setattr(repeated, "_turn", turns)
     with Fabric() as fabric:
         pair = Pair(fabric)
         pair.serve()
@@ -160,10 +156,35 @@ def test_a_thread_of_an_engine_goes_on_after_whatever_its_turn_raises(
     assert failed
 
 
+@pytest.mark.parametrize("raised", [ValueError, SystemExit])
+def test_notifications_are_repeated_after_whatever_a_turn_raises(
+    raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
+) -> None:
+    turn, failed = Notifier._turn, list[object]()
+
+    async def turns(self: Notifier, home: Control) -> bool:
+        if not failed:
+            failed.append(home)
+            raise raised("a turn")
+        return await turn(self, home)
+
+    monkeypatch.setattr(Notifier, "_turn", turns)
+    # What is published again after a restart is not released within max_ttl.
+    with Fabric(ttl=1.0, max_ttl=1.0) as fabric:
+        pair = Pair(fabric)
+        publication = pair.source.publish("declined", {"full": Blocks([60])})
+        until(lambda: pair.source.stats().published == 1)
+        spec = EngineSpec("other", (Group("full", block_tokens=16, num_blocks=64),))
+        scheduler = SchedulerPort(fabric.client(), spec)
+        fabric.stop_home()
+        scheduler.decline(publication.reference)
+        until(lambda: bool(failed))
+        fabric.start_home()
+        until(lambda: any(release.publication == publication.number for release in pair.source.released()))
+
+
 @pytest.mark.parametrize("raised", RAISED)
-@pytest.mark.parametrize("loop", [Renewals, Teller], ids=lambda loop: loop.__name__)
-def test_a_loop_goes_on_after_whatever_its_turn_raises(loop: type[Any], raised: Raised, raising_handler: None) -> None:
-    """Those of renewals and of repeated notifications call nothing of a caller but handlers of loggers."""
+def test_a_thread_goes_on_after_whatever_its_turn_raises(raised: Raised, raising_handler: None) -> None:
     turns, again = [0], threading.Event()
 
     def turn() -> bool:
@@ -173,7 +194,7 @@ def test_a_loop_goes_on_after_whatever_its_turn_raises(loop: type[Any], raised: 
         again.set()
         return False
 
-    thread = start_loop(turn, f"test-{loop.__name__}")
+    thread = start_loop(turn, "test-thread")
     assert again.wait(SOON)
     thread.join(SOON)
     assert (thread.is_alive(), turns[0]) == (False, 3)

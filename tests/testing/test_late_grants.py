@@ -3,15 +3,13 @@ a read never ends well after its own timeout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry._reads.looks import LOOK_EVERY, Looks
-from kvferry._work_queue import WorkQueue
 from kvferry.engine import Grant, RankEnd, ReadEnd, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import BadBlock, TransferCancelled, TransferStuck, WrongState
 from kvferry.testing import Fabric
@@ -20,6 +18,13 @@ from tests.testing.fabric_engines import SOON
 
 AXES = ("kv", "block", "head", "token", "content")
 SENTINEL = -1.0
+
+
+def ended(scheduler: SchedulerPort) -> list[ReadEnd]:
+    """The ends of reads, once there are some."""
+    found: list[ReadEnd] = []
+    until(lambda: found.extend(scheduler.finished().reads) or bool(found))  # type: ignore[func-returns-value]
+    return found
 
 
 class Ports:
@@ -62,7 +67,7 @@ class Ports:
         for read_id in scheduler.cancels():
             worker.cancel(read_id)
         scheduler.collect(worker.finished())
-        assert [end.request_id for end in scheduler.finished().reads] == [grant.request_id]
+        assert [end.request_id for end in ended(scheduler)] == [grant.request_id]
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def test_a_cancel_that_overtakes_its_grant_ends_the_read_and_the_grant_is_never_
     (read_id,) = scheduler.cancels()
     worker.cancel(read_id)
     scheduler.collect(worker.finished())
-    (end,) = scheduler.finished().reads
+    (end,) = ended(scheduler)
     assert isinstance(end.error, TransferCancelled)
     assert end.quiet
     worker.start(grant)
@@ -92,10 +97,9 @@ def test_a_grant_that_is_lost_ends_with_the_answer_to_a_cancel(ports: Ports, mon
     monkeypatch.setattr("kvferry.engine.scheduler_reads.CANCEL_AGAIN", 0.1)
     scheduler, worker = ports.decode
     grant = ports.attached("mine", timeout=0.5)
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert isinstance(ended[0].error, TransferStuck)
-    assert not ended[0].quiet
+    ends = ended(scheduler)
+    assert isinstance(ends[0].error, TransferStuck)
+    assert not ends[0].quiet
     # The cancels so far are lost as well.
     until(lambda: grant.read_id in scheduler.cancels())
     assert not ports.free()
@@ -118,9 +122,8 @@ def test_a_share_whose_report_is_lost_ends_with_the_answer_to_a_cancel(
     grant = ports.attached("mine", timeout=1.0)
     worker.start(grant)
     until(lambda: bool(worker.finished()))
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert (type(ended[0].error), ended[0].quiet) == (TransferStuck, False)
+    ends = ended(scheduler)
+    assert (type(ends[0].error), ends[0].quiet) == (TransferStuck, False)
     until(lambda: grant.read_id in scheduler.cancels())
     worker.cancel(grant.read_id)
     scheduler.collect(worker.finished())
@@ -136,9 +139,8 @@ def test_a_share_whose_last_report_is_lost_becomes_quiet_with_the_answer_to_a_ca
     scheduler, worker = ports.decode
     grant = ports.attached("mine")
     scheduler.collect(WorkerOutput(0, (), (RankEnd(grant.read_id, "mine", False, False, 0),)))
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert not ended[0].quiet
+    ends = ended(scheduler)
+    assert not ends[0].quiet
     assert not ports.free()
     until(lambda: grant.read_id in scheduler.cancels())
     worker.cancel(grant.read_id)
@@ -156,9 +158,8 @@ def test_a_share_that_was_read_stays_read_when_a_cancel_comes_late(ports: Ports)
     worker.cancel(grant.read_id)
     for output in (first, worker.finished()):
         scheduler.collect(output)
-    ended: list[ReadEnd] = []
-    until(lambda: ended.extend(scheduler.finished().reads) or bool(ended))  # type: ignore[func-returns-value]
-    assert (ended[0].error, ended[0].quiet) == (None, True)
+    ends = ended(scheduler)
+    assert (ends[0].error, ends[0].quiet) == (None, True)
     with pytest.raises(WrongState, match="already started"):
         worker.start(grant)
     assert np.all(ports.memory[:, 2] == 7)
@@ -176,53 +177,3 @@ def test_a_read_whose_time_is_over_before_its_bytes_have_come_has_failed(timeout
             assert error is not None
         # One that had time is good.
         assert cache.read(publication.reference, {"full": Blocks([3])}, timeout=SOON).result(SOON).confirmed
-
-
-def test_a_look_is_planned_for_the_first_deadline_and_for_no_later_time_than_leases_need(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    time, planned, looked, deadlines = [100.0], list[tuple[float, Callable[[], object]]](), list[float](), list[float]()
-
-    class Queue:
-        def do_later(self, seconds: float, work: Callable[[], object]) -> None:
-            planned.append((time[0] + seconds, work))
-
-    def look() -> list[float]:
-        looked.append(time[0])
-        return deadlines
-
-    def run() -> None:
-        """Do what was planned next."""
-        planned.sort(key=lambda plan: plan[0])
-        at, work = planned.pop(0)
-        time[0] = at
-        work()
-
-    monkeypatch.setattr("kvferry._reads.looks.now", lambda: time[0])
-    looks = Looks(cast(WorkQueue, Queue()), look)
-    deadlines += [100.4, 200.0, 100.1]
-    for deadline in deadlines:
-        looks.by(deadline)
-    while len(looked) < 4:
-        run()
-    assert looked == pytest.approx([100.1, 100.1 + LOOK_EVERY, 100.4, 100.4 + LOOK_EVERY])
-    deadlines.clear()
-    while planned:
-        run()
-    # Nothing is under way, so that nothing is planned.
-    assert looked[4:] == pytest.approx([100.4 + 2 * LOOK_EVERY])
-
-
-def test_a_look_that_fails_is_followed_by_another() -> None:
-    """Otherwise nothing that is under way would end at its deadline any more."""
-    queue, looked = WorkQueue("test-looks"), list[int]()
-
-    def look() -> list[float]:
-        looked.append(len(looked))
-        if len(looked) == 1:
-            raise SystemExit
-        return []
-
-    Looks(queue, look).by(0.0)
-    until(lambda: len(looked) == 2)
-    queue.close(SOON)

@@ -425,7 +425,7 @@ class Acquisition:
             remaining = from_duration(accepted.remaining)
             if lease.acquired_again(accepted.lease_id, sent_at, self._loop.now(), remaining):
                 self._keep(lease)
-            elif self._over:
+            elif self._over or (self._granted and lease.ended):
                 # The lease pins the source. A read that still waits uses it, or will.
                 self._give_up(home, _lease(accepted, sent_at), pb.RANK_OUTCOME_CANCELLED)
             return

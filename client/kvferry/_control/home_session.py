@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from kvferry._clock import LONGEST, from_duration
 from kvferry._control.batches import batches
@@ -158,9 +159,11 @@ class HomeSession:
             # Number, record and queue under one lock: a snapshot in between would include the number but not the
             # record, and the home takes numbers that rise, with few exceptions.
             try:
+                # Again, since nobody answers what is queued after `close`.
+                self._check_open()
                 home = self.advertise if self._home_in_references else ""
                 publication = self._offers.publish(home, step, span.traceparent, given.prompt)
-            except RouterKeyUsed as error:
+            except KvferryError as error:
                 self.block_use.unpin(pin)
                 span.end(error)
                 raise
@@ -181,6 +184,7 @@ class HomeSession:
         pin = self.block_use.pin(ids, number)
         try:
             with self.lock:
+                self._check_open()
                 follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
@@ -194,8 +198,8 @@ class HomeSession:
         self, publication: Publication, until: float | None = None, sent: Future[Sent] | None = None
     ) -> None:
         """Withdraw a publication without waiting; see `publish_later`."""
-        self._check_open()
         with self.lock:
+            self._check_open()
             self._sender.put(publication, None, until, sent)
 
     def released(self, timeout: float = 0.0) -> list[Release]:
@@ -247,7 +251,9 @@ class HomeSession:
                 return
             self.closed = True
         self.news.tell()
-        self._loop.run(self._close(timeout))
+        # If the client is closed, nothing of the session runs any more.
+        with suppress(Closed):
+            self._loop.run(self._close(timeout))
 
     async def _close(self, timeout: float) -> None:
         await self._sender.close(timeout)
@@ -318,18 +324,19 @@ class HomeSession:
         ]
         return found, failure
 
-    def ended(self, step: pb.Publish, error: KvferryError | None) -> bool:
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
         """Record that no more attempts will be made to send a step. Called with the lock held.
 
         Args:
             step: the step.
             error: the error of the last attempt; None: the home has accepted the step.
+            unsent: there was no attempt.
 
         Returns:
             Whether the step was taken back, because no home can have accepted it. If there is an error and it was not,
             abort the publication: it stays pinned until its release.
         """
-        taken_back = error is not None and not error.retryable and self._offers.refused(step)
+        taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step)
         if error is not None and not taken_back:
             self._offers.abort(step.publication, not_published=not isinstance(error, PublicationAborted))
         self._offers.sent(step.publication, self._loop.now())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -135,23 +134,22 @@ class Notifier:
             self._news[home].set()
         else:
             self._news[home] = Signal(self._loop)
-            self._loop.spawn(self._repeat(home), f"notifications to {home.address}")
+            self._loop.spawn_turns(partial(self._turn, home), f"notifications to {home.address}")
 
-    async def _repeat(self, home: Control) -> None:
-        """Make the next attempts of what waits for a home, until nothing does."""
-        try:
-            while waiting := self._waiting.get(home):
-                time = self._loop.now()
-                due = [message for message in waiting if message.again_at <= time]
-                if due:
-                    self._waiting[home] = [message for message in waiting if message.again_at > time]
-                    self.send(home, due)
-                else:
-                    await self._news[home].wait(min(message.again_at for message in waiting))
-        finally:
+    async def _turn(self, home: Control) -> bool:
+        """Make the next attempts of what waits for a home; returns whether something does."""
+        waiting, time = self._waiting.get(home), self._loop.now()
+        if not waiting:
+            self._waiting.pop(home, None)
             del self._news[home]
-            with suppress(KeyError):
-                del self._waiting[home]
+            return False
+        due = [message for message in waiting if message.again_at <= time]
+        if due:
+            self._waiting[home] = [message for message in waiting if message.again_at > time]
+            self.send(home, due)
+        else:
+            await self._news[home].wait(min(message.again_at for message in waiting))
+        return True
 
 
 def _answer(home: Control, message: Message, result: pb.NotificationResult | None) -> None:

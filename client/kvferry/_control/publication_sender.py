@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, takewhile
 from typing import Protocol
 
@@ -38,6 +39,27 @@ logger = logging.getLogger(__name__)
 MAX_OVERTAKEN = 512
 """So many publications may wait to be sent again before new ones wait for them. A home takes a number below its highest
 only if at most 1024 were skipped, and the next call may add `BATCH`."""
+
+
+class Publisher(Protocol):
+    """The part of `HomeSession` that the sender uses; see there."""
+
+    spec: EngineSpec
+    lock: threading.Lock
+    patience: float
+
+    async def attempt(
+        self, notifications: Sequence[pb.Notification], timeout: float
+    ) -> tuple[list[KvferryError | None], KvferryError | None]:
+        """Send steps and aborts once."""
+        ...
+
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
+        """Record that no more attempts will be made to send a step."""
+        ...
+
+    def complain(self, error: KvferryError) -> None:
+        """Warn that publications wait for the home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +112,8 @@ class _Message:
             settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
 
 
-class Publisher(Protocol):
-    """The session that a sender sends for; see `HomeSession`."""
-
-    @property
-    def spec(self) -> EngineSpec: ...
-    @property
-    def lock(self) -> threading.Lock: ...
-    @property
-    def patience(self) -> float: ...
-    async def attempt(
-        self, notifications: Sequence[pb.Notification], timeout: float
-    ) -> tuple[list[KvferryError | None], KvferryError | None]: ...
-    def ended(self, step: pb.Publish, error: KvferryError | None) -> bool: ...
-    def complain(self, error: KvferryError) -> None: ...
-
-
 class PublicationSender:
-    """Sends what one engine publishes. `put`, `take_refused` and `refused_now` are called with the session's lock held,
+    """Sends what one engine publishes. `put` and `take_refused` are called with the session's lock held,
     on any thread; a coroutine on the client's event loop does the rest, as long as there is something to send.
 
     Args:
@@ -134,6 +140,8 @@ class PublicationSender:
         """Publications whose first message can be sent, in order."""
         self._again: list[tuple[float, int]] = []
         """Heap of the other publications, each with the time at which its first message is to be sent again."""
+        self._in_call: Sequence[_Message] = ()
+        """Messages that are being sent."""
         self._pause_until, self._backoff = 0.0, Backoff()
         """Until when nothing is sent, because a call failed as a whole; and the pauses after such calls."""
         self._failing_since: float | None = None
@@ -168,6 +176,9 @@ class PublicationSender:
             self._news.set()
         else:
             self._runs = self._loop.call(self._begin)
+        if answer is not None:
+            message = self._messages[publication.number][-1]
+            self._loop.call(lambda: self._loop.at(message.until, partial(self._out_of_time, message)))
 
     async def close(self, timeout: float) -> None:
         """Send what is queued, and end. What was not sent after `timeout` seconds is dropped. Idempotent."""
@@ -183,19 +194,18 @@ class PublicationSender:
     # What follows runs on the loop.
 
     def _begin(self) -> None:
-        self._task = self._loop.spawn(self._run(), f"publications of engine {self._session.spec.engine_id}")
+        self._task = self._loop.spawn_turns(self._turn, f"publications of engine {self._session.spec.engine_id}")
 
-    async def _run(self) -> None:
-        while True:
-            with self._lock:
-                messages, wake_at = self._next()
-                self._runs = bool(messages) or wake_at is not None
-            if messages:
-                await self._send(messages)
-            elif wake_at is not None:
-                await self._news.wait(wake_at)
-            else:
-                return
+    async def _turn(self) -> bool:
+        """Make the next call, or wait until it may be made; returns whether there was something to send."""
+        with self._lock:
+            messages, wake_at = self._next()
+            waits = self._runs = bool(messages) or wake_at is not None
+        if messages:
+            await self._send(messages)
+        elif wake_at is not None:
+            await self._news.wait(wake_at)
+        return waits
 
     def _next(self) -> tuple[list[_Message], float | None]:
         """Return the messages for the next call, or when there may be some; None: nothing waits. Called with the lock
@@ -228,7 +238,11 @@ class PublicationSender:
     async def _send(self, messages: list[_Message]) -> None:
         # As long as the first of those has left for whom somebody waits.
         timeout = max(0.001, min([CALL_TIMEOUT, *(each.until - self._loop.now() for each in messages if each.answer)]))
-        errors, failure = await self._session.attempt([message.notification() for message in messages], timeout)
+        self._in_call = messages
+        try:
+            errors, failure = await self._session.attempt([message.notification() for message in messages], timeout)
+        finally:
+            self._in_call = ()
         time = self._loop.now()
         pause = 0.0 if failure is None else self._backoff.next(failure.retry_after)
         if failure is None:
@@ -272,6 +286,28 @@ class PublicationSender:
                     del self._messages[number]
             if good < len(answers):
                 self._warn(message, error)
+
+    def _out_of_time(self, message: _Message) -> None:
+        """Give up a message for whose answer somebody waits, if its time is over and it was never sent, since others
+        go first."""
+        with self._lock:
+            number = message.publication.number
+            waiting = self._messages.get(number, deque())
+            if message.sent or message in self._in_call or message not in waiting:
+                return
+            index = waiting.index(message)
+            behind = deque(islice(waiting, index + 1, None))
+            while len(waiting) > index:
+                waiting.pop()
+            error = Unreachable("publications before it took all the time; nothing was published", address="")
+            if message.step is None:
+                message.settle(error)
+            else:
+                self._give_up(message, message.step, error, behind, unsent=True)
+            waiting.extend(behind)
+            if not waiting:
+                del self._messages[number]
+                self._ready.remove(number)
 
     def _judge(self, waits: KvferryError | None, time: float) -> None:
         """Say once that what is published has to wait, if that lasts, and how it ended.
@@ -330,18 +366,21 @@ class PublicationSender:
         else:
             self._give_up(message, message.step, error, behind)
 
-    def _give_up(self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message]) -> None:
-        """Give up a publication because of a step, with the messages behind it."""
+    def _give_up(
+        self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message], *, unsent: bool = False
+    ) -> None:
+        """Give up a step with the messages behind it, and, unless its caller hears that it was taken back, its
+        publication."""
         # The last one first: what is left of a publication always has its first step.
         for later in reversed(behind):
             if later.step is not None:
-                later.settle(error, taken_back=self._session.ended(later.step, error))
+                later.settle(error, taken_back=self._session.ended(later.step, error, unsent=unsent))
             else:
                 later.settle(None)
         behind.clear()
-        publication, taken_back = message.publication, self._session.ended(step, error)
+        publication, taken_back = message.publication, self._session.ended(step, error, unsent=unsent)
         message.settle(error, taken_back=taken_back)
-        if not (taken_back and step.step == 0):
+        if not taken_back or (step.step and message.answer is None):
             # The home may have accepted some of it: it stays pinned until it is released.
             abort = self._message(publication, None)
             abort.not_published = not isinstance(error, PublicationAborted)

@@ -6,12 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry._clock import from_duration
 from kvferry._control.batches import batches
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._loop import Loop, Signal
+from kvferry._threads import guarded
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import Closed, InternalError, KvferryError, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -71,10 +73,9 @@ class Renewals:
         self._kept[lease] = _Kept(lease, home, sender, name, lost)
         if not self._runs:
             self._runs = True
-            self._loop.spawn(self._run(), "the renewal of leases")
-        elif lease.next_renewal is not None and lease.next_renewal < self._wakes_at:
-            # Otherwise it wakes in time by itself. Waking it for each lease would take quadratic time.
-            self._news.set()
+            self._loop.spawn_turns(self._turn, "the renewal of leases")
+        else:
+            self._wake_for(lease)
 
     def drop(self, lease: ReaderLease) -> None:
         """Stop renewing a lease whose read has ended."""
@@ -88,24 +89,28 @@ class Renewals:
         self._kept.clear()
         self._news.set()
 
-    async def _run(self) -> None:
-        try:
-            while self._kept:
-                time = self._loop.now()
-                pending = [(at, kept) for kept in self._kept.values() if (at := kept.lease.next_renewal) is not None]
-                # One request is sent by one reader, and can renew only that reader's leases.
-                turns: dict[tuple[Control, str, bytes], list[_Kept]] = {}
-                for at, kept in pending:
-                    if at <= time:
-                        reader = kept.home, kept.sender.engine_id, kept.sender.incarnation
-                        turns.setdefault(reader, []).append(kept)
-                for turn in turns.values():
-                    self._renew(turn)
-                if not turns:
-                    self._wakes_at = min((at for at, _ in pending), default=math.inf)
-                    await self._news.wait(self._wakes_at)
-        finally:
-            self._runs = False
+    def _wake_for(self, lease: ReaderLease) -> None:
+        """Wake the coroutine if it would sleep over a renewal; waking it for each lease would take quadratic time."""
+        if lease.next_renewal is not None and lease.next_renewal < self._wakes_at:
+            self._news.set()
+
+    async def _turn(self) -> bool:
+        """Renew what is due, or wait for it; returns whether there are leases."""
+        self._runs = bool(self._kept)
+        time = self._loop.now()
+        pending = [(at, kept) for kept in self._kept.values() if (at := kept.lease.next_renewal) is not None]
+        # One request is sent by one reader, and can renew only that reader's leases.
+        due: dict[tuple[Control, str, bytes], list[_Kept]] = {}
+        for at, kept in pending:
+            if at <= time:
+                reader = kept.home, kept.sender.engine_id, kept.sender.incarnation
+                due.setdefault(reader, []).append(kept)
+        for leases in due.values():
+            self._renew(leases)
+        if self._runs and not due:
+            self._wakes_at = min((at for at, _ in pending), default=math.inf)
+            await self._news.wait(self._wakes_at)
+        return self._runs
 
     def _renew(self, due: Sequence[_Kept]) -> None:
         """Send the renewals of leases of one reader at one home."""
@@ -130,7 +135,8 @@ class Renewals:
         if len(results) != len(batch):
             self._not_renewed(batch[len(results) :], InternalError(f"{len(results)} results for {len(batch)} renewals"))
         for kept, result in zip(batch, results, strict=False):
-            self._take(kept, sent_at, result)
+            # A lease tells its read of the new deadline; a failure there must not cost the other leases theirs.
+            guarded(partial(self._take, kept, sent_at, result), f"the renewal of {kept.name}")
 
     def _refused(self, batch: Sequence[_Kept], error: KvferryError) -> None:
         """Handle a failed call. If repeating it cannot help, its halves are sent separately, so that a lease which the
@@ -167,6 +173,8 @@ class Renewals:
                 more=result.renewed.revoked == pb.REVOKE_REASON_UNSPECIFIED,
                 source_lost=result.renewed.revoked == pb.REVOKE_REASON_SOURCE_LOST,
             )
+            # A home that did not extend it is asked sooner.
+            self._wake_for(kept.lease)
             return
         error: KvferryError = InternalError(f"a renewal was answered with {kind}")
         if kind == "error":

@@ -83,13 +83,20 @@ class Watcher:
         """
         began = self._loop.now()
         deadline, warn_at = began + timeout, began + SILENCE
-        self._task = self._loop.spawn(self._run(), f"the watch of {self._name}")
-        while not self._synced and not self._ended and self._loop.now() < deadline:
-            await self._news.wait(min(deadline, warn_at))
-            if not self._synced and self._loop.now() >= warn_at:
-                warn_at = deadline
-                reason = self._failure.message if self._failure is not None else "there is no answer yet"
-                logger.warning("still waiting for the Watch of %s at %s: %s", self._name, self._control.address, reason)
+        self._task = self._loop.spawn_turns(self._turn, f"the watch of {self._name}")
+        self._task.add_done_callback(self._end)
+        try:
+            while not self._synced and not self._ended and self._loop.now() < deadline:
+                await self._news.wait(min(deadline, warn_at))
+                if not self._synced and self._loop.now() >= warn_at:
+                    warn_at, failure = deadline, self._failure
+                    reason = failure.message if failure is not None else "there is no answer yet"
+                    message = "still waiting for the Watch of %s at %s: %s"
+                    logger.warning(message, self._name, self._control.address, reason)
+        except BaseException:
+            # Nobody would close it.
+            self._task.cancel()
+            raise
         if self._synced and self.opened is not None:
             return self.opened
         failure = self._failure
@@ -107,30 +114,30 @@ class Watcher:
 
     async def close(self) -> None:
         """End the Watch. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        # Not kept: the traceback of its end would keep the stream.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
-    async def _run(self) -> None:
+    async def _turn(self) -> bool:
+        """Follow one Watch, and pause after it; returns whether to open another one."""
         try:
-            while True:
-                try:
-                    await self._follow()
-                    pause = self._backoff.next()
-                except KvferryError as error:
-                    self._warn(error)
-                    # Its traceback would keep the stream.
-                    self._failure = error.with_traceback(None)
-                    if self._is_refusal(error):
-                        return
-                    pause = self._backoff.next(error.retry_after)
-                except Exception:
-                    logger.exception("the watch of %s at %s failed", self._name, self._control.address)
-                    pause = self._backoff.next()
-                await asyncio.sleep(pause)
-        finally:
-            self._ended = True
-            self._news.set()
+            await self._follow()
+            pause = self._backoff.next()
+        except KvferryError as error:
+            self._warn(error)
+            # Its traceback would keep the stream.
+            self._failure = error.with_traceback(None)
+            if self._is_refusal(error):
+                return False
+            pause = self._backoff.next(error.retry_after)
+        await asyncio.sleep(pause)
+        return True
+
+    def _end(self, _: object) -> None:
+        self._ended = True
+        self._news.set()
 
     def _warn(self, error: KvferryError) -> None:
         """Warn of an error other than an unreachable node server or the client being closed; once while it stays the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import partial
 
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
@@ -96,7 +97,8 @@ class CacheReads(LeasedReads[OwnRead]):
         self._shares.close(until)
         with self._changed:
             self._changed.wait_for(lambda: not self._running, max(0.0, until - self._loop.now()))
-        self._loop.run(self.wait_ended(max(0.001, until - self._loop.now())))
+        with suppress(Closed):
+            self._loop.run(self.wait_ended(max(0.001, until - self._loop.now())))
         for task in tasks:
             if task.share is not None:
                 task.share.wait_quiet(max(0.0, until - self._loop.now()))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +21,7 @@ from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._threads import guarded, settle
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, InvalidField, KvferryError, PublicationReleased, PublicationStale
+from kvferry.errors import Closed, InvalidField, LimitReached, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
@@ -88,7 +90,11 @@ class Checksummer:
         """What is sent of each publication, and what follows that."""
         self._senders: set[asyncio.Task[None]] = set()
         self._computing = asyncio.Lock()
-        self._closing = False
+        self._page: asyncio.Task[pb.PublishChecksums | None] | None = None
+        """The page that is being computed, or the last."""
+        self._lock = threading.Lock()
+        """So that `close` finds all orders."""
+        self._closing = self._used = False
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
@@ -99,20 +105,29 @@ class Checksummer:
         planes = [self._planes(name, listed) for name, listed in blocks.items()]
         parts = [part for found in planes for part in found]
         order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
-        if self._closing or not self._loop.call(partial(self._queue, publication, order)):
-            raise self._closed()
+        with self._lock:
+            if self._closing or not self._loop.call(partial(self._queue, publication, order)):
+                raise self._closed()
+            self._used = True
         return order.done
 
     def close(self) -> None:
-        """Drop the queued work. Idempotent."""
-        self._closing = True
-        if self._senders:
-            self._loop.run(self._end())
+        """Drop the queued work, and wait for what is being computed: after that, the memory may be unmapped.
+        Idempotent."""
+        with self._lock:
+            self._closing = True
+        # A client that has ended has ended them all.
+        with suppress(Closed):
+            if self._used:
+                self._loop.run(self._end())
 
     async def _end(self) -> None:
-        for sender in self._senders:
+        senders = tuple(self._senders)
+        for sender in senders:
             sender.cancel()
-        await asyncio.wait(self._senders)
+        running = (*senders, *([] if self._page is None else [self._page]))
+        if running:
+            await asyncio.wait(running)
 
     def _queue(self, publication: int, order: _Order) -> None:
         if publication in self._waiting:
@@ -128,14 +143,17 @@ class Checksummer:
         try:
             while orders:
                 order = orders[0]
-                result: int | KvferryError = self._closed()
+                result: int | Exception = self._closed()
                 if order.done.set_running_or_notify_cancel():
                     try:
                         result = await self._send(order)
-                    except KvferryError as error:
+                    except Exception as error:
                         result = error
                     # The future's callbacks are the caller's, and may wait.
-                    await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
+                    try:
+                        await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
+                    except LimitReached:
+                        settle(order.done, result)
                 orders.popleft()
         finally:
             del self._waiting[publication]
@@ -148,7 +166,9 @@ class Checksummer:
         try:
             while True:
                 async with self._computing:
-                    page = await self._loop.on_thread(partial(next, order.pages, None), "kvferry-checksums")
+                    compute = partial(next, order.pages, None)
+                    self._page = asyncio.ensure_future(self._loop.on_thread(compute, "kvferry-checksums"))
+                    page = await asyncio.shield(self._page)
                 if page is None:
                     return sent
                 sent += sum(len(part.sums) for part in page.checksums)

@@ -19,6 +19,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -33,6 +34,7 @@ from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._tracing import NO_SPAN, start_span
 from kvferry._wire.status import reason_number
 from kvferry.errors import (
+    Closed,
     KvferryError,
     TransferCancelled,
     TransferError,
@@ -117,8 +119,14 @@ class LeasedReads(Generic[SomeRead]):
     # Called with the lock held.
 
     def start(self, read: SomeRead) -> None:
-        """Start to acquire the lease of a read; raises `LimitReached` if the system refuses the loop's thread."""
-        self._loop.call(partial(self._begin, read))
+        """Start to acquire the lease of a read.
+
+        Raises:
+            Closed: the client is closed.
+            LimitReached: the system refused the loop's thread.
+        """
+        if not self._loop.call(partial(self._begin, read)):
+            raise Closed("the client is closed")
         request = read.request
         read.span = start_span(
             "kvferry.read",
@@ -226,11 +234,12 @@ class LeasedReads(Generic[SomeRead]):
         if wanted:
             read.lead = self._loop.spawn(self._lead(read), f"read {read.read_id}")
             self._leads.add(read.lead)
-            read.lead.add_done_callback(self._leads.discard)
+            read.lead.add_done_callback(partial(self._lead_ended, read))
 
     async def _lead(self, read: SomeRead) -> None:
         """Take a read from its reference to its verdict."""
         acquisition = self._holder.acquire(read.request, partial(self._lease_changed, read))
+        overdue = self._loop.at(read.request.deadline + RANKS_GRACE, partial(self._never_heard, read))
         try:
             acquired = await acquisition.first()
         except KvferryError as error:
@@ -240,6 +249,8 @@ class LeasedReads(Generic[SomeRead]):
             logger.exception("read %s could not be acquired", read.read_id)
             self._not_granted(read, TransferFailed(f"read {read.read_id}: {error!r}"))
             return
+        finally:
+            overdue.cancel()
         more: asyncio.Task[None] | None = None
         reported = False
         try:
@@ -258,6 +269,29 @@ class LeasedReads(Generic[SomeRead]):
                 self._holder.drop(acquired)
             else:
                 self._holder.let_go(read.request.home, acquired)
+
+    def _never_heard(self, read: SomeRead) -> None:
+        """Refuse a read whose acquisition has not ended by its deadline, as if gRPC got no thread to report its end."""
+        read_id = read.read_id
+        with self.lock:
+            self.refuse(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
+
+    def _lead_ended(self, read: SomeRead, lead: asyncio.Task[None]) -> None:
+        """End a read whose coroutine has ended before it: the client or its port was closed, or there is a bug."""
+        self._leads.discard(lead)
+        failure, read_id = None if lead.cancelled() else lead.exception(), read.read_id
+        error: KvferryError = TransferFailed(f"read {read_id}: {failure!r}")
+        if failure is None:
+            error = TransferCancelled(f"read {read_id}: the client is closed", read_id=read_id)
+        with self.lock:
+            if read.stage in (ReadStage.WAITING, ReadStage.GRANTED):
+                self._refuse(read, error)
+            elif read.stage is ReadStage.READING:
+                self.fail(read, error)
+                read.not_quiet.update(read.silent)
+                self._end(read)
+            elif read.stage is ReadStage.JUDGING:
+                self._judged(read)
 
     async def _follow(self, read: SomeRead, acquisition: Acquisition) -> None:
         """Take what the source of a read publishes after its first blocks."""
@@ -318,17 +352,10 @@ class LeasedReads(Generic[SomeRead]):
                 self._end(read)
                 return
             read.stage = ReadStage.JUDGING
-        give_up = self._loop.now() + VERDICT_TIMEOUT + ANSWER_GRACE
-        while not read.answered and self._loop.now() < give_up:
-            await read.news.wait(give_up)
+        while not read.answered and self._loop.now() < read.judged_by:
+            await read.news.wait(read.judged_by)
         with self.lock:
-            read.stamps.judged = self._loop.now()
-            judgement = judge(read.ended_at, acquired.lease.deadline, read.verdict)
-            if judgement is Judgement.EXPIRED:
-                read_id = read.read_id
-                read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
-            read.confirmed = judgement is Judgement.CONFIRMED
-            self._end(read)
+            self._judged(read)
 
     def _lease_changed(self, read: SomeRead) -> None:
         with self.lock:
@@ -346,17 +373,27 @@ class LeasedReads(Generic[SomeRead]):
     def _report_all(self) -> None:
         ended, self._unreported = self._unreported, []
         by_home: dict[Control, list[ReadReport]] = {}
-        for read, acquired in ended:
-            by_home.setdefault(read.request.home, []).append(self._report(read, acquired))
         # A call belongs to one trace, those that carry the ends of several reads to none.
         span = ended[0][0].judging if len(ended) == 1 else NO_SPAN
+        unreported: list[Callable[[None], None]] = []
+        for read, acquired in ended:
+            try:
+                by_home.setdefault(read.request.home, []).append(self._report(read, acquired))
+            except Exception:
+                logger.exception("the end of read %s could not be reported", read.read_id)
+                unreported.append(partial(self._answered, read))
         for home, reports in by_home.items():
             try:
                 self._holder.report(home, reports, span)
             except Exception:
                 logger.exception("the ends of %d reads could not be reported", len(reports))
-                for report in reports:
-                    report.answered(None)
+                unreported += [report.answered for report in reports]
+        for answered in unreported:
+            answered(None)
+        for read, _ in ended:
+            # From now on: the machine may have been paused since the end of the read, and only the home can know.
+            read.judged_by = self._loop.now() + VERDICT_TIMEOUT + ANSWER_GRACE
+            read.news.set()
 
     def _report(self, read: SomeRead, acquired: Acquired) -> ReadReport:
         with self.lock:
@@ -422,6 +459,18 @@ class LeasedReads(Generic[SomeRead]):
         read.span.end(error)
         read.news.set()
         self.on_refused(read)
+
+    def _judged(self, read: SomeRead) -> None:
+        """End a read by the home's verdict; if there is none, the reader's own deadline decides."""
+        if read.acquired is None:
+            return
+        read.stamps.judged = self._loop.now()
+        judgement = judge(read.ended_at, read.acquired.lease.deadline, read.verdict)
+        if judgement is Judgement.EXPIRED:
+            read_id = read.read_id
+            read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
+        read.confirmed = judgement is Judgement.CONFIRMED
+        self._end(read)
 
     def _audit(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
         """Compare the home's verdict with the end of a read that did not wait for it."""

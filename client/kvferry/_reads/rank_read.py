@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
+from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._loop import Loop, Signal
@@ -163,7 +165,8 @@ class RankRead:
         received: blocks of the source that were not expanded, in the order of their steps.
         unfinished: the source's blocks after those received of which only some layers are complete.
         complete: `received` and what was expanded are all blocks.
-        clearing: a device may still be clearing its tails, and there is no way to find out.
+        cleared: whether its tails were cleared; False: a device may still be clearing them, and there is no way to
+            find out.
         news: wakes its coroutine.
     """
 
@@ -184,7 +187,7 @@ class RankRead:
         self.received: list[Mapping[str, Blocks]] = [order.granted]
         self.unfinished = order.unfinished
         self.complete = order.complete
-        self.clearing = False
+        self.cleared: Future[bool] | None = None
         self.news = Signal(loop)
         self._loop = loop
         self._phase, self._since = Phase.NOTHING, 0.0
@@ -198,6 +201,11 @@ class RankRead:
     def transfer(self) -> Transfer | None:
         """The present transfer, or the last; None: none was started."""
         return self._moving[0]
+
+    @property
+    def clearing(self) -> bool:
+        """Whether its tails may still be written to."""
+        return self.cleared is not None and not (self.cleared.done() and self.cleared.result())
 
     @property
     def quiet(self) -> bool:
@@ -258,8 +266,12 @@ class RankRead:
         Args:
             timeout: seconds; None: no limit.
         """
-        transfer = self.transfer
-        return (transfer is None or transfer.wait_quiet(timeout)) and self.quiet
+        transfer, until = self.transfer, None if timeout is None else now() + timeout
+        if transfer is not None and not transfer.wait_quiet(timeout):
+            return False
+        if self.cleared is not None:
+            wait([self.cleared], None if until is None else max(0.0, until - now()))
+        return self.quiet
 
     def extend(self) -> None:
         """Extend the deadline of the transfer after a renewal of the lease."""

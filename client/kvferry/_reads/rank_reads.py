@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
@@ -23,12 +26,13 @@ from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import Phase, Planned, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
-from kvferry._threads import guarded
+from kvferry._threads import guarded, settle
 from kvferry._tracing import start_span
 from kvferry._transport.transport import TransferState, Transport
 from kvferry.errors import (
     Closed,
     KvferryError,
+    LimitReached,
     PublicationTimeout,
     TransferCancelled,
     TransferError,
@@ -76,6 +80,10 @@ class RankReads(OneProcess):
         self._verifier = verifier
         self._meter = meter
         self._running: set[RankRead] = set()
+        self._clearing: set[Future[bool]] = set()
+        """The tails that are being cleared: after `close` the memory may be unmapped."""
+        self._lock = threading.Lock()
+        """So that `close` finds all shares that were started."""
         self._closed = False
 
     def start(self, share: RankRead, ended: Told, quiesced: Told) -> None:
@@ -84,15 +92,16 @@ class RankReads(OneProcess):
         Args:
             share: the share.
             ended: called once when it has ended, on the loop. Must not block.
-            quiesced: called once when a share that ended without being quiet is quiet, on a thread of the transport.
-                Must not block.
+            quiesced: called once when a share that ended without being quiet is quiet, on a thread of the transport,
+                or on the one that clears its tails. Must not block.
 
         Raises:
             Closed: the cache is closed.
             LimitReached: the system refused the loop's thread.
         """
-        if self._closed or not self._loop.call(partial(self._begin, share, ended, quiesced)):
-            raise Closed("the cache is closed")
+        with self._lock:
+            if self._closed or not self._loop.call(partial(self._begin, share, ended, quiesced)):
+                raise Closed("the cache is closed")
 
     def add(
         self, share: RankRead, blocks: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool
@@ -113,13 +122,18 @@ class RankReads(OneProcess):
         return quiet
 
     def close(self, until: float) -> None:
-        """Cancel all shares, and wait for their ends. Idempotent.
+        """Cancel all shares, and wait for their ends, and for what clears tails. Idempotent.
 
         Args:
             until: time on the loop's clock; shares that have not ended by then end as overdue.
         """
-        self._closed = True
-        self._loop.run(self._close(until))
+        with self._lock:
+            self._closed = True
+        # A client that has ended has ended them all.
+        with suppress(Closed):
+            self._loop.run(self._close(until))
+        if self._clearing:
+            wait(tuple(self._clearing), max(0.0, until - self._loop.now()))
 
     # The rest runs on the loop.
 
@@ -160,8 +174,10 @@ class RankReads(OneProcess):
         self._end(share, error)
         transfer, quiet = share.transfer, share.quiet
         guarded(partial(ended, share), f"a callback for the end of read {order.read_id}")
-        if not quiet and not share.clearing and transfer is not None:
-            # Not through the loop, which ends with the client: the transport ends later.
+        # Not through the loop, which ends with the client: the transport ends later.
+        if not quiet and share.cleared is not None:
+            share.cleared.add_done_callback(lambda _: None if share.clearing else quiesced(share))
+        elif not quiet and transfer is not None:
             transfer.add_quiet_callback(lambda _: quiesced(share))
 
     async def _read(self, share: RankRead) -> None:
@@ -189,7 +205,7 @@ class RankReads(OneProcess):
         if self._verifier is not None:
             await self._verify(share, engine, self._verifier)
         if order.wanted.tails is Tails.ZERO:
-            self._clear_tails(share, engine)
+            await self._clear_tails(share, engine)
 
     async def _move(self, share: RankRead, engine: SourceEngine) -> None:
         """Move what was published so far."""
@@ -233,7 +249,9 @@ class RankReads(OneProcess):
         )
         share.verification = await verifier.verify(arrived)
 
-    def _clear_tails(self, share: RankRead, engine: SourceEngine) -> None:
+    async def _clear_tails(self, share: RankRead, engine: SourceEngine) -> None:
+        """Clear the tails on a thread, which may have to wait for a device. If the share ends meanwhile, it is quiet
+        when that has ended."""
         order, parts = share.order, share.parts
         if parts is None:
             return
@@ -241,14 +259,33 @@ class RankReads(OneProcess):
         sources = {group.name: group for group in plan.source.groups}
         moved = needed(plan.groups, sources, parts.granted, order.wanted.blocks, order.wanted.tokens)
         groups = {group.name: group for group in plan.groups}
+        cleared: Future[bool] = Future()
+
+        def clear() -> None:
+            ended = True
+            try:
+                clear_tails(plan.rank.planes, groups, order.wanted.blocks, moved, self._memory)
+            except StillCopying:
+                # As in `kvferry._transport.staging_pool`: blocks that a device still writes to are never quiet.
+                ended = False
+                raise
+            finally:
+                settle(cleared, ended)
+
+        share.cleared = cleared
+        self._clearing.add(cleared)
+        cleared.add_done_callback(self._clearing.discard)
         try:
-            clear_tails(plan.rank.planes, groups, order.wanted.blocks, moved, self._memory)
+            await self._loop.on_thread(clear, f"kvferry-tails-{order.engine_id}-{order.publication}")
+        except LimitReached:
+            # The thread was refused: nothing is being cleared.
+            self._clearing.discard(cleared)
+            share.cleared = None
+            raise
         except KvferryError:
             raise
         except Exception as failure:
             logger.exception("the tails of read %s could not be cleared", order.read_id)
-            # As in `kvferry._transport.staging_pool`: blocks that a device still writes to are never quiet.
-            share.clearing = isinstance(failure, StillCopying)
             raise TransferFailed(f"read {order.read_id}: {failure!r}", quiet=not share.clearing) from failure
 
     def _cancelled(self, share: RankRead) -> None:
@@ -275,7 +312,8 @@ class RankReads(OneProcess):
     def _interrupt(self, share: RankRead, error: KvferryError) -> None:
         """End the coroutine of a share with an error."""
         if share.interrupted is None:
-            share.interrupted = error
+            # Also what goes on for it on a thread ends.
+            share.interrupted, share.cancelled = error, True
             if share.task is not None and share.entered:
                 share.task.cancel()
 

@@ -3,10 +3,10 @@ module makes them and connects them."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kvferry._clock import from_duration, now
@@ -195,12 +195,14 @@ class RankRuntime:
                 result = tuple(source.agents)
             except Exception as error:
                 result = error
-            except asyncio.CancelledError:
-                result = Closed("the client is closed")
             # The future's callbacks are the caller's, and may wait.
             await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
 
-        self.loop.submit(run())
+        def end(_: object) -> None:
+            if not done.done():
+                settle(done, Closed("the client is closed"))
+
+        self.loop.submit(run()).add_done_callback(end)
         return done
 
     def close(self, timeout: float) -> None:
@@ -220,7 +222,8 @@ class RankRuntime:
         self._closed = True
         until = self.loop.now() + timeout
         self.reads.close(until)
-        self.loop.run(self.holder.close(max(0.0, until - self.loop.now())))
+        with suppress(Closed):
+            self.loop.run(self.holder.close(max(0.0, until - self.loop.now())))
         self.checksummer.close()
 
     async def _geometry(self, deadline: float) -> EngineGeometry:

@@ -236,8 +236,8 @@ class SourceEngines:
         span.end(None if source is not None else failure)
         if source is not None:
             slot.source = source
-            self._drop_replaced(key)
             handshake.done.set_result(source)
+            self._drop_replaced(key)
             return
         handshake.done.set_exception(failure)
         # Marked as seen: nobody may wait any more.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -214,7 +215,8 @@ class Reads(LeasedReads[SchedulerRead]):
             for read in reads:
                 if read.stage in (ReadStage.WAITING, ReadStage.GRANTED):
                     self._withdraw(read)
-        self._loop.call(partial(self._holder.decline, reference))
+        if not self._loop.call(partial(self._holder.decline, reference)):
+            raise Closed("the client is closed")
 
     def cancel(self, request_id: str) -> bool:
         """See `SchedulerPort.cancel`."""
@@ -284,9 +286,11 @@ class Reads(LeasedReads[SchedulerRead]):
                 if read.stage is ReadStage.WAITING:
                     self._withdraw(read)
                 else:
-                    # A read under way gives its lease back.
+                    # A read under way ends, and gives its lease back.
                     self.cancel_lead(read)
-        self._loop.run(self._end_all(deadline))
+        # Once the client is closed, all reads have ended.
+        with suppress(Closed):
+            self._loop.run(self._end_all(deadline))
 
     async def _end_all(self, deadline: float) -> None:
         await self.wait_ended(max(0.0, deadline - self._loop.now()))

@@ -26,7 +26,18 @@ from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.line_rule import Stripe
 from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
-from kvferry.planner.rows import AlikePlanes, Cut, Int64s, Loop, RowExtent, Rows, alike, extents_of, loops_of, rows_of
+from kvferry.planner.rows import (
+    AlikePlanes,
+    Cut,
+    Int64s,
+    RowExtent,
+    RowLoop,
+    Rows,
+    alike,
+    extents_of,
+    loops_of,
+    rows_of,
+)
 from kvferry.planner.token_line import Line, StateLayout
 
 ROWS_KEPT = 1024
@@ -111,7 +122,7 @@ class Lane:
         return lru_cache(ROWS_KEPT)(partial(rows_of, self.planes, across=across))
 
     @cached_property
-    def loops(self) -> Callable[[int, Cut], tuple[Loop, ...]]:
+    def loops(self) -> Callable[[int, Cut], tuple[RowLoop, ...]]:
         """Given an index of `planes` and a cut, the loops that copy the cut of these planes; kept, as rows are."""
         planes = self.planes
         return lru_cache(ROWS_KEPT)(lambda alike, cut: loops_of(planes[alike], cut))

@@ -175,7 +175,7 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class RowLoop:
     """Cells of one plane that lie in equal steps on both sides.
 
     Attributes:
@@ -190,7 +190,7 @@ class Loop:
     cell: int
 
 
-def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
+def loops_of(members: AlikePlanes, cut: Cut) -> tuple[RowLoop, ...]:
     """The cells of a cut: one loop, unless pages lie apart."""
     source = members.source.states(cut.source, cut.count)
     destination = members.destination.states(cut.destination, cut.count)
@@ -214,7 +214,7 @@ def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
         elif members.units > 1:
             axes.append(units)
         axes.sort(key=lambda axis: -axis[2])
-        found.append(Loop(int(source[first]), int(destination[first]), tuple(axes), cell))
+        found.append(RowLoop(int(source[first]), int(destination[first]), tuple(axes), cell))
         first = last + 1
     return tuple(found)
 

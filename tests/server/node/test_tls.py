@@ -11,11 +11,11 @@ from threading import Thread
 import grpc
 import pytest
 
-from kvferry._control.connection import Control
 from kvferry._wire.channel import TlsConfig, connect
 from kvferry._wire.status import MESSAGE_BYTES
 from kvferry.errors import InvalidField, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.blocking_control import BlockingControl
 from tests.support.certificates import Authority, tls_flags
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import Kvferryd, free_port, serves
@@ -152,7 +152,7 @@ def no_tls(ours: Authority, theirs: Authority) -> None:
 
 
 def ask(address: str, tls: TlsConfig | None) -> None:
-    control = Control(address, tls)
+    control = BlockingControl(address, tls)
     hello = pb.HandshakeRequest(engine_id="nobody", reader=pb.EngineRef(engine_id="me", incarnation=b"i" * 16))
     try:
         control.handshake(hello, 10.0)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry._clock import now
-from kvferry._control.connection import Control
 from kvferry._engine_spec import EngineSpec
-from kvferry._reads.source_engines import SourceEngines
+from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._wire.authority import KEY_BYTES
 from kvferry._wire.channel import TlsConfig, connect
 from kvferry._wire.reference import format_engine_reference, parse_engine_reference
@@ -31,6 +30,7 @@ from kvferry.planner import PathRule
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from tests.support.blocking_control import BlockingControl
 from tests.support.certificates import Authority, tls_flags
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -204,7 +204,7 @@ def test_stranger_gets_no_agents_by_any_call(server: tuple[Kvferryd, Authority],
                 listed.GetEngine(ipb.GetEngineRequest(engine_id=source.engine_id), timeout=TIMEOUT),
             ]
             assert all(registration.agent.metadata not in answer.SerializeToString() for answer in answers)
-        home = Control(address, tls)
+        home = BlockingControl(address, tls)
         asked = handshake_request(engine_id=source.engine_id, incarnation=source.incarnation, reference="")
         found = home.handshake(asked, TIMEOUT)
         assert (len(found.geometry.ranks), found.agents, found.has_agents) == (1, {}, False)
@@ -214,10 +214,19 @@ def test_stranger_gets_no_agents_by_any_call(server: tuple[Kvferryd, Authority],
         # A reader that needs agents gets an error that names the missing reference.
         geometry = EngineGeometry("decode", (FULL,), (rank_geometry(),), {"model": "m"})
         spec = EngineSpec("decode", (FULL,), identity={"model": "m"})
-        peers = SourceEngines(spec, proto(D), 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
+
+        async def whole(_: float) -> EngineGeometry:
+            return geometry
+
+        peers = SourceEngines(home.loop, spec, proto(D), 0, whole, PathRule(), lambda *_: None, lambda _: None)
+
+        def get(reference: str) -> SourceEngine:
+            until = now() + TIMEOUT
+            return home.loop.run(peers.get(home.control, source.engine_id, source.incarnation, reference, until))
+
         with pytest.raises(AgentsWithheld) as caught:
-            peers.get(home, source.engine_id, source.incarnation, "", now() + TIMEOUT)
+            get("")
         assert caught.value.values == {"engine_id": source.engine_id, "missing": "reference"}
-        assert peers.get(home, source.engine_id, source.incarnation, engine_reference(source), now() + TIMEOUT).agents
+        assert get(engine_reference(source)).agents
         home.close()
         watch.cancel()
