@@ -1,4 +1,4 @@
-"""Bounds on what a call in this process may take."""
+"""Bounds on memory and CPU of a call in this process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import psutil
 
 MEMORY = 1 << 30
-"""Bytes that are left to a call: the largest requests of real engines take a tenth of it."""
+"""Most bytes of a call: the largest requests of real engines take a tenth."""
 SECONDS = 10.0
-"""Seconds of CPU that a call may take; most take milliseconds."""
+"""Most seconds of CPU of a call; most calls take milliseconds."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A server to fire at, and how much."""
+"""The server to attack, and the numbers of examples."""
 
 from __future__ import annotations
 

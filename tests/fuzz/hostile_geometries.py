@@ -1,4 +1,4 @@
-"""Pairs of geometries that fit a message, contradict nothing, and ask for as much work or memory as they can."""
+"""Pairs of geometries that fit a message, are consistent, and ask for as much work or memory as they can."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.v1 import geometry_pb2 as pb
 
 MANY = 9_000
 MAX_RANKS = 4096
-"""Ranks that PlanRead takes."""
+"""Most ranks in a PlanRead."""
 
 Pair = tuple[pb.EngineGeometry, pb.EngineGeometry]
 
@@ -33,8 +33,8 @@ def plane(
     shard: tuple[int, int, int] = (0, 1, 1),
     padding: int = 0,
 ) -> pb.Plane:
-    """A plane of this many units and states; with `tokens_first` the units of a token lie together, with `padding`
-    nothing is next to anything."""
+    """A plane of these units and states. With `tokens_first` the units of a token are contiguous; with `padding` no two
+    cells are."""
     held, page = units[1] - units[0], states // pages
     cell = state_bytes + padding
     unit_stride, token_stride = (cell, held * cell) if tokens_first else (page * cell, cell)

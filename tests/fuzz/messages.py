@@ -1,4 +1,4 @@
-"""Messages built from descriptors: well-formed, with something in them that no well-behaved peer would send."""
+"""Messages built from descriptors: well-formed, with values that no well-behaved peer would send."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fuzz.methods import Method
 from tests.support.raw_parties import Party
 
 DEPTH = 5
-"""How deep fields are looked for: EngineGeometry, ranks, planes, token_shard and its fields."""
+"""Depth to which fields are searched: EngineGeometry, ranks, planes, token_shard and its fields."""
 
 F = FieldDescriptor
 _UNSIGNED_32 = [0, 1, 2, 16, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1]
@@ -47,12 +47,12 @@ EXTREMES: dict[int, list[Any]] = {
     F.TYPE_STRING: _TEXTS,
     F.TYPE_BYTES: _BYTES,
 }
-"""What is put into a field, by its type."""
+"""Extreme values of a field, by its type."""
 
 
 def seed(method: Method, party: Party) -> Message:
-    """A request as a well-behaved peer sends it, in the name of `party`; for a method that nobody thought of yet, one
-    with the party's identities in the fields of their names."""
+    """Return a request as a well-behaved peer sends it, in the name of `party`; for a method that is not listed here,
+    a request with the party's identities in the fields of their names."""
     message = method.request_class()
     known: dict[str, Callable[[], Message]] = {
         "RegisterCache": party.registration,
@@ -61,7 +61,7 @@ def seed(method: Method, party: Party) -> Message:
         "Notify": party.notifications,
         "KVTransfer/Watch": party.watch_request,
         "PlanRead": party.plan,
-        # The party itself would be gone for good.
+        # Not the party itself, which would be gone for good.
         "EvictEngine": lambda: admin_pb2.EvictEngineRequest(engine=pb.EngineRef(engine_id="~", incarnation=bytes(16))),
         "ServerReflectionInfo": lambda: method.request_class(file_containing_symbol="kvferry.v1"),
         "Check": lambda: health_pb2.HealthCheckRequest(service="kvferry.v1.KVTransfer"),
@@ -80,14 +80,14 @@ def seed(method: Method, party: Party) -> Message:
 
 
 def introduced(message: Message) -> Message:
-    """Put in what every caller says of its version, without which all is refused at once."""
+    """Set the caller's version, without which every request is refused."""
     if "version" in message.DESCRIPTOR.fields_by_name:
         introduce(cast("Any", message))
     return message
 
 
 def damaged(message: bytes, turns: random.Random) -> bytes:
-    """Bytes of a message that were cut, flipped, doubled, or are no message at all."""
+    """Return the bytes of a message, cut, flipped or doubled; or random bytes."""
     if not message or turns.random() < 0.1:
         return turns.randbytes(turns.choice([1, 2, 7, 100, 5000]))
     raw = bytearray(message)
@@ -101,10 +101,10 @@ def damaged(message: bytes, turns: random.Random) -> bytes:
             case 2:
                 raw[at:at] = raw[at : at + turns.randint(1, 40)]
             case 3:
-                # The longest varint there is, and one that is longer.
+                # The longest varint, and longer ones.
                 raw[at:at] = b"\xff" * turns.choice([9, 10, 11]) + b"\x01"
             case 4:
-                # Groups, which nothing of ours uses, nested as deep as there is room.
+                # Groups, which the contract does not use, nested as deep as there is room.
                 raw[at:at] = b"\x0b" * turns.choice([1, 99, 101, 20_000])
             case _:
                 raw[at : at + turns.randint(1, 8)] = turns.randbytes(turns.randint(1, 8))
@@ -125,7 +125,7 @@ class Place:
         return self.fields[-1]
 
     def holder(self, message: Message, turn: int = 0) -> Any:
-        """The message that has the field; made where it is missing. `turn` chooses among those in a list."""
+        """Return the message that has the field, made if missing. `turn` chooses among those in a list."""
         found: Any = message
         for field in self.fields[:-1]:
             found = getattr(found, field.name)
@@ -184,12 +184,12 @@ class Place:
 
 
 def is_map(field: FieldDescriptor) -> bool:
-    """Whether it is a map, which is a repeated message in disguise."""
+    """Whether a field is a map, which protobuf encodes as a repeated message."""
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def places(descriptor: Any, before: tuple[FieldDescriptor, ...] = ()) -> Iterator[Place]:
-    """Every field of a message and of the messages in it."""
+    """Yield every field of a message and of the messages in it."""
     for field in descriptor.fields:
         yield Place((*before, field))
         if field.message_type is not None and not is_map(field) and len(before) < DEPTH:
@@ -204,14 +204,14 @@ def _value_type(field: FieldDescriptor) -> int:
 
 
 def values(field: FieldDescriptor) -> list[Any]:
-    """What to put into a field; nothing for a message, whose fields are places of their own."""
+    """Return the values to put into a field; none for a message, whose fields are places of their own."""
     if is_map(field):
         return EXTREMES[_value_type(field)]
     return [] if field.message_type is not None else EXTREMES[field.type]
 
 
 def edit(message: Message, draw: Callable[[st.SearchStrategy[Any]], Any], most: int = 6) -> None:
-    """Put something strange into, or take away, up to `most` fields."""
+    """Put extreme values into up to `most` fields, or clear them."""
     found = list(places(message.DESCRIPTOR))
     if not found:
         return

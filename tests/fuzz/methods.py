@@ -1,4 +1,4 @@
-"""Every method that a node server offers, from the descriptors: a new one is fuzzed without being named here."""
+"""Every method that a node server offers, from the descriptors: a new method is fuzzed without being named here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Method:
 
     @property
     def request_class(self) -> type[Message]:
-        """The class of its requests."""
         return message_factory.GetMessageClass(self.request)
 
 

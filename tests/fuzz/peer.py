@@ -1,9 +1,8 @@
-"""A peer that may connect and means harm: it makes valid calls of everything that it was told, in any order.
+"""A hostile peer that may connect: it makes valid calls, in any order, with all values that it received.
 
-It knows what any peer may know: the contract, and what the node server answers. Every value of every answer, error and
-token goes into its pockets, as it came and with every usual encoding undone, and comes out again in any field of that
-kind. It lives as an engine of its own, which watches, registers, publishes, reads and reports; also under the names of
-others.
+It knows the contract and the node server's answers. Every value of every answer, error and token is kept in `Pockets`,
+as received and with every usual encoding undone, and is sent again in any field of that kind. The peer also acts as an
+engine, which watches, registers, publishes, reads and reports; under its own name and those of others.
 
 python -m tests.fuzz.peer ADDRESS [ADDRESS ...] --seed 7 --pause 0.01
 """
@@ -36,21 +35,21 @@ from tests.fuzz.methods import METHODS, Method
 from tests.fuzz.pockets import Pockets
 
 ANSWERED = 20.0
-"""Seconds within which a call that waits for nothing is answered."""
+"""Most seconds until the answer to a call that needs no event."""
 WAITS = 0.05
-"""Seconds that it listens to a stream."""
+"""Seconds that the peer reads a stream."""
 AT_ONCE = 16
-"""Streams that it holds open."""
+"""Streams that the peer holds open."""
 
 OWN_ID = "~hostile"
-"""After everybody else in every list."""
+"""Sorts after all other engines in every listing."""
 SIZES = (16, 32)
-"""Lengths of what the contract calls secret."""
+"""Lengths of the contract's secrets."""
 
 _SENT = {
     method.path: method
     for method in METHODS
-    # Not Admin: whoever may call that is an operator.
+    # Not Admin, which only operators may call.
     if method.path.startswith(("/kvferry.v1.KVTransfer/", "/kvferry.v1.Introspection/"))
 }
 _ANSWERS: dict[str, type[Message]] = {}
@@ -75,12 +74,12 @@ WEIGHTS = {
     "Handshake": 2,
 }
 NOTIFICATIONS = ("read_done", "read_done", "cancel", "cancel", "renew", "decline", "publish", "abort", "resync")
-"""Those that end something come more often."""
+"""Notifications that end something come more often."""
 OF_A_READER = frozenset({"read_done", "cancel", "renew", "decline"})
 
 
 class NotAnswered(AssertionError):
-    """A call took longer than any call may."""
+    """A call was not answered in `ANSWERED` seconds."""
 
 
 class HostilePeer:
@@ -88,9 +87,9 @@ class HostilePeer:
 
     Args:
         address: of the node server.
-        turns: what it chooses with.
-        squats: whether it lives under others' engine_ids too. An engine that is away for an engine_ttl loses its own to
-            whoever wants it next.
+        turns: the source of its choices.
+        squats: whether it uses others' engine_ids too. An engine that is away for an engine_ttl loses its engine_id to
+            the next engine that asks.
     """
 
     def __init__(self, address: str, turns: random.Random, *, squats: bool = True) -> None:
@@ -112,7 +111,7 @@ class HostilePeer:
         self._rush: threading.Thread | None = None
         self._rushing = threading.Event()
         self.secrets = [turns.randbytes(SECRET_BYTES) for _ in range(4)]
-        """Its own."""
+        """The peer's own session secrets."""
 
     def act(self, calls: int) -> None:
         """Make some calls.
@@ -124,30 +123,30 @@ class HostilePeer:
             self._act()
 
     def learn_of(self, message: Message) -> None:
-        """It is told something that is no secret."""
+        """Give the peer a message without secrets."""
         self.known.learn(message)
 
     def rush(self) -> None:
-        """Until `rest`: be there first when the home comes back, in the names of all engines it knows."""
+        """Until `rest`: open Watches first when the home is back, in the names of all engines it knows."""
         self._rushing.set()
         self._rush = threading.Thread(target=self._first, name="hostile-rush", daemon=True)
         self._rush.start()
 
     def rest(self) -> None:
-        """Stop that."""
+        """Stop `rush`."""
         self._rushing.clear()
         if self._rush is not None:
             self._rush.join()
             self._rush = None
 
     def close(self) -> None:
-        """Leave."""
+        """Close all streams and the channel."""
         self.rest()
         for stream in self._streams:
             stream.cancel()
         self._channel.close()
 
-    # What it does.
+    # Acts.
 
     def _act(self) -> None:
         if self._turns.random() < 0.12:
@@ -156,7 +155,7 @@ class HostilePeer:
         names = list(WEIGHTS)
         (name,) = self._turns.choices(names, [WEIGHTS[one] for one in names])
         if self._listed and self._turns.random() < 0.5:
-            # What was just heard is of somebody who is there.
+            # The values just listed are of present engines.
             name = "Notify"
         self._listed = name.startswith("List")
         path = next(path for path in _SENT if path.endswith(f"/{name}"))
@@ -165,7 +164,7 @@ class HostilePeer:
     def _request(self, name: str, method: Method) -> Message:
         request: Any = self._made(method.request)
         if name.startswith("List"):
-            # Page by page, every token is seen.
+            # Page by page, so that the peer gets every token.
             request.page_size = self._turns.choice((0, 1, 1, 2, 3, 5))
             if self._turns.random() < 0.3:
                 request.ClearField("page_token")
@@ -174,7 +173,7 @@ class HostilePeer:
         elif isinstance(request, pb.NotifyRequest):
             kinds = self._turns.choices(NOTIFICATIONS, k=self._turns.choice((1, 1, 2, 4)))
             if self._turns.random() < 0.8:
-                # A source's without its secret spoil the whole batch.
+                # One notification of a source without its secret fails the whole batch.
                 kinds = [kind for kind in kinds if kind in OF_A_READER] or ["read_done"]
                 request.ClearField("session_secret")
             del request.notifications[:]
@@ -182,7 +181,7 @@ class HostilePeer:
             if sender := self.known.messages["kvferry.v1.EngineRef"].draw(self._turns):
                 request.sender.CopyFrom(sender)
         elif isinstance(request, (pb.HandshakeRequest, pb.RegisterCacheRequest, pb.WatchRequest)):
-            # A relay is somebody else's time.
+            # A relayed call would wait for another server.
             for field_name in ("relayed_by", "home"):
                 if field_name in request.DESCRIPTOR.fields_by_name:
                     cleared: Message = request
@@ -205,7 +204,7 @@ class HostilePeer:
         return notification
 
     def _live_as_an_engine(self) -> None:
-        """Open, register, publish and read, as it should be done, under its own name or another's."""
+        """Open, register, publish and read correctly, under its own name or another's."""
         others = self._squats and self._turns.random() < 0.5
         engine_id = OWN_ID if not others else self.known.named["engine_id"].draw(self._turns) or OWN_ID
         secret = self._turns.choice(self.secrets)
@@ -253,7 +252,7 @@ class HostilePeer:
             time.sleep(0.01)
 
     def _impostor(self, ref: Any) -> pb.EngineRef:
-        """Its own incarnation under another's name."""
+        """Return the peer's own incarnation under another's name."""
         return pb.EngineRef(engine_id=ref.engine_id, incarnation=incarnation_of(self.secrets[0]))
 
     # Calls.
@@ -283,7 +282,7 @@ class HostilePeer:
         except grpc.RpcError as error:
             self.known.learn_error(error)
             code = error.code() if isinstance(error, grpc.Call) else None
-            # A home answers so, too, when what is waited for under a router's key does not come.
+            # A home answers with the same code when no publication arrives under a router's key.
             waited = isinstance(from_rpc_error(error, "the home"), PublicationTimeout)
             if code is grpc.StatusCode.DEADLINE_EXCEEDED and not method.server_streams and not waited:
                 raise NotAnswered(f"{method} was not answered in {ANSWERED} s: {request}") from None
@@ -293,7 +292,7 @@ class HostilePeer:
         return answers
 
     def _listen(self, stream: Any) -> list[Message]:
-        """What a stream says at first. It is held open for a while, as a peer would."""
+        """Return the first messages of a stream, which is held open for a while."""
         heard: list[Message] = []
         ended = threading.Event()
         failure: list[grpc.RpcError] = []
@@ -320,7 +319,7 @@ class HostilePeer:
     # Messages.
 
     def _made(self, descriptor: Descriptor, depth: int = 0) -> Any:
-        """A message of what it knows."""
+        """Make a message of known values."""
         known = self.known.messages[descriptor.full_name].draw(self._turns)
         if known is not None and depth and self._turns.random() < 0.7:
             found = type(known)()
@@ -367,7 +366,7 @@ class HostilePeer:
         return other if other is not None and chance < 0.9 else self._turns.choice(EXTREMES[field.type])
 
     def _bytes(self, name: str) -> bytes:
-        """What may be a secret: whatever has its length."""
+        """Return bytes that may be a secret: any of that length."""
         pockets = (self.known.named[name], self.known.nameless, self.known.kinds[bytes], None)
         (pocket,) = self._turns.choices(pockets, (3, 4, 2, 2))
         found = pocket.draw(self._turns, lambda value: len(value) in SIZES) if pocket is not None else None
@@ -384,7 +383,7 @@ class HostilePeer:
         if ref := self.known.messages["kvferry.v1.EngineRef"].draw(self._turns):
             reference.engine_id, reference.incarnation = ref.engine_id, ref.incarnation
         if routed:
-            # As a router makes it: what it waits for has not come.
+            # As a router makes a reference: before the publication.
             reference.ClearField("incarnation")
             reference.ClearField("publication")
         return format_reference(reference)
@@ -416,7 +415,7 @@ def main() -> int:
     peers = [HostilePeer(address, turns, squats=not arguments.no_squat) for address in arguments.addresses]
     while sys.stdin.isatty() or not select.select([sys.stdin], [], [], arguments.pause)[0]:
         for peer in peers:
-            # A server that is stopped answers nobody: whoever stops some knows.
+            # A stopped server does not answer, as its operator knows.
             with suppress(NotAnswered):
                 peer.act(20)
     print(sum(peer.calls for peer in peers))

@@ -1,4 +1,4 @@
-"""What a hostile peer was told: every value of every answer, error and token, with every usual encoding undone."""
+"""The knowledge of a hostile peer: every value of every answer, error and token, with every usual encoding undone."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.fuzz.messages import is_map
 MOST = 400
 """Values of one kind that are remembered."""
 RECENT = 6
-"""The newest of them, which are liked best."""
+"""The newest values, which are drawn most."""
 
 
 class Pocket:
-    """Values of one kind, what was heard last at the end."""
+    """Values of one kind, the last received at the end."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}
@@ -38,35 +38,35 @@ class Pocket:
         self._kept.pop(key, None)
         self._kept[key] = value
         if len(self._kept) > MOST:
-            # The oldest but a few: those are of the time before it did anything.
+            # The oldest but for the first eighth, which are from before the peer's first call.
             del self._kept[next(itertools.islice(self._kept, MOST // 8, None))]
 
     def has(self, value: Any) -> bool:
-        """Whether it is here; for scalars."""
+        """Whether a scalar is here."""
         return value in self._kept
 
     def all(self, *, of: Callable[[Any], bool] = lambda _: True) -> list[Any]:
-        """Those that are like this."""
+        """Return the values that satisfy `of`."""
         return [value for value in self._kept.values() if of(value)]
 
     def draw(self, turns: random.Random, of: Callable[[Any], bool] = lambda _: True) -> Any:
-        """One of them, often one of the newest; None if there is none."""
+        """Return a random value, often one of the newest; None without any."""
         found = self.all(of=of)
         return turns.choice(found[-RECENT:] if turns.random() < 0.6 else found) if found else None
 
 
 class Pockets:
-    """All that it was told."""
+    """All values that the peer received."""
 
     def __init__(self) -> None:
         self.messages: dict[str, Pocket] = defaultdict(Pocket)
         self.named: dict[str, Pocket] = defaultdict(Pocket)
         self.kinds: dict[type, Pocket] = defaultdict(Pocket)
         self.nameless = Pocket()
-        """Bytes that were an encoding's, and nothing says of what."""
+        """Decoded bytes of unknown meaning."""
 
     def learn(self, message: Message) -> None:
-        """Everything in a message."""
+        """Keep all values of a message."""
         self.messages[message.DESCRIPTOR.full_name].put(message)
         for field, value in message.ListFields():
             items = list(value.values()) if is_map(field) else list(value) if field.is_repeated else [value]
@@ -77,8 +77,8 @@ class Pockets:
                     self.hear(field.name, item)
 
     def hear(self, name: str, value: Any) -> None:
-        """One value, and what it may be an encoding of."""
-        # What an answer calls next is what the next request takes.
+        """Keep a value, and the bytes that it may encode."""
+        # A `next_` field of an answer is for the field without that prefix in the next request.
         self.named[name.removeprefix("next_")].put(value)
         self.kinds[type(value)].put(value)
         if isinstance(value, str):
@@ -88,7 +88,7 @@ class Pockets:
                 self._decode(part)
 
     def learn_error(self, error: grpc.RpcError) -> None:
-        """An error's text, and the values in it."""
+        """Keep an error's text and values."""
         call: Any = error
         self.hear("message", call.details() or "")
         for key, value in call.trailing_metadata() or ():
@@ -101,7 +101,7 @@ class Pockets:
                         self.hear(name, text)
 
     def holds(self, secrets: set[bytes]) -> bool:
-        """Whether it was told any of these."""
+        """Whether the peer received any of these secrets."""
         return not secrets.isdisjoint(self.kinds[bytes].all())
 
     def _decode(self, part: str) -> None:

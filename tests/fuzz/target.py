@@ -1,4 +1,4 @@
-"""The server under fire, who is on it, and what may not happen to it."""
+"""The server under attack, its engines, and checks that it is unharmed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.support.raw_parties import TIMEOUT, Party
 
 CPU_PER_MESSAGE = 2.0
 CPU_PER_LARGE_MESSAGE = 10.0
-"""Seconds of the server's CPU that a message may cost, an ordinary one and one of 4 MiB. Measured: a few milliseconds,
-and 1 to 2 s for tens of thousands of planes."""
+"""Most seconds of the server's CPU for an ordinary message and for one of 4 MiB. Measured: a few milliseconds, and 1 to
+2 s for tens of thousands of planes."""
 IDLE_WITHIN = 10.0
-"""Seconds after the last message within which the server is idle again."""
+"""Seconds from the last message until the server must be idle."""
 IDLE_LOOK = 0.05
-"""Seconds that are looked at, of which an idle server uses a fifth at most: the kernel counts in hundredths."""
+"""Seconds of a sample, of which an idle server uses at most a fifth: the kernel counts in hundredths."""
 GROWTH = 256 << 20
-"""Bytes that the server may grow by during a test."""
+"""Most bytes by which the server may grow during a test."""
 
-# What a peer may be told. gRPC's own UNKNOWN is a handler that failed unseen, INTERNAL one that failed in our guard.
+# Codes that no peer may get: UNKNOWN is a handler that failed outside of our guard, INTERNAL one that failed inside.
 FAILURES = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 
 
 class Target:
-    """A node server in a process of its own, an engine that is spoken for by everybody, and one that is left alone."""
+    """A node server in its own process, a victim engine in whose name messages are sent, and a bystander engine."""
 
     def __init__(self, folder: Path) -> None:
         self._server = NodeServerProcess(folder, tcp=True, engine_ttl=2, retire=2, drain=0)
@@ -56,13 +56,13 @@ class Target:
         self._server.stop()
 
     def cpu(self) -> float:
-        """Seconds of CPU that the server has used."""
+        """Return the seconds of CPU that the server has used."""
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
-        """Whatever happens within: afterwards the server is idle, has not grown, and serves the others."""
+        """Check that after the context the server is idle, has not grown, and serves other engines."""
         before = self._process.memory_info().rss
         self.bystander.works()
         yield
@@ -73,11 +73,11 @@ class Target:
         self.victim.live()
 
     def idle(self) -> None:
-        """Wait until the server uses no CPU to speak of; raises `AssertionError` if it never stops."""
+        """Wait until the server uses almost no CPU; raises `AssertionError` if it never stops."""
         deadline = time.monotonic() + IDLE_WITHIN
         used = self.cpu()
         while time.monotonic() < deadline:
-            # Nothing is waited for: that the server uses little of this time is what is tested.
+            # A sample, not a wait: the server must use little of this time.
             time.sleep(IDLE_LOOK)
             before, used = used, self.cpu()
             if used - before <= IDLE_LOOK / 5:
@@ -85,7 +85,7 @@ class Target:
         raise AssertionError(f"the server is still busy {IDLE_WITHIN} s after the last message")
 
     def send(self, method: Method, raw: bytes | Sequence[bytes], cpu: float = CPU_PER_MESSAGE) -> grpc.StatusCode:
-        """Send bytes as a request (as several to a method that takes a stream), and check what comes of it."""
+        """Send bytes as a request (as several to a method that takes a stream), and check the answer."""
         requests = [raw] if isinstance(raw, bytes) else list(raw)
         before = self.cpu()
         try:
@@ -98,7 +98,7 @@ class Target:
         return code
 
     def _call(self, method: Method, requests: Sequence[bytes]) -> None:
-        # Without (de)serialisers a channel takes and gives bytes, which its types do not say.
+        # Without (de)serialisers a channel takes and gives bytes, but its types do not allow that.
         channel: Any = self.channel
         if method.client_streams:
             for _ in channel.stream_stream(method.path)(iter(requests), timeout=TIMEOUT):
@@ -120,7 +120,7 @@ class Target:
         typed = from_rpc_error(error, self.address)
         said = f"{method} answered {code.name}, {call.details()!r}, to {_shown(requests)}"
         assert code not in FAILURES, said
-        # Both of these are a server that does not answer, unless it says so by itself.
+        # Both of these mean a server that does not answer, unless the error is typed.
         if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
             assert typed.reason not in ("", "UNREACHABLE"), said
         if method.path.startswith("/kvferry."):
@@ -134,5 +134,4 @@ def _shown(requests: Sequence[bytes]) -> str:
 
 
 def encoded(message: Message) -> bytes:
-    """Its bytes."""
     return message.SerializeToString()

@@ -1,5 +1,5 @@
-"""R9 below the messages: peers that speak HTTP/2 and gRPC wrongly, halfway, or far too much of it. Frames that are no
-HTTP/2 at all are in tests/server/node/test_frames.py."""
+"""R9 below the messages: peers that speak HTTP/2 and gRPC wrongly, halfway, or far too much. Frames that are no HTTP/2
+at all are in tests/server/node/test_frames.py."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support import http2
 from tests.support.http2 import Connection, data, frame, message, request_headers
 
 CPU_PER_CONNECTION = 5.0
-"""Seconds of the server's CPU; it takes a tenth of that for the worst of them."""
+"""Seconds of the server's CPU; the worst attack takes a tenth."""
 LIST_ENGINES = "/kvferry.v1.Introspection/ListEngines"
 HANDSHAKE = "/kvferry.v1.KVTransfer/Handshake"
 WATCH = "/kvferry.v1.KVTransfer/Watch"
 
 ONE_OF_A_KIND = [method for method in METHODS if method.path in (HANDSHAKE, WATCH, LIST_ENGINES)]
-"""What is below the messages does not differ between methods of a kind: light and heavy ones, and streams."""
+"""One method of each kind: light, heavy, and streaming. Below the messages, methods of a kind do not differ."""
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=str)
 
@@ -83,14 +83,14 @@ def test_calls_that_stop_halfway(target: Target, method: Method) -> None:
 )
 def test_bodies_that_are_no_message(target: Target, method: Method, body: bytes) -> None:
     with attacked(target), Connection(target.address) as peer:
-        # A server that waits for the rest of it waits until then.
+        # A server that waits for the rest of the body waits until the timeout.
         peer.send(headers(1, method.path, grpc_timeout=b"200m"), *data(1, body))
         assert peer.ended(1)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity", "snappy"])
 def test_bodies_that_grow_when_unpacked(target: Target, encoding: str) -> None:
-    """As much as fits a message is 4 GiB of zeros."""
+    """The compressed zeros that fit a message are 4 GiB unpacked."""
     bomb = gzip.compress(bytes(64 << 20), 9)
     bomb *= MAX_MESSAGE_BYTES // len(bomb)
     with attacked(target), Connection(target.address) as peer:
@@ -146,7 +146,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_that_ask_for_much(target: Target, case: str) -> None:
-    """Answers that may not be sent wait for the peer; it may ask for many."""
+    """Answers that may not be sent wait for the peer, which sends many requests."""
     with attacked(target), Connection(target.address) as peer:
         peer.send(*(http2.settings(SETTINGS[case]) for _ in range(200)))
         for stream in range(1, 2001, 2):
@@ -161,7 +161,7 @@ def test_windows_that_overflow(target: Target, size: int) -> None:
         peer.send(*(frame(http2.WINDOW, 0, stream, update) for _ in range(1000) for stream in (0, 1)))
 
 
-def test_well_framed_nonsense(target: Target) -> None:
+def test_frames_with_random_content(target: Target) -> None:
     turns = random.Random(1)
     with attacked(target):
         for _ in range(4 * EXAMPLES):
@@ -174,7 +174,7 @@ def test_well_framed_nonsense(target: Target) -> None:
                         peer.send(headers(turns.choice([1, 3, 5]), turns.choice(METHODS).path))
 
 
-def test_peers_that_stay_and_say_nothing_more(target: Target) -> None:
+def test_peers_that_stay_and_send_no_more(target: Target) -> None:
     peers = [Connection(target.address, preface=False) for _ in range(100)]
     try:
         for index, peer in enumerate(peers):
@@ -198,7 +198,7 @@ def test_connections_that_are_reset(target: Target) -> None:
 
 @pytest.mark.parametrize("path", [b"/\xff", b"\xc3\x28", b"/kvferry.v1.KVTransfer/\xed\xa0\x80", b"\x80" * 4000])
 def test_paths_that_are_no_text(target: Target, path: bytes) -> None:
-    """grpcio's own asyncio server ends of it."""
+    """Such paths end grpcio's own asyncio server."""
     with attacked(target), Connection(target.address) as peer:
         for stream in range(1, 201, 2):
             peer.send(headers(stream, LIST_ENGINES, path=path), *data(stream, message(b"")))

@@ -1,4 +1,4 @@
-"""Geometry files that somebody else wrote: an engine or a typed error, in bounded time and memory."""
+"""Geometry files from strangers: an engine or a typed error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ strange: st.SearchStrategy[Any] = st.sampled_from([*NUMBERS, *TEXTS, None, True,
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Every place in a document."""
+    """Return the paths of all values in a document."""
     items: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -41,7 +41,7 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 
 
 def put(value: Any, path: tuple[str | int, ...], new: object) -> Any:
-    """The document with another value in one place."""
+    """Return the document with another value at one path."""
     if not path:
         return new
     at = value
@@ -53,7 +53,7 @@ def put(value: Any, path: tuple[str | int, ...], new: object) -> Any:
 
 @FUZZ
 @given(data=st.data())
-def test_documents_with_strange_values(data: st.DataObject) -> None:
+def test_documents_with_strange_values_end_in_a_typed_error(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from(FILES)).read_text()
     document = json.loads(text)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -64,7 +64,7 @@ def test_documents_with_strange_values(data: st.DataObject) -> None:
 
 @FUZZ
 @given(data=st.data())
-def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damaged_files_end_in_a_typed_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     raw = bytearray(data.draw(st.sampled_from(FILES)).read_bytes())
     at = data.draw(st.integers(0, len(raw)))
     raw[at : at + data.draw(st.integers(0, 20))] = data.draw(
@@ -102,6 +102,6 @@ HUGE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_a_small_file_is_no_large_engine(case: str) -> None:
+def test_small_file_does_not_expand_to_a_large_engine(case: str) -> None:
     with bounded(), suppress(KvferryError):
         parse({**SMALL, **HUGE[case]})

@@ -1,4 +1,4 @@
-"""R9 for every method: any bytes as a request, and well-formed messages with anything in their fields."""
+"""R9 for every method: any bytes as a request, and well-formed messages with any values in their fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fuzz.target import CPU_PER_LARGE_MESSAGE, Target, encoded
 every_method = pytest.mark.parametrize("method", METHODS, ids=str)
 
 
-def test_no_service_is_left_out(target: Target) -> None:
+def test_services_are_all_fuzzed(target: Target) -> None:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     channel: Any = target.channel
     call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
@@ -42,7 +42,7 @@ def test_damaged_bytes(target: Target, method: Method) -> None:
 
 
 @every_method
-def test_every_field_with_extreme_values(target: Target, method: Method) -> None:
+def test_fields_with_extreme_values(target: Target, method: Method) -> None:
     with target.unharmed():
         for place in places(method.request):
             target.victim.live()

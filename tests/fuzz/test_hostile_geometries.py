@@ -1,5 +1,5 @@
-"""What a reader decodes and plans when the source, or a tool that asks for a plan, is hostile: a typed error or a
-plan, in bounded time and memory."""
+"""Decoding and planning for a hostile source, or a hostile caller of PlanRead: a typed error or a plan, in bounded time
+and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAN_READ = next(method for method in METHODS if method.path.endswith("/PlanRead
 
 
 def read(source: EngineGeometry, destination: EngineGeometry, rule: PathRule | None = None) -> None:
-    """All that is done with a source's geometry, up to the descriptors of a request of 1,000 tokens."""
+    """Use a source's geometry as a reader does, up to the descriptors of a request of 1,000 tokens."""
     for rank in destination.ranks[:2]:
         # As the source's home does in the rank's handshake.
         diff(source, replace(destination, ranks=(rank,)))
@@ -84,10 +84,8 @@ async def test_a_plan_that_takes_long_is_answered_in_parts(tmp_path: Path, monke
         assert [*planned, *answer.left_ranks] == list(range(MAX_RANKS))
 
 
-async def test_a_plan_that_nobody_waits_for_keeps_no_other_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would take minutes."""
+async def test_plan_without_a_waiting_caller_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan would take minutes."""
     monkeypatch.setattr(introspection, "PLAN_SECONDS", 3600)
     async with running(tmp_path) as node:
         await raised(node.introspection.PlanRead(question("many readers"), timeout=0.5))
@@ -97,7 +95,7 @@ async def test_a_plan_that_nobody_waits_for_keeps_no_other_waiting(
 
 @FUZZ
 @given(world=worlds(), data=st.data())
-def test_a_source_with_strange_fields(world: World, data: st.DataObject) -> None:
+def test_source_with_strange_fields_ends_in_a_typed_error(world: World, data: st.DataObject) -> None:
     source = engine_to_proto(world.source.geometry())
     edit(source, data.draw, most=4)
     destination = world.destination.geometry()
@@ -111,8 +109,8 @@ def test_a_source_with_strange_fields(world: World, data: st.DataObject) -> None
 
 @FUZZ
 @given(world=worlds(), data=st.data())
-def test_blocks_with_strange_fields(world: World, data: st.DataObject) -> None:
-    """What a home says of a publication, expanded by the plan of engines that are what they say."""
+def test_blocks_with_strange_fields_end_in_a_typed_error(world: World, data: st.DataObject) -> None:
+    """Steps from a hostile home, expanded by the plan of honest engines."""
     plan = plan_read(world.source.geometry(), world.destination.geometry(), world.readers[0])
     tokens = {group.name: group.block_tokens for group in world.source.groups}
     groups = [blocks_to_proto(name, blocks, tokens[name]) for name, blocks in world.source_blocks.items()]
@@ -125,7 +123,7 @@ def test_blocks_with_strange_fields(world: World, data: st.DataObject) -> None:
 
 
 def test_runs_of_many_groups_stay_short() -> None:
-    """A few bytes each, which would be 64 MiB of block ids each."""
+    """Each run has a few bytes and would expand to 64 MiB of block ids."""
     groups = [pb.GroupBlocks(group=f"{n}", run_starts=[0], run_counts=[1 << 24], end_token=1 << 24) for n in range(100)]
     with bounded(), pytest.raises(KvferryError):
         joined([pb.Blocks(groups=groups)])
@@ -133,7 +131,7 @@ def test_runs_of_many_groups_stay_short() -> None:
 
 @FUZZ
 @given(data=st.data())
-def test_references(data: st.DataObject) -> None:
+def test_references_of_any_text_end_in_a_typed_error(data: st.DataObject) -> None:
     message = pb.Reference(
         home="h:1", engine_id="e", incarnation=b"i" * 16, publication=1, request_id="r", key=b"k" * 16
     )

@@ -1,4 +1,4 @@
-"""R13: sequences of valid calls by a peer that means harm, beside a source and a destination at the same home."""
+"""R13: sequences of valid calls by a hostile peer, beside a source and a destination at the same home."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "5"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = 120
-"""By the hostile peer, in each round."""
+"""Calls of the hostile peer in each round."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def home(tmp_path: Path) -> Iterator[NodeServerProcess]:
         yield running
 
 
-def test_whatever_a_peer_sends_it_harms_nobody(home: NodeServerProcess) -> None:
+def test_peer_that_sends_anything_harms_no_other(home: NodeServerProcess) -> None:
     victims, peer = Victims(home.address), HostilePeer(home.address, random.Random(SEED))
     try:
         for _ in range(ROUNDS):
@@ -36,14 +36,14 @@ def test_whatever_a_peer_sends_it_harms_nobody(home: NodeServerProcess) -> None:
             peer.act(CALLS)
             victims.finish()
         assert not peer.known.holds(victims.secrets())
-        # Its own engines have no agent.
+        # The peer's own engines have no agent.
         assert not peer.known.named["metadata"].all(of=lambda value: isinstance(value, bytes))
     finally:
         peer.close()
         victims.close()
 
 
-def test_whoever_comes_first_after_a_restart_is_nobody_else(home: NodeServerProcess) -> None:
+def test_peer_that_comes_first_after_a_restart_takes_no_other_identity(home: NodeServerProcess) -> None:
     victims, peer = Victims(home.address), HostilePeer(home.address, random.Random(SEED))
     try:
         for _ in range(max(1, ROUNDS // 5)):

@@ -1,8 +1,7 @@
-"""A source and a destination that mind their own business, over real NIXL, and notice whatever is done to them.
+"""A source and a destination that work normally, over real NIXL, and notice all harm.
 
-What a source has published it overwrites as soon as that is released, as an engine would that reuses its blocks. A
-round keeps two reads open from its beginning to its end, so that everything that happens in between happens under their
-leases.
+The source overwrites published blocks as soon as they are released, as an engine that reuses its blocks. A round keeps
+two reads open from its beginning to its end, so that all calls in between come under their leases.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from tests.support.identifiers import unique_id
 
 MODEL = Model(layers=2, heads=4, head_dim=16, num_blocks=128)
 BLOCKS = 8
-"""Of a step of a request."""
+"""Blocks of one step of a request."""
 OPEN = 2
-"""Reads at once."""
+"""Reads open at the same time."""
 SOON = 30.0
-"""Seconds that something may take which a busy machine does in far less."""
+"""Timeout in seconds; even a busy machine takes far less."""
 
 Content = dict[tuple[int, str], np.ndarray]
 
 
 class Harmed(AssertionError):
-    """Something was done to a victim that no peer may do."""
+    """A peer has harmed a victim."""
 
 
 @dataclass(eq=False)
 class Offered:
-    """A published request: its blocks, and what they hold."""
+    """A published request: its blocks and their content."""
 
     publication: Publication
     ids: list[int]
@@ -79,7 +78,7 @@ class _Side:
 
 
 class Victims:
-    """The two. `begin` and `finish` a round; whatever happens to them in between is noticed in `finish`."""
+    """The source and the destination. `begin` and `finish` a round; `finish` notices any harm in between."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -94,12 +93,12 @@ class Victims:
         self._open: list[tuple[Offered, Read, list[int]]] = []
 
     def secrets(self) -> set[bytes]:
-        """What nobody else may ever be told."""
+        """Return the secrets that no peer may ever receive."""
         tokens = self.session.token, self.destination.cache.session.token
         return self._keys | {token.session_secret for token in tokens}
 
     def begin(self) -> None:
-        """Publish halves of requests and begin to read them; the reads have their leases then."""
+        """Publish halves of requests and begin to read them; the reads have leases on return."""
         for _ in range(OPEN):
             offered = self._publish(last=False)
             ids = self.destination.take(2 * BLOCKS)
@@ -113,10 +112,10 @@ class Victims:
             time.sleep(0.005)
 
     def finish(self, *, restarted: bool = False) -> None:
-        """Publish the rest, and look at everything.
+        """Publish the rest, and check all bytes and releases.
 
         Args:
-            restarted: the home was restarted in between. The read may have failed, as it then may; it is made again.
+            restarted: the home was restarted in between. The read may then have failed; it is made again.
 
         Raises:
             Harmed: bytes are wrong, a read is lost, a release came early, twice or not at all.
@@ -137,14 +136,14 @@ class Victims:
         self.rounds += 1
 
     def close(self) -> None:
-        """End both."""
+        """Close both clients."""
         self.destination.client.close()
         self.source.client.close()
 
-    # Within.
+    # Helpers.
 
     def _leases(self) -> int:
-        """Live ones on the source, as anybody may ask."""
+        """Return the number of live leases on the source, from a public listing."""
         incarnation = self.session.token.incarnation
         with grpc.insecure_channel(self._address) as channel:
             listed = (
@@ -183,7 +182,7 @@ class Victims:
         if error is not None and not may_fail:
             raise Harmed(f"the read of {name} failed: {error!r}") from error
         if error is None:
-            # Before the bytes are looked at: a source that was told too early has overwritten them by now.
+            # Before the bytes are compared: a source that got its release too early has overwritten them by now.
             if not may_fail and not read.result(0).confirmed:
                 raise Harmed(f"the home does not confirm the read of {name}")
             for (layer, component), values in offered.content.items():

@@ -1,7 +1,7 @@
 """Time that the state machine moves, and one clock per party.
 
-A lease is as good as the clocks that measure it. What the protocol's margins cover, and so what the machine does to
-clocks:
+A lease is as good as the clocks that measure it. The protocol's margins cover the following, and the
+machine does no more to clocks:
 
 - Rates differ by less than 1 %, the reader's margin (here 0.3 % to either side).
 - Clocks count suspends. So a suspended host is one that does nothing for a while, which the machine's rules do to
@@ -16,18 +16,18 @@ RATES = (0.997, 1.0, 1.003)
 
 
 class Violation(AssertionError):
-    """One of the rules that always hold did not."""
+    """A rule that always holds was broken."""
 
 
 class RealTime:
-    """The time that no party can see."""
+    """The real time, which no participant can see."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
 class PartyClock:
-    """One party's clock."""
+    """The clock of one participant."""
 
     def __init__(self, time: RealTime, start: float, rate: float) -> None:
         self._time = time
@@ -38,5 +38,5 @@ class PartyClock:
         return self._start + self._rate * self._time.now
 
     def leap(self, seconds: float) -> None:
-        """Ahead, or behind if negative."""
+        """Leap ahead, or back if negative."""
         self._start += seconds

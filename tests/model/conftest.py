@@ -1,4 +1,4 @@
-"""How much the state machine does."""
+"""Numbers of examples of the state machine."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ MISROUTED = settings(MODEL, max_examples=max(1, EXAMPLES // 6))
 OPERATED = settings(MODEL, max_examples=max(1, EXAMPLES // 5))
 
 LYING = settings(MODEL, max_examples=max(1, EXAMPLES // 3))
-"""With a liar, more happens in each."""
+"""Fewer, since an example with a liar has more calls."""
 
 CAUGHT = settings(MODEL, max_examples=500, phases=[Phase.generate], derandomize=True)
-"""For a sabotage: found is enough, it need not be explained. Most take ten examples or so. One that is not met in these
+"""For a sabotage: a violation need not be shrunk. Most are found within ten examples or so. A sabotage that is missed
 needs a rule that leads to it, not a longer search."""
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Leases end late in their thousands here: what the home logs of them would hide how a rule was broken."""
+    """Leases end late in their thousands here: the home's log of them would hide how a rule was broken."""
     logger = logging.getLogger("kvferry_server.events")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -14,23 +14,23 @@ TAKES: tuple[Takes, ...] = ("own", "own", "own", "all", "a block")
 
 
 class Router:
-    """An honest one, of requests that are all alike."""
+    """An honest router, of requests that are all alike."""
 
     def request(self) -> Request:
-        """A request for a reference that it makes."""
+        """Return the request for a new reference."""
         return WHOLE
 
     def said(self, routed: Routed | None) -> Said:
-        """The request that the source publishes next, and what the source says of it."""
+        """Return the request that the source publishes next, and its marks."""
         return Said(routed.request if routed is not None else WHOLE)
 
     def errand(self, offered: Offered | Routed) -> Errand:
-        """What the reader is sent for that gets the reference of this."""
+        """Return the errand of the reader that gets this reference."""
         return Errand(request_of(offered))
 
 
 class ConfusedRouter(Router):
-    """One that swaps, repeats and invents references, of requests of every kind.
+    """A router that swaps, repeats and invents references, of requests of every kind.
 
     Attributes:
         confused: how often, 0 to 1.
@@ -42,7 +42,7 @@ class ConfusedRouter(Router):
         self._last = 0
 
     def request(self) -> Request:
-        """A request; every other time one that is easily confused with the one before."""
+        """Return a request; every other time a request easily confused with the last."""
         turns = self._turns
         nearly = turns.random() < 0.5
         self._last = (self._last + turns.choice((-1, 1)) if nearly else turns.randrange(1 << 16)) % len(REQUESTS)
@@ -71,7 +71,7 @@ class ConfusedRouter(Router):
         return Errand(request, takes, late, self._invented(offered), invented=True)
 
     def _forged(self, offered: Offered, request: Request) -> str:
-        """With other marks. The reference is a capability: whoever has it can make marks of any prompt."""
+        """Return a reference with other marks. A reference is a capability: its bearer can make marks of any prompt."""
         parsed, what = parse_reference(offered.publication.reference), self._turns.randrange(3)
         del parsed.marks[:]
         prompt = request.prompt()
@@ -83,7 +83,7 @@ class ConfusedRouter(Router):
         return format_reference(parsed)
 
     def _invented(self, offered: Offered | Routed) -> str:
-        """With a key that is another's, or nobody's."""
+        """Return a reference with the key of another publication, or an unknown key."""
         given = offered.reference if isinstance(offered, Routed) else offered.publication.reference
         parsed = parse_reference(given)
         number = self._turns.choice((0, 0, 1, 7))

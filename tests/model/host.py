@@ -1,5 +1,5 @@
-"""The home as it is shipped: domain, answers to readers, Watches and the notifications' servicer, without a network and
-an event loop."""
+"""The shipped home: domain, answers to readers, Watches and the servicer of Notify, without a network and an event
+loop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _ParkedWaker(Waker):
 
 
 class _ParkedWakeups(Wakeups):
-    """A stream that waits is looked at again whenever the home has done something."""
+    """Wakers that never wake: `pump` looks at every waiting stream after each change."""
 
     @contextmanager
     def watching(self, topic: object) -> Iterator[Waker]:
@@ -83,7 +83,7 @@ class Pulled(Generic[T]):
         return None
 
     def close(self) -> None:
-        """As gRPC does: where the stream waits, it is cancelled."""
+        """Cancel the stream where it waits, as gRPC does."""
         if self.ended:
             return
         self.ended = True
@@ -97,7 +97,7 @@ class Pulled(Generic[T]):
 
 
 class _NoLoop(TimeSlices):
-    """No event loop that calls would share: each is handled to its end."""
+    """Time slices without an event loop: each call is handled to its end."""
 
     @property
     def over(self) -> bool:
@@ -116,23 +116,24 @@ class Host:
         self.home.wakeups = _ParkedWakeups()
         self.home.time_slices = _NoLoop()
         self.heard: deque[pb.NotifyRequest | pb.ReadBlocksRequest | pb.WatchRequest] = deque(maxlen=12)
-        """What parties have said lately."""
+        """The last requests."""
         self.renewed_at: dict[bytes, float] = {}
-        """When a renewal of each lease was heard."""
+        """By lease_id, time of the last renewal."""
         self.declined: dict[str, float] = {}
-        """When a router's decline was first heard, by the name in its reference."""
+        """By router_key, time of the first decline."""
         self.withdrawn: set[tuple[EngineRef, int]] = set()
-        """Publications that an operator has aborted. Their source hears only of the release; so this start knows of it,
-        and after a restart the source may offer them again: nothing was released, and its blocks have not changed."""
+        """Publications that an operator has aborted. Their source gets only the release event, so that only this start
+        of the home knows of the abort. After a restart the source may offer them again: nothing was released, and the
+        blocks have not changed."""
 
     @property
     def published(self) -> list[pb.Publish]:
-        """What sources have published lately, or told again."""
+        """The last steps that sources have published or repeated."""
         said = (request.notifications for request in self.heard if isinstance(request, pb.NotifyRequest))
         return [found.publish for each in said for found in each if found.WhichOneof("kind") == "publish"]
 
     def tick(self) -> None:
-        """The timer fires."""
+        """Fire the timer."""
         with self.home.turn():
             pass
 
@@ -144,8 +145,8 @@ class Host:
         return self.lie(request)
 
     def lie(self, request: pb.NotifyRequest) -> pb.NotifyResponse:
-        """As `notify`, from a party that nobody believes to have renewed anything."""
-        # Nothing in it waits, see `_NoLoop`.
+        """As `notify`, but renewals in it are not expected to be accepted."""
+        # `notify` never waits here, see `_NoLoop`.
         relays = Relays(self.home.advertise, None, anywhere=False)
         answering = notify(self.home, relays, request, 0.0, Caller("", NOBODY))
         while True:
@@ -155,7 +156,7 @@ class Host:
                 return cast(pb.NotifyResponse, end.value)
 
     def list_transfers(self, request: ipb.ListTransfersRequest) -> ipb.ListTransfersResponse:
-        """As the servicer does."""
+        """List reads, as the servicer does."""
         listing = Introspection(self.home, cast(Any, None), {}).ListTransfers(request, cast(Any, None))
         try:
             listing.send(None)
@@ -164,7 +165,7 @@ class Host:
         raise RuntimeError("a listing waits for something")
 
     def register(self, registration: Registration, secret: bytes) -> float:
-        """As the servicer does; seconds of `reuse_after`."""
+        """Register a rank, as the servicer does. Returns `reuse_after` in seconds."""
         home = self.home
         home.check_not_draining()
         with home.turn():
@@ -196,7 +197,7 @@ class Host:
         return Pulled(stream, lambda message: encode.watch_message(home.epoch, message, home.times, home.advertise))
 
     def pump(self, pipes: list[Pipe[Any]]) -> None:
-        """Streams send what they have. Nothing is settled late: a turn ends with all of them told."""
+        """Let all streams send their messages: at the end of a turn none has unsent messages."""
         for pipe in list(pipes):
             server = pipe.server
             if server is None or pipe.ended:

@@ -1,8 +1,8 @@
 """A peer that lies: any message of the protocol, with any public value in it, at any time, as often as it likes.
 
-It knows what is public: engine_ids, incarnations, publication and lease numbers, request_ids, the home's epoch, page
-tokens, and what others have sent but for the secrets in it (session secrets, keys, lease_ids, read_ids). For those it
-puts in its own, or whatever public value has their length.
+The peer knows all that is public: engine_ids, incarnations, publication and lease numbers, request_ids, the home's
+epoch, page tokens, and messages of others without their secrets (session secrets, keys, lease_ids, read_ids). In place
+of secrets it uses its own, or any public value of the same length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OWN_ID = "liar"
 SECRET = b"liar".ljust(SECRET_BYTES, b"!")
 STREAMS = 8
-"""That it holds open at once."""
+"""Streams that it holds open at once."""
 
 LIES = ("reader", "reader", "listing", "source", "decline", "ask", "watch", "register", "replay", "own", "squat")
 
@@ -38,7 +38,7 @@ Request = pb.NotifyRequest | pb.ReadBlocksRequest | pb.WatchRequest
 
 
 class Liar:
-    """See the module; a lie is told with `tell`, and goes past everything that the network does to others."""
+    """See the module. `tell` sends a lie to the home, without the network's losses and delays."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -52,7 +52,7 @@ class Liar:
         """Whether it may be the first at a home to have the source's engine_id."""
 
     def tell(self, what: str, turns: random.Random) -> None:
-        """Tell the home one lie of this kind; what it answers is an error, more often than not."""
+        """Send the home one lie of this kind; the answer is mostly an error."""
         host = self._world.host
         if host is None:
             return
@@ -65,7 +65,7 @@ class Liar:
     # Lies.
 
     def _reader(self, host: Host, turns: random.Random) -> None:
-        """Renew, report or cancel somebody's read."""
+        """Renew, report or cancel a read of another peer."""
         lease_id = self._secret(16, turns)
         reports = [
             pb.RankReport(rank=rank, outcome=turns.choice((1, 1, 2, 3, 4)))  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class Liar:
         host.lie(pb.NotifyRequest(sender=sender, notifications=[turns.choice(lies)]))
 
     def _listing(self, host: Host, turns: random.Random) -> None:
-        """Look, keep every part of every token, and try one as a secret at once."""
+        """List reads, keep every part of every token, and try a part as a secret at once."""
         request = ipb.ListTransfersRequest(page_size=turns.randint(1, 3))
         while True:
             answer = host.list_transfers(request)
@@ -96,7 +96,7 @@ class Liar:
             host.lie(pb.NotifyRequest(sender=reader.engine, notifications=[cancel]))
 
     def _source(self, host: Host, turns: random.Random) -> None:
-        """Speak in a source's name."""
+        """Send notifications in a source's name."""
         number = self._number(turns)
         lies = [
             pb.Notification(publish=self._step(number, turns)),
@@ -113,7 +113,7 @@ class Liar:
         host.lie(pb.NotifyRequest(notifications=[pb.Notification(decline=decline)]))
 
     def _route(self, host: Host, turns: random.Random) -> None:
-        """Say what has to do with a router's request: its name is public, its key is not."""
+        """Send messages about a router's request: its name is public, its key is not."""
         names = [routed.name for routed in self._world.routed[-3:]] or ["room"]
         name, key = turns.choice(names), turns.choice((bytes(15) + b"!", self._secret(16, turns)))
         given = router_reference(ADVERTISE, ENGINE_ID, router_key=name, key=key)
@@ -127,7 +127,7 @@ class Liar:
             ask = pb.ReadBlocksRequest(reference=given, reader=reader, read_id=read_id, parties=parties)
             self._open(host, host.read_blocks(ask))
         else:
-            # In the name of the source that it squats on, or of the source itself.
+            # In the name of the source whose engine_id it uses, or of the source itself.
             sender = turns.choice((self._engines[1], self._world.source.engine))
             self._numbers += 1
             publish = pb.Publish(publication=self._numbers, request_id="request", groups=[group(0, (1,))], last=True)
@@ -136,7 +136,7 @@ class Liar:
             host.lie(pb.NotifyRequest(sender=sender, session_secret=SECRET, notifications=told))
 
     def _ask(self, host: Host, turns: random.Random) -> None:
-        """Ask for somebody's publication, in somebody's name."""
+        """Ask for a publication of another engine, in another reader's name."""
         request = pb.ReadBlocksRequest(
             reference=self._reference(turns),
             reader=self._ref(turns),
@@ -147,7 +147,7 @@ class Liar:
         self._open(host, host.read_blocks(request))
 
     def _watch(self, host: Host, turns: random.Random) -> None:
-        """Be somebody's process."""
+        """Open a Watch as a process of another engine."""
         role = turns.choice((pb.WATCH_ROLE_SCHEDULER, pb.WATCH_ROLE_RANK))
         request = pb.WatchRequest(
             engine=self._ref(turns), session_secret=self._session(turns), role=role, resume_epoch=host.home.epoch
@@ -156,12 +156,12 @@ class Liar:
             self._open(host, host.watch(request))
 
     def _register(self, host: Host, turns: random.Random) -> None:
-        """Put a cache in a source's place."""
+        """Register a cache in a source's name."""
         ref = self._ref(turns)
         host.register(registered(EngineRef(ref.engine_id, ref.incarnation)), self._session(turns))
 
     def _replay(self, host: Host, turns: random.Random) -> None:
-        """Say again what somebody has said, as far as it is public."""
+        """Repeat another peer's message, as far as it is public."""
         if not host.heard:
             return
         request = turns.choice(list(host.heard))
@@ -194,7 +194,7 @@ class Liar:
         host.lie(again)
 
     def _own(self, host: Host, turns: random.Random) -> None:
-        """Live as an engine of its own: watch, register, publish, and read that in somebody's name."""
+        """Act as an engine of its own: watch, register, publish, and read that in another's name."""
         self._live(host, self._engines[0], turns)
 
     def _squat(self, host: Host, turns: random.Random) -> None:
@@ -223,23 +223,23 @@ class Liar:
         self._open(host, host.read_blocks(ask))
 
     def _may_watch(self, host: Host, request: pb.WatchRequest) -> bool:
-        """Whether this is no lie that succeeds by the protocol: an engine that is not back in an engine_ttl, from its
-        home's restart or from the loss of its Watch, has lost its engine_id to whoever wants it next."""
+        """Whether this Watch does not take the engine_id by the protocol: an engine that is not back in an engine_ttl,
+        from its home's restart or from the loss of its Watch, loses its engine_id to the next engine that asks."""
         if request.engine != self._engines[1] or self.squats:
             return True
         engines = host.home.engines.engines()
         return any(engine.ref == self._world.source.ref and engine.lost_at is None for engine in engines)
 
-    # What it puts into them.
+    # Values in lies.
 
     def _ref(self, turns: random.Random) -> pb.EngineRef:
-        """Somebody: a source of now or before, a reader, itself."""
+        """Return an engine: a present or former source, a reader, or the liar itself."""
         sources = [offered.source.engine for offered in self._world.offered[-4:]]
         readers = [reader.engine for reader in self._world.readers]
         return turns.choice([self._world.source.engine, self._world.source.engine, *sources, *readers, *self._engines])
 
     def _step(self, number: int, turns: random.Random) -> pb.Publish:
-        """A step that may follow, or contradict itself and those before."""
+        """A step that may follow, or contradict itself and earlier steps."""
         step = pb.Publish(publication=number, request_id="request", step=turns.randrange(5))
         step.last = turns.choice((True, False, False))
         if turns.choice((True, False)):
@@ -275,7 +275,7 @@ class Liar:
         return turns.choice((SECRET, SECRET, self._secret(SECRET_BYTES, turns)))
 
     def _secret(self, size: int, turns: random.Random) -> bytes:
-        """Something of a secret's length that is none: a number, a name, a token's part."""
+        """A public value of a secret's length: a number, a name, a token's part."""
         leases = [lease.number for lease in cast(Host, self._world.host).home.records.leases()][-4:]
         number = turns.choice([*leases, *leases, self._number(turns)])
         found = [

@@ -17,7 +17,7 @@ ABOUT_A_READ = ("listing", "reader", "decline") * 2
 
 
 class LyingMachine(Machine):
-    """Whatever happens to a `Machine`, and between any two things a peer lies."""
+    """A `Machine` in which a peer lies between any two rules."""
 
     liar: Liar
     routes = False
@@ -52,7 +52,7 @@ class LyingMachine(Machine):
 
     @rule(lies=MANY, pick=PICK)
     def lies_are_told_to_a_home_that_has_just_started(self, lies: list[str], pick: int) -> None:
-        """Whoever was there before is back within an engine_ttl."""
+        """The engines from before the restart are back within an engine_ttl."""
         world = self.world
         world.stop_home()
         world.start_home()

@@ -1,7 +1,7 @@
-"""The state machine: what may happen to a `World`, in any order.
+"""The state machine: events in a `World`, in any order.
 
-A rule is drawn as often as any other, so rules group what happens: most of what is drawn has to lead somewhere for the
-disasters to hit something.
+All rules are drawn equally often, so a rule groups events: most of them have to lead somewhere for the disasters to hit
+something.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.model.source import Offered
 from tests.model.world import World
 
 PICK = st.integers(min_value=0, max_value=1 << 16)
-"""Which of the things there are."""
+"""Picks one of the present objects."""
 
 SECONDS = st.sampled_from((0.02, 0.1, 0.3, 0.3, 0.7, 1.1, 1.1, 1.5, 2.1, 2.7, 3.2, 4.2))
 LONG = st.sampled_from((0.3, 1.1, 2.1, 2.7, 6.0, 13.0))
 
 BEGIN = st.sampled_from(("all", "all", "all", "blocks", "a layer"))
-"""What a request's first step has: all blocks, some, or a layer of some."""
+"""Content of a request's first step: all blocks, some, or a layer of some."""
 
 Between = Literal[
     "nothing", "home restarts", "home is away", "told again", "aborted", "source restarts", "late", "late and away"
@@ -45,7 +45,7 @@ Disaster = Literal[
 
 
 class Machine(RuleBasedStateMachine):
-    """Every rule is a thing that can happen in a fleet on a bad day; after a calm one, all is well for a moment."""
+    """Every rule is an event in a fleet on a bad day; with `calm`, no more goes wrong for a moment afterwards."""
 
     world: World
 
@@ -57,7 +57,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, home: float, source: float, readers: tuple[float, float]) -> None:
         self.world = World(home, source, readers)
         self.world.flow()
-        self.world.pass_time(4.5)  # A home that has just started lets nobody use memory that may be leased.
+        self.world.pass_time(4.5)  # A home that has just started lets no source use memory that may be leased.
 
     @rule(repeated=st.booleans())
     def all_is_well(self, repeated: bool) -> None:
@@ -196,7 +196,7 @@ class Machine(RuleBasedStateMachine):
         elif what == "reader dies":
             world.kill(victim)
         elif what == "reader pauses":
-            # Only ever the second: the first is held to its own clock.
+            # Only ever the second reader: the first is checked by its own clock.
             world.pause(world.readers[1], seconds)
         elif what == "clock leaps":
             victim.clock.leap(seconds)
@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.source.can_publish)
     @rule(seconds=st.sampled_from((6.0, 13.0)))
     def a_reader_is_paused_for_long(self, seconds: float) -> None:
-        """Until its lease has ended at the home, and everything that was read is something else."""
+        """The pause lasts until the lease has ended at the home, and all blocks of the read were overwritten."""
         world = self.world
         self._publish_and_read(world.readers[1], 1, scheduled=True)
         world.pause(world.readers[1], seconds)
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.source.can_publish)
     @rule(reader=st.integers(0, 1), ranks=st.integers(2, 3), copy=st.booleans(), late=st.booleans())
     def a_read_is_heard_twice(self, reader: int, ranks: int, copy: bool, late: bool) -> None:
-        """All that its parties say, while one rank still copies; or when all is over."""
+        """All messages of its participants are repeated, while one rank still copies, or at the end."""
         world = self.world
         shares = self._publish_and_read(world.readers[reader], ranks, scheduled=False, repeated=True)
         if not late:
@@ -248,8 +248,8 @@ class Machine(RuleBasedStateMachine):
         copy=st.booleans(),
     )
     def a_publication_ends_under_a_read(self, reader: int, end: str, home_restarts: bool, copy: bool) -> None:
-        """At a home that knows of the read, or at one that has just been told of the publication, before the reader
-        notices anything."""
+        """At a home that knows of the read, or at a restarted home that has the publication again, before the reader
+        notices."""
         world = self.world
         self._publish_and_read(world.readers[reader], 1, scheduled=True)
         offered = world.offered[-1]
@@ -257,7 +257,7 @@ class Machine(RuleBasedStateMachine):
             world.stop_home()
             world.start_home()
             world.flow()
-            # The source has seen that, and opens its Watch again; the reader's renewal is not due.
+            # The source notices, and opens its Watch again; the reader's renewal is not due.
             world.pass_time(0.1)
             world.flow()
         if end == "declined":
@@ -293,13 +293,13 @@ class Machine(RuleBasedStateMachine):
     def a_read_moves_step_by_step(
         self, reader: int, ranks: int, by_layers: bool, between: Between, after: int, seconds: float, copy: bool
     ) -> None:
-        """Between two of the steps something happens."""
+        """A disaster comes between two of the steps."""
         self._move_step_by_step(reader, ranks, by_layers, between, after, seconds, copy)
 
     @precondition(lambda self: self.world.source.can_publish)
     @rule(reader=st.integers(0, 1), after=st.integers(1, 2), copy=st.booleans())
     def a_step_overtakes_the_snapshot(self, reader: int, after: int, copy: bool) -> None:
-        """Of which the home has heard half."""
+        """The home has received half of the snapshot."""
         self._move_step_by_step(reader, 1, True, "told again", after, 0.0, copy)
 
     def _move_step_by_step(
@@ -319,7 +319,7 @@ class Machine(RuleBasedStateMachine):
             if source.alive and offered in self._extensible():
                 source.publish_more(offered, count, last=what == "all", by_layers=what == "a layer")
                 if between == "told again" and index == after:
-                    # The next step overtakes the snapshot, of which the home has heard half.
+                    # The next step overtakes the snapshot, of which the home has received half.
                     world.network.arrive(world.network.packets[-1], world.host)
             world.flow()
         if between == "late and away":
@@ -327,7 +327,7 @@ class Machine(RuleBasedStateMachine):
         if between == "late":
             world.pass_time(seconds)
         elif between == "late and away":
-            # Until the lease has ended. The home that starts then cannot say so.
+            # Until the lease has ended. The home that starts then has no record of the lease.
             world.pass_time(max(seconds, TIMES.ttl + 0.1))
             world.start_home()
         self._copy_all()
@@ -341,7 +341,7 @@ class Machine(RuleBasedStateMachine):
             world.start_home()
         if between == "told again":
             world.flow(rounds=1)
-            # The source has seen that, and opens its Watch again.
+            # The source notices, and opens its Watch again.
             world.pass_time(0.1)
             for _ in range(12):
                 if world.host and any(step.publication == offered.number for step in world.host.published):
@@ -357,7 +357,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.source.can_publish)
     @rule(reader=st.integers(0, 1), seconds=st.sampled_from((0.3, 0.7, 1.1)))
     def a_renewal_is_answered_late(self, reader: int, seconds: float) -> None:
-        """And no other is sent until the lease has ended."""
+        """No other renewal is sent until the lease has ended."""
         world = self.world
         self._publish_and_read(world.readers[reader], 1, scheduled=True)
         world.answer_late(seconds)
@@ -368,7 +368,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.source.can_publish)
     @rule(reader=st.integers(0, 1))
     def the_home_comes_back_when_it_is_almost_given_up(self, reader: int) -> None:
-        """Its source would soon have released by itself; the home takes what it is told as new, and leases it."""
+        """Its source would soon have released it locally; the home takes it as a new publication, and grants leases."""
         world = self.world
         world.publish(1, last=True, expected_reads=1)
         world.flow()
@@ -393,8 +393,8 @@ class Machine(RuleBasedStateMachine):
         then=st.sampled_from(("kept", "kept", "aborted", "given up")),
     )
     def a_request_is_published_in_an_outage(self, reader: int, heard: bool, seconds: float, then: str) -> None:
-        """One that lasts for longer than a call. The home may have heard the first attempt; readers wait for the next
-        home, which is told in a snapshot, by the step itself, or both."""
+        """The outage lasts longer than a call. The home may have received the first attempt; readers wait for the next
+        home, which gets the publication in a snapshot, by the step itself, or both."""
         world, source = self.world, self.world.source
         if not heard:
             world.stop_home()
@@ -423,7 +423,7 @@ class Machine(RuleBasedStateMachine):
             finally:
                 self.world.close()
 
-    # What there is.
+    # Present objects.
 
     def _calm(self, calm: bool) -> None:
         if calm:

@@ -20,7 +20,7 @@ CHECKS = st.sampled_from((PromptCheck.COMPARE, PromptCheck.REQUIRE))
 
 
 class MisroutedMachine(RoutedMachine):
-    """Whatever happens to a `RoutedMachine`, with requests of every kind: its reads may get what is another's."""
+    """A `RoutedMachine` with requests of every kind, in which reads may get another request's reference."""
 
     @initialize(
         home=st.sampled_from(RATES),
@@ -64,11 +64,11 @@ class MisroutedMachine(RoutedMachine):
         seconds: float,
         copy: bool,
     ) -> None:
-        """Each reader gets what is the other's; and then its own."""
+        """Each reader gets the other's reference, and then its own."""
         world, before = self.world, len(self.world.offered)
         references = [world.route() for _ in world.readers] if routed else []
         for reader, asked, wanted in zip(world.readers, references, references[::-1], strict=False):
-            # Asked at once with the source.
+            # The reader asks before the source has published.
             world.read(reader, asked, ranks, scheduled=scheduled, errand=Errand(wanted.request))
         world.flow()
         for index in range(2):
@@ -105,7 +105,7 @@ class MisroutedMachine(RoutedMachine):
     @precondition(lambda self: self.world.source.can_publish)
     @rule(seed=PICK)
     def many_get_the_same_publication(self, seed: int) -> None:
-        """Its own reader, those of requests that are much the same, and one of another."""
+        """The readers are its own, those of similar requests, and one of another request."""
         world, turns = self.world, random.Random(seed)
         request, other = (turns.randrange(len(REQUESTS)) for _ in range(2))
         begin, takes, late = turns.choice(("all", "blocks", "blocks", "a layer")), turns.choice(TAKES), turns.random()
@@ -121,7 +121,7 @@ class MisroutedMachine(RoutedMachine):
             errand = Errand(
                 REQUESTS[wanted % len(REQUESTS)], takes, late < 0.3, without_marks(offered.publication.reference)
             )
-            # Both, since one may require marks.
+            # Both readers, since one may require marks.
             for reader in world.readers:
                 world.read(reader, offered, 1, scheduled=True, progressive=index % 2 == 0, errand=errand)
         world.flow()
@@ -135,7 +135,7 @@ class MisroutedMachine(RoutedMachine):
     @precondition(lambda self: self.world.routed and self.world.source.can_publish)
     @rule(pick=PICK, reader=st.integers(0, 1), seconds=SECONDS)
     def a_routers_reference_is_used_twice(self, pick: int, reader: int, seconds: float) -> None:
-        """For another request, whose source is refused as long as somebody remembers the first."""
+        """For another request, whose publication is refused as long as the first is remembered."""
         world, routed = self.world, self._routed(pick)
         for _ in range(2):
             if world.source.can_publish and not routed.declined:

@@ -1,9 +1,9 @@
-"""What is under way between the parties: calls, which are lost, repeated, delayed and overtake each other, and streams,
+"""The network between the participants: calls, which are lost, repeated, delayed and overtake each other, and streams,
 which are delayed and cut.
 
-As gRPC has it: a stream's messages stay in order, and what was sent to a home that died is not heard by the next one,
-unless its call is still waited for (gRPC may then send it again). A request is heard at most `LIFE` seconds after its
-call was given up.
+As in gRPC, a stream's messages stay in order, and a request to a home that died does not reach the next home, unless
+its caller still waits (gRPC may then send it again). A request arrives at most `LIFE` seconds after its call was given
+up.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.model.host import Host, Pulled
 T = TypeVar("T")
 
 LIFE = 4.0
-"""Below the margin of a local release, which has to outlast a publish that was given up."""
+"""Seconds; below the margin of a local release, which has to outlast a publish that was given up."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One attempt. `end` gets what the home answered, or an error; once."""
+    """One attempt. `end` is called once, with the home's answer or an error."""
 
     owner: object
     serve: Callable[[Host], object]
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(eq=False)
 class Packet:
-    """A request, or the answer to one."""
+    """A request or its answer."""
 
     call: Call
     first: bool = True
@@ -49,13 +49,13 @@ class Packet:
 
     @property
     def straggles(self) -> bool:
-        """A request that was heard before: another copy, which may come much later."""
+        """Whether this is another copy of a request that arrived before; it may come much later."""
         return self.answer is None and not self.first
 
 
 @dataclass(eq=False)
 class Pipe(Generic[T]):
-    """A stream: what the home has sent, and who listens."""
+    """A stream: the home's messages, and their receiver."""
 
     on_message: Callable[[T], None]
     on_end: Callable[[KvferryError | None], None]
@@ -68,7 +68,7 @@ class Pipe(Generic[T]):
 
 
 class Network:
-    """Everything under way. Its owner decides what happens to it, and when."""
+    """All messages under way. The owner decides what happens to each, and when."""
 
     def __init__(self, time: RealTime) -> None:
         self.packets: list[Packet] = []
@@ -76,7 +76,7 @@ class Network:
         self.pipes: list[Pipe[object]] = []
         self._time = time
 
-    # What parties do.
+    # Calls of participants.
 
     def call(self, owner: object, serve: Callable[[Host], object], end: Callable[[object], None]) -> Call:
         call = Call(owner, serve, end, self._time.now)
@@ -92,7 +92,7 @@ class Network:
             if pipe.server is None and not pipe.ended and pipe.listening:
                 pipe.server = server
             else:
-                # A repeated or late request: the home serves a stream that nobody reads.
+                # A repeated or late request: the home serves a stream without a receiver.
                 self.pipes.append(Pipe(lambda _: None, lambda _: None, server=server, listening=False))  # type: ignore[arg-type]
             return None
 
@@ -104,7 +104,7 @@ class Network:
         self.call(owner, attach, failed)
 
     def cut(self, pipe: Pipe[T], error: KvferryError | None = None) -> None:
-        """The client loses the stream, or leaves it; the home may not have seen that yet."""
+        """The client loses the stream, or leaves it; the home may not have noticed yet."""
         if pipe.listening:
             pipe.listening = False
             pipe.messages.clear()
@@ -116,7 +116,7 @@ class Network:
             call.closed_at = self._time.now
             self.calls.remove(call)
 
-    # What happens to what is under way.
+    # Events of the network.
 
     def arrive(self, packet: Packet, host: Host | None, *, again: bool = False) -> None:
         """A packet arrives; a request may arrive again later."""
@@ -142,18 +142,18 @@ class Network:
         self.packets.remove(packet)
 
     def give_up(self, call: Call) -> None:
-        """The caller waits no longer."""
+        """The caller stops waiting."""
         self._end(call, (Unreachable("no answer in time"),))
 
     def expire(self) -> None:
-        """Every call has its timeout."""
+        """Give up the calls whose timeout has passed."""
         for call in [call for call in self.calls if self._time.now > call.sent_at + CALL_TIMEOUT]:
             if call.open:
                 self.give_up(call)
         self.packets = [one for one in self.packets if one.answer is not None or self._heard(one.call)]
 
     def receive(self, pipe: Pipe[T]) -> bool:
-        """The client hears the next of a stream; whether there was something."""
+        """The client receives the next message of a stream. Returns whether there was any."""
         if not pipe.listening or not pipe.ready():
             return False
         if pipe.messages:
@@ -166,14 +166,14 @@ class Network:
         return False
 
     def notice(self, pipe: Pipe[T]) -> None:
-        """The home sees that nobody listens any more."""
+        """The home notices that the client has left a stream."""
         if pipe.server is not None and not pipe.listening:
             pipe.server.close()
             pipe.ended = True
             self._sweep()
 
     def home_gone(self) -> None:
-        """The home has died: streams end after what it had sent, and so do requests that nobody waits for."""
+        """The home has died: streams end after their sent messages, and requests without a waiting caller are lost."""
         for pipe in self.pipes:
             if pipe.server is not None:
                 pipe.server.close()
@@ -182,7 +182,7 @@ class Network:
         self._sweep()
 
     def close(self) -> None:
-        """The end of the world."""
+        """Close all streams."""
         for pipe in self.pipes:
             if pipe.server is not None:
                 pipe.server.close()

@@ -1,4 +1,4 @@
-"""The state machine with an operator: what `Admin` does to a home, under a read and at any other moment."""
+"""The state machine with an operator: calls of `Admin`, under a read and at any other moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTS = st.sampled_from(Act.__args__)  # type: ignore[attr-defined]
 
 
 class OperatedMachine(Machine):
-    """No operator makes what always holds untrue: neither do leases end early, nor is a release lost or told twice."""
+    """The rules hold whatever an operator does: no lease ends early, and no release is lost or repeated."""
 
     @rule(what=ACTS, pick=PICK, calm=st.booleans())
     def an_operator_acts(self, what: Act, pick: int, calm: bool) -> None:
@@ -26,10 +26,10 @@ class OperatedMachine(Machine):
     @precondition(lambda self: self.world.source.can_publish)
     @rule(what=ACTS, reader=st.integers(0, 1), copy=st.booleans(), seconds=SECONDS, repeated=st.booleans())
     def an_operator_acts_under_a_read(self, what: Act, reader: int, copy: bool, seconds: float, repeated: bool) -> None:
-        """The read goes on, before its reader notices anything; and all that led to it may be heard again."""
+        """The read goes on until its reader notices; all earlier messages may be repeated."""
         world = self.world
         self._publish_and_read(world.readers[reader], 1, scheduled=True, repeated=repeated)
-        # The last of everything is that read's.
+        # The last lease and publication are those of the read.
         self._act(what, -1)
         if repeated:
             self._stragglers_arrive()
@@ -60,6 +60,6 @@ class OperatedMachine(Machine):
             elif what == "evict":
                 home.evict(world.source.ref)
         if what == "evict":
-            # The operator has the engine started again, over the same memory, at once.
+            # The operator restarts the engine at once, over the same memory.
             world.restart_source()
         world.settle()

@@ -1,4 +1,4 @@
-"""Mistakes that R14 is there to prevent, each as the smallest change of the shipped code."""
+"""Mistakes that R14 prevents, each as the smallest change of the shipped code."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def sabotage(make: Sabotage) -> Sabotage:
 
 
 @sabotage
-def marks_are_compared_only_when_all_is_told(patch: pytest.MonkeyPatch) -> None:
-    """Bytes move before."""
+def marks_are_compared_only_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Bytes move before the comparison."""
     original = ReaderPrompt.judge
 
     def told(self: ReaderPrompt, marks: Mapping[int, bytes], reference: pb.Reference, *_: Any, **__: Any) -> None:
@@ -48,7 +48,7 @@ def marks_are_compared_only_when_all_is_told(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def marks_are_not_compared_with_a_prompt_that_is_known_later(patch: pytest.MonkeyPatch) -> None:
+def marks_are_not_compared_with_a_late_prompt(patch: pytest.MonkeyPatch) -> None:
     original = ReaderPrompt.judge
 
     def judge(self: ReaderPrompt, until: int, *, complete: bool) -> None:
@@ -59,7 +59,7 @@ def marks_are_not_compared_with_a_prompt_that_is_known_later(patch: pytest.Monke
 
 
 @sabotage
-def coverage_is_not_judged(patch: pytest.MonkeyPatch) -> None:
+def coverage_is_not_checked(patch: pytest.MonkeyPatch) -> None:
     def judge(self: ReaderPrompt, until: int, *, complete: bool) -> None:
         self._compare(self._marks)
         self.found = "matched" if self._marks else "unmarked"
@@ -104,7 +104,7 @@ def unmarked_is_accepted_though_marks_are_required(patch: pytest.MonkeyPatch) ->
 
 
 @sabotage
-def marks_in_a_reference_are_believed(patch: pytest.MonkeyPatch) -> None:
+def marks_in_a_reference_are_trusted(patch: pytest.MonkeyPatch) -> None:
     original = ReaderPrompt.told
 
     def told(
@@ -188,7 +188,7 @@ def marks_have_the_key_of_the_publication_before(patch: pytest.MonkeyPatch) -> N
 
 
 @sabotage
-def the_end_of_what_is_published_is_not_marked(patch: pytest.MonkeyPatch) -> None:
+def end_of_the_publication_is_not_marked(patch: pytest.MonkeyPatch) -> None:
     original = Marker.mark
 
     def mark(self: Marker, step: pb.Publish, before: Sequence[pb.Publish] = ()) -> None:
@@ -203,7 +203,7 @@ def the_end_of_what_is_published_is_not_marked(patch: pytest.MonkeyPatch) -> Non
 
 @sabotage
 def marks_are_left_out_of_the_snapshot(patch: pytest.MonkeyPatch) -> None:
-    """A home that restarts has them no more."""
+    """A restarted home has lost the marks."""
     original = publications.Offers.snapshot
 
     def snapshot(self: publications.Offers) -> publications.Snapshot:
@@ -217,7 +217,7 @@ def marks_are_left_out_of_the_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def the_marks_of_last_steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
+def marks_of_last_steps_are_not_sent(patch: pytest.MonkeyPatch) -> None:
     original = decode._blocks
 
     def blocks(message: pb.Publish) -> bytes:
@@ -227,7 +227,7 @@ def the_marks_of_last_steps_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def marks_of_another_publication_are_told(patch: pytest.MonkeyPatch) -> None:
+def marks_of_another_publication_are_sent(patch: pytest.MonkeyPatch) -> None:
     original, told = decode._blocks, list[pb.Publish]()
 
     def blocks(message: pb.Publish) -> bytes:

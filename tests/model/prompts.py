@@ -1,7 +1,7 @@
-"""Requests, and what R14 says of them: by their tokens, which the model knows, and never by marks.
+"""Requests, and R14 checked by their tokens, which the model knows, and never by marks.
 
-A request is all that KV depends on. Its KV up to a token is another's if one of these tokens differs, or the adapter,
-or an image that begins before it.
+A request is all that KV depends on. Its KV up to a token differs from that of another request if one of these tokens
+differs, or the adapter, or an image that begins before that token.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ IMAGE = 20, 4
 """First token and length of a request's image."""
 
 Says = Literal["first", "next", "last", "never"]
-"""With which step a source says what its request is."""
+"""The step with which a source first marks its prompt."""
 
 Takes = Literal["own", "all", "a block"]
-"""What a reader takes of what is published: as much as its prompt has, all, or the first block."""
+"""The published tokens that a reader takes: as many as its prompt has, all, or the first block."""
 
 Verdict = Literal["matched", "unmarked", "mismatch"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What KV is computed from.
+    """The inputs from which KV is computed.
 
     Attributes:
-        tokens: those of its prompt, and those that are generated after it.
-        length: of its prompt.
+        tokens: those of the prompt, and those generated after it.
+        length: of the prompt.
         adapter: the LoRA adapter.
-        image: the content of its image; empty: it has none.
+        image: content of the image; empty: none.
         named: engines have a name for that content.
-        stops: where its last block has the end of its prompt, it is published up to there.
+        stops: if the last block has the end of the prompt, the publication ends there.
     """
 
     tokens: tuple[int, ...] = field(repr=False)
@@ -54,16 +54,16 @@ class Request:
 
     @property
     def known(self) -> int:
-        """How far engines know it."""
+        """The number of tokens that engines can mark."""
         return self.length if self.named else min(self.length, IMAGE[0])
 
     def same(self, other: Request, end: int) -> bool:
-        """Whether the KV of these tokens is that of another request: the definition."""
+        """Whether the KV of tokens [0, end) equals that of another request, by definition."""
         images = (self.image, other.image) if end > IMAGE[0] else ("", "")
         return self.adapter == other.adapter and self.tokens[:end] == other.tokens[:end] and images[0] == images[1]
 
     def prompt(self) -> Prompt:
-        """As both engines make it, each for itself."""
+        """Return the prompt, as both engines make it independently."""
         images = [PromptInput(*IMAGE, self.image if self.named else "")] if self.image else []
         return Prompt(self.tokens[: self.length], adapter=self.adapter, inputs=images)
 
@@ -75,7 +75,7 @@ def _changed(tokens: tuple[int, ...], at: int) -> tuple[int, ...]:
 TOKENS = tuple(range(100, 200))
 
 WHOLE = Request(TOKENS, len(TOKENS))
-"""For those who do not care: longer than anything that is published."""
+"""For tests without marks: longer than anything published."""
 
 PLAIN = Request(TOKENS, 40)
 
@@ -86,7 +86,7 @@ REQUESTS = (
     OTHER,
     replace(PLAIN, tokens=_changed(TOKENS, 14)),
     replace(PLAIN, tokens=_changed(TOKENS, 39)),
-    # Only the beginning is the same, or what is generated differs.
+    # Only the beginning is the same, or the generated tokens differ.
     replace(PLAIN, tokens=TOKENS[:16] + TOKENS[:-16]),
     replace(PLAIN, tokens=_changed(TOKENS, 44)),
     replace(PLAIN, length=24, tokens=_changed(TOKENS, 26)),
@@ -98,34 +98,33 @@ REQUESTS = (
     replace(PLAIN, image="a cat"),
     replace(PLAIN, image="a dog", named=False),
     replace(PLAIN, image="a cat", named=False),
-    # Those that are longer have what others generate.
+    # The tokens of longer prompts are those that shorter ones generate.
     replace(PLAIN, length=24),
     replace(PLAIN, length=56),
 )
-"""Those that are easily confused are beside each other; the last one is beside the first."""
+"""Requests that are easily confused are neighbours; the last is a neighbour of the first."""
 
 
 def verdict(stated: Collection[int], of: Request, reader: Request, until: int, *, complete: bool) -> Verdict:
-    """What a reader that takes tokens up to `until` has to find, from the ends that were marked and from the tokens."""
+    """Return the right verdict of a reader that takes tokens up to `until`, by the marked ends and the tokens."""
     compared = [end for end in stated if end <= reader.known]
     if not all(of.same(reader, end) for end in compared):
         return "mismatch"
     if any(until <= end for end in compared):
         return "matched"
     beyond = [end for end in stated if end > reader.length]
-    # If all are, and more may come, the source has marked the end of a longer prompt first.
+    # If all marks are beyond, and more may come, the source has marked the end of a longer prompt first.
     return "mismatch" if beyond and (complete or len(beyond) == len(stated)) else "unmarked"
 
 
 @dataclass
 class Said:
-    """What a source says of the request that a publication is of.
+    """The marks of a publication, as its source states them.
 
     Attributes:
-        request: the request.
-        says: with which step it says so.
-        generates: it says what is generated, too.
-        stated: the ends that it has marked so far, by the definition.
+        says: the step with which the source first marks the prompt.
+        generates: it marks generated tokens, too.
+        stated: the ends marked so far, by definition.
         published: where the complete blocks end.
     """
 
@@ -138,7 +137,7 @@ class Said:
     _ends: frozenset[int] = frozenset()
 
     def step(self, step: pb.Publish) -> Prompt:
-        """What it says with a step that has its blocks."""
+        """Return the prompt that the source states with a step."""
         own = self.request
         self.published = max((self.published, *(group.end_token for group in step.groups)))
         if self.says == "first" or (self.says == "next" and step.step) or (self.says == "last" and step.last):
@@ -157,15 +156,15 @@ class Said:
 
 @dataclass(frozen=True)
 class Errand:
-    """What a reader is sent for.
+    """The task of a reader.
 
     Attributes:
-        request: whose KV it wants.
-        takes: what it takes of what is published.
-        late: it says its prompt only when its ranks begin.
-        reference: the one that it is given, if that is not the one that it is told of.
-        forged: the marks in it are not those of its maker.
-        invented: nobody has made it.
+        request: the request whose KV it wants.
+        takes: the published tokens that it takes.
+        late: it states its prompt only when its ranks begin.
+        reference: in place of the publication's own reference; empty: that one.
+        forged: the marks in the reference are not those of its maker.
+        invented: no source or router has made the reference.
     """
 
     request: Request = WHOLE
@@ -177,11 +176,11 @@ class Errand:
 
 
 class OwnPrompt:
-    """What one process of a reader knows and compares: the shipped comparison, held to the definition.
+    """The prompt of one process of a reader, and its comparisons: the shipped ones, checked by the definition.
 
     Attributes:
-        request: whose KV it wants.
-        limit: where it ends to take tokens at the latest; None: at the end of what is published.
+        request: the request whose KV it wants.
+        limit: the most tokens that it takes; None: all that are published.
     """
 
     def __init__(self, errand: Errand, check: PromptCheck) -> None:
@@ -192,16 +191,16 @@ class OwnPrompt:
         self._marked: set[int] = set()
 
     def until(self, published: int) -> int:
-        """Where it ends to take tokens, of those that are published."""
+        """Return the end of the tokens that it takes of those published."""
         return published if self.limit is None else min(published, self.limit)
 
     def taken(self, found: Offered) -> dict[int, tuple[int, ...]]:
-        """What it takes of the contents of a publication."""
+        """Return the part of a publication's contents that it takes."""
         count = -(-self.until(found.said.published) // BLOCK)
         return dict(list(found.contents.items())[:count])
 
     def refuses(self, reference: pb.Reference, given: Offered | None) -> bool:
-        """Whether it refuses what the reference itself says; `given`: what that is a reference to."""
+        """Whether it refuses the marks in the reference itself; `given`: the publication of the reference."""
         try:
             self._own.refuse(reference)
         except PromptMismatch as error:
@@ -214,7 +213,7 @@ class OwnPrompt:
     def told(
         self, marks: Mapping[int, bytes], reference: pb.Reference, found: Offered, published: int, *, complete: bool
     ) -> bool:
-        """Whether it goes on after what the home has told so far."""
+        """Whether it goes on after the marks that the home has sent so far."""
         try:
             self._own.told(marks, reference, found.publication.request_id, complete=complete)
         except TransferError as error:
@@ -235,16 +234,16 @@ class OwnPrompt:
         return True
 
     def check_moves(self, found: Offered, ends: Collection[int]) -> None:
-        """R14: nothing moves that was said to be of another prompt. `ends`: of the marks that the home has sent."""
+        """R14: no bytes move that are marked as another prompt's. `ends`: of the marks that the home has sent."""
         if verdict(ends, found.said.request, self.request, 0, complete=False) == "mismatch":
             raise Violation(f"R14: bytes move of {found.said.request}, marked at {sorted(ends)}, for {self.request}")
 
     def check_good(self, found: Offered, origins: Collection[tuple[Request, int] | None]) -> None:
-        """R14: what counts is of the reader's own prompt, as far as anybody can know.
+        """R14: bytes that count are of the reader's own prompt, as far as marks can show.
 
         Args:
             found: the publication that was read.
-            origins: of what was copied, the request that it was computed from, and which of its blocks it is.
+            origins: for each copied layer, the request that it was computed from, and its block index.
         """
         own, until, found_to_be = self.request, self.until(found.said.published), self._own.found
         wrong = any(
@@ -265,7 +264,7 @@ class OwnPrompt:
     def _check_refused(
         self, error: TransferError, ends: Collection[int], found: Offered, published: int, *, complete: bool
     ) -> None:
-        """Nobody is refused what is of its own prompt, unless the marks in the reference were forged."""
+        """No reader refuses bytes of its own prompt, unless the marks in the reference were forged."""
         if self._forged and isinstance(error, PromptMismatch):
             return
         expected = verdict(ends, found.said.request, self.request, self.until(published), complete=complete)

@@ -1,5 +1,5 @@
-"""Destination engines: the shipped lease and judgement, and around them what `Acquisition`, `Renewals` and
-`LeasedReads` do, call by call. Their ranks copy piece by piece, whenever the machine says so."""
+"""Destination engines: the shipped lease and verdict, and around them the calls of `Acquisition`, `Renewals` and
+`LeasedReads`. Their ranks copy piece by piece, when the machine chooses so."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENCE = 6.0
 
 
 Piece: TypeAlias = tuple[int, tuple[int, ...]]
-"""What a rank copies at once: a block, and which of its layers."""
+"""A unit of copying: a block, and some of its layers."""
 
 
 class Reader:
@@ -37,7 +37,7 @@ class Reader:
 
     Attributes:
         fell_behind: its clock was paused once, so that only the home's answer counts.
-        prompt_check: what it does with marks.
+        prompt_check: its use of marks.
     """
 
     def __init__(self, name: str, clock: PartyClock) -> None:
@@ -49,21 +49,21 @@ class Reader:
 
 @dataclass(eq=False)
 class Share:
-    """What one process of a reader does: a rank by itself, or a scheduler that speaks for all ranks.
+    """The part of one process in a read: a single rank, or a scheduler that acts for all ranks.
 
     Attributes:
-        offered: what it reads; until the home accepts a read with a router's reference, only that.
-        ranks: whose copies it reports.
+        offered: the publication that it reads; a router's reference until the home accepts the read.
+        ranks: the ranks whose copies it reports.
         pieces: granted, in order.
-        copies: what each rank has copied of them so far.
+        copies: contents that each rank has copied so far.
         granted: all blocks are known.
-        progressive: its ranks copy what is known while the source still publishes, layer by layer where that is told.
+        progressive: its ranks copy known blocks while the source still publishes, also layer by layer.
         ended_at: when its last copy ended, as far as it knows.
         copied_at: when its last copy ended.
-        over: it does not rely on the lease any more: judged, given up or dead.
-        good: its engine was given the bytes.
-        refused: it is the KV of another prompt, or may be.
-        read_after_release: a rank copied a block when its source had it back.
+        over: it does not rely on the lease any more: it has a verdict, has given up or is dead.
+        good: its engine got the bytes.
+        refused: the KV is, or may be, of another prompt.
+        read_after_release: a rank copied a block after its source had taken the block back.
     """
 
     reader: Reader
@@ -92,12 +92,12 @@ class Share:
     _again_after: float | None = None
     _reported: bool = False
     _told_under: bytes = b""
-    """The lease_id under which it was told its steps."""
+    """The lease_id under which it received its steps."""
     _steps: GrantedSteps = field(default_factory=GrantedSteps)
     _marked: set[int] = field(default_factory=set)
-    """Ends of the marks that it was told, as they came."""
+    """Ends of the marks that it received."""
     _published: int = 0
-    """Where the complete blocks end that it was told of."""
+    """The end of the complete blocks that it received."""
 
     def __post_init__(self) -> None:
         self._own = OwnPrompt(self.errand, self.reader.prompt_check)
@@ -112,13 +112,13 @@ class Share:
 
     @property
     def relies(self) -> bool:
-        """Whether it believes that it has a live lease, and has not said that it is done."""
+        """Whether it believes that it has a live lease, and has not reported."""
         return not (self.over or self._reported) and self.lease is not None and self.lease.live(self.reader.clock.now())
 
-    # What its threads do by themselves.
+    # Work of its threads.
 
     def step(self) -> bool:
-        """The next thing, if there is one that does not wait for anything."""
+        """Do the next work that needs no event. Returns whether there was any."""
         now = self.reader.clock.now()
         if self.over or self._reported:
             return False
@@ -155,7 +155,7 @@ class Share:
 
     @property
     def blocks(self) -> set[int]:
-        """Those that it knows of."""
+        """The blocks that it knows of."""
         return {block for block, _ in self.pieces}
 
     @property
@@ -184,7 +184,7 @@ class Share:
         self._notify(pb.Notification(renew=pb.Renew(lease_id=lease_id)), answered)
 
     def give_up(self, *, cancel: bool) -> None:
-        """It wants the bytes no longer."""
+        """Give the read up."""
         if self.over:
             return
         self._end()
@@ -229,7 +229,7 @@ class Share:
         self.network.open(self, lambda host: host.read_blocks(request), pipe)
 
     def _ask_anew(self, pause: float) -> None:
-        """After a failure. A read that has not begun asks as if for the first time."""
+        """Ask again after a failure. A read that has not begun starts from the beginning."""
         self._ask_after = self.reader.clock.now() + pause
         if self.begun:
             return
@@ -240,7 +240,7 @@ class Share:
         self._marked, self._published = set(), 0
 
     def _takes_lease(self, accepted: pb.Accepted, sent_at: float) -> bool:
-        """As `Acquisition._accept`; whether what came with it is to be taken."""
+        """As `Acquisition._accept`. Returns whether to take the steps in the same answer."""
         remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
         if self.lease is not None and not self.begun:
             # The home has lost the lease.
@@ -294,13 +294,13 @@ class Share:
                 self.pieces.append((block, new))
 
     def _wanted(self, blocks: Blocks) -> list[int]:
-        """Of blocks, those that it takes."""
+        """Return the ids of the blocks that it takes."""
         limit = self._own.limit
         ids: list[int] = blocks.ids.tolist()
         return ids if limit is None else ids[: max(0, -(-(limit - blocks.first_token) // BLOCK))]
 
     def _compares(self, *, complete: bool) -> bool:
-        """As `Acquisition._take`: what the home has told, before anything moves."""
+        """Compare the home's marks before any bytes move, as `Acquisition._take`."""
         if self.errand.invented:
             raise Violation(f"R13: {self.read_id} was told blocks by a reference that nobody has made")
         own = parse_reference(self._reference)
@@ -309,14 +309,14 @@ class Share:
         return not self.over
 
     def _begin(self) -> None:
-        """Its ranks begin, unless they have; as `LeasedReads.takes`, and then `_follow`."""
+        """Let its ranks begin, unless they have; as `LeasedReads.takes`, and then `_follow`."""
         if self._own.judges(self._found, self._published, complete=self.granted):
             self.copies = self.copies or {rank: [] for rank in self.ranks}
         else:
             self._refuse()
 
     def _refuse(self) -> None:
-        """It is not what it wants. Nothing is declined."""
+        """Refuse the KV of another prompt. Nothing is declined."""
         self.refused = True
         if not self.begun and len(self.ranks) == self.parties:
             self.give_up(cancel=True)
@@ -362,7 +362,7 @@ class Share:
         return self.errand.reference or given
 
     def _accepted(self, accepted: pb.Accepted) -> None:
-        """R1, R13: under a router's key there is what was published under that very key, and nothing else."""
+        """R1, R13: a router's key gives the publication under exactly that key."""
         if not isinstance(self.offered, Routed) or self.errand.invented:
             return
         found = self.find(accepted)
@@ -407,7 +407,7 @@ class Share:
         self._report(pb.RANK_OUTCOME_DONE, answered)
 
     def _check_good(self, judgement: Judgement, ended_at: float, deadline: float) -> None:
-        """R1: what the engine is given is what was published."""
+        """R1: the engine gets the bytes that were published."""
         self.good = True
         if self.reader.fell_behind and judgement is Judgement.TRUSTED:
             return
@@ -458,7 +458,7 @@ def shares(
     *,
     progressive: bool = False,
 ) -> Sequence[Share]:
-    """The processes of one read: one that speaks for all ranks, or each rank by itself."""
+    """Return the processes of one read: one for all ranks, or each rank separately."""
     network, memory = at
     groups = [tuple(range(ranks))] if scheduled else [(rank,) for rank in range(ranks)]
     return [

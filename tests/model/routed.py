@@ -13,7 +13,7 @@ END = st.sampled_from(("published", "published", "published late", "declined", "
 
 
 class RoutedMachine(Machine):
-    """Whatever happens to a `Machine`; and references are made before their publications, whose readers wait."""
+    """A `Machine` in which routers also make references before their publications, whose readers wait."""
 
     @precondition(lambda self: self.world.source.can_publish)
     @rule(
@@ -73,7 +73,7 @@ class RoutedMachine(Machine):
         calm=PICK,
     )
     def a_routers_reference_is_used(self, what: str, begin: str, reader: int, pick: int, calm: int) -> None:
-        """By anybody who has it, at any time; but published under once."""
+        """By any bearer, at any time; but for one publication only."""
         world = self.world
         routed = self._routed(pick)
         used = any(offered.routed is routed for offered in world.offered)
@@ -91,7 +91,7 @@ class RoutedMachine(Machine):
 
 
 class RoutedLyingMachine(LyingMachine, RoutedMachine):
-    """The same, and between any two things a peer lies about it."""
+    """A `RoutedMachine` in which a peer lies between any two rules."""
 
     routes = True
 
@@ -100,7 +100,7 @@ class RoutedLyingMachine(LyingMachine, RoutedMachine):
     def lies_are_told_of_a_wait(self, lies: list[str], pick: int, first: bool, squats: bool) -> None:
         world = self.world
         if squats:
-            # At a home that has just started, which cannot tell whose the name is.
+            # A home that has just started cannot tell which engine owns the name.
             world.stop_home()
             world.start_home()
             world.flow()

@@ -1,4 +1,4 @@
-"""Mistakes that the protocol's rules are there to prevent, each as the smallest change of the shipped code."""
+"""Mistakes that the protocol's rules prevent, each as the smallest change of the shipped code."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tests.model.source import LAYERS
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 SABOTAGES: dict[str, Sabotage] = {}
 OF_A_LIAR: dict[str, Sabotage] = {}
-"""Those that nobody notices while all are honest."""
+"""Sabotages that show only with a lying peer."""
 OF_AN_OPERATOR: dict[str, Sabotage] = {}
-"""Those of what an operator does."""
+"""Sabotages of an operator's calls."""
 OF_A_ROUTER: dict[str, Sabotage] = {}
-"""Those of references that a router makes."""
+"""Sabotages of references that a router makes."""
 OF_A_LIAR_AND_A_ROUTER: dict[str, Sabotage] = {}
-"""Those of them that nobody notices while all are honest."""
+"""Sabotages of such references that show only with a lying peer."""
 
 
 def sabotage(make: Sabotage) -> Sabotage:
@@ -160,7 +160,7 @@ def aborts_are_forgotten_by_the_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def released_locally_while_a_home_is_told_again(patch: pytest.MonkeyPatch) -> None:
+def released_locally_during_a_resync(patch: pytest.MonkeyPatch) -> None:
     original = publications.Offers.snapshot
 
     def snapshot(self: publications.Offers) -> publications.Snapshot:
@@ -182,7 +182,7 @@ def released_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def home_that_says_expired_is_not_believed(patch: pytest.MonkeyPatch) -> None:
+def expired_answer_of_the_home_is_ignored(patch: pytest.MonkeyPatch) -> None:
     def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> judgement.Judgement:
         late = ended_at >= deadline
         return judgement.Judgement.EXPIRED if late else judgement.Judgement.CONFIRMED
@@ -191,7 +191,7 @@ def home_that_says_expired_is_not_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
+def own_deadline_is_not_checked(patch: pytest.MonkeyPatch) -> None:
     def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> judgement.Judgement:
         expired = verdict == pb.VERDICT_EXPIRED
         return judgement.Judgement.EXPIRED if expired else judgement.Judgement.TRUSTED
@@ -199,12 +199,12 @@ def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(readers, "judge", judge)
 
 
-# Mistakes of a reader that moves each step when it comes.
+# Mistakes of a reader that moves each step on arrival.
 
 
 @sabotage
-def steps_are_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    """By the time of the first: the lease of the others is nobody's concern."""
+def deadline_is_checked_for_the_first_step_only(patch: pytest.MonkeyPatch) -> None:
+    """By the time of the first step, without regard to the lease at the others."""
     original, first = readers.Share.copy, dict[readers.Share, float]()
 
     def copy(self: readers.Share, rank: int) -> None:
@@ -230,7 +230,7 @@ def a_read_ends_before_its_last_step(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def blocks_move_before_their_step_was_granted(patch: pytest.MonkeyPatch) -> None:
-    """Those that the source is likely to publish next."""
+    """The blocks that the source is likely to publish next."""
     copying, copy = readers.Share.copying, readers.Share.copy
 
     def ahead(self: readers.Share) -> list[int]:
@@ -261,11 +261,11 @@ def all_layers_move_when_the_first_is_named(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GrantedSteps, "unfinished", property(unfinished))
 
 
-# Mistakes of a home with what is published layer by layer.
+# Mistakes of a home with blocks that are published layer by layer.
 
 
 @sabotage
-def unfinished_blocks_are_told_as_complete(patch: pytest.MonkeyPatch) -> None:
+def unfinished_blocks_are_sent_as_complete(patch: pytest.MonkeyPatch) -> None:
     def blocks(message: pb.Publish) -> bytes:
         told = pb.Blocks(step=message.step, groups=[*message.groups, *message.unfinished.groups])
         return told.SerializeToString()
@@ -287,7 +287,7 @@ def unfinished_blocks_are_never_complete(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> None:
-    """By a home that has heard some of those before it."""
+    """By a home that has received some of the earlier steps."""
     original = sources.Sources._check_step
 
     def check_step(
@@ -303,12 +303,12 @@ def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> 
     patch.setattr(sources.Sources, "_check_step", check_step)
 
 
-# What only a liar makes use of: a proof that is not asked for, or a secret that is none.
+# Mistakes that only a liar exploits: a proof that is not checked, or a secret that is public.
 
 
 @sabotage
 def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Its leases are forgotten with it."""
+    """The source's leases are forgotten with it."""
     retire, reuse_after = registry.Registry.retire, Home.reuse_after
     stopped = WeakSet[registry.Registry]()
 
@@ -324,7 +324,7 @@ def a_source_that_stops_in_order_leaves_its_memory_at_once(patch: pytest.MonkeyP
 
 @sabotage
 def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pytest.MonkeyPatch) -> None:
-    """As soon as the source stops to send it, although a home may have it, or be told of it."""
+    """As soon as the source stops sending it, although a home may have it, or get it later."""
     sent = publications.Offers.sent
 
     def release(self: publications.Offers, number: int, now: float) -> None:
@@ -362,7 +362,7 @@ def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
-    """By its own name, the newest lease of that reader."""
+    """A report is accepted under any reader's name, for that reader's newest lease."""
 
     def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         found = self._records.leases_by_id.get(lease_id)
@@ -389,7 +389,7 @@ def a_restarted_home_adopts_the_first_secret(patch: pytest.MonkeyPatch) -> None:
 
 
 @of_a_liar
-def sources_are_believed_without_a_secret(patch: pytest.MonkeyPatch) -> None:
+def sources_need_no_secret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry, "check_secret", lambda ref, secret: None)
 
 
@@ -399,16 +399,16 @@ def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
 
 
 @of_a_liar
-def another_incarnation_evicts_the_living(patch: pytest.MonkeyPatch) -> None:
+def another_incarnation_evicts_the_live_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry.Registry, "_check_not_in_use", _evict)
 
 
 @of_a_liar
-def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch) -> None:
+def first_engine_at_a_restarted_home_gets_the_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry.Registry, "_recovering", property(lambda self: False))
 
 
-# What an operator does is a source's abort, a reader's loss or a source's death, and no more than that.
+# A call of an operator has the effect of a source's abort, a reader's loss or a source's death, and no more.
 
 
 @of_an_operator
@@ -425,7 +425,7 @@ def an_operators_abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 
 @of_an_operator
 def a_publication_that_an_operator_has_aborted_is_revived(patch: pytest.MonkeyPatch) -> None:
-    """By a step that is heard again."""
+    """By a repeated step."""
     original = sources.Sources._touch
 
     def touch(self: sources.Sources, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
@@ -461,7 +461,7 @@ def eviction_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Home, "evict", evict)
 
 
-# What a router says before there is a publication holds when it comes, and what others say of it does not count.
+# A router's calls before a publication hold when it arrives, and calls of others about it do not count.
 
 
 @of_a_router
@@ -488,8 +488,8 @@ def router_keys_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 @of_a_liar_and_a_router
-def whoever_declines_first_is_believed(patch: pytest.MonkeyPatch) -> None:
-    """Before the publication comes, its key is not known; and then it is not asked for."""
+def first_decline_counts_with_any_key(patch: pytest.MonkeyPatch) -> None:
+    """The key is unknown before the publication arrives, and is not checked afterwards."""
     original = router_keys.RouterKeys.decline
 
     def decline(self: router_keys.RouterKeys, key: RouterKey, *rest: Any, not_published: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""The source engine: the shipped book of offers, and around it what `EngineSession` and `Watcher` do, call by call.
+"""The source engine: the shipped publications of an engine, and around them the calls of `EngineSession` and `Watcher`.
 
-Its engine is the least careful one that keeps the contract: it overwrites blocks in the moment they are released.
+Its engine is the least careful that keeps the contract: it overwrites blocks as soon as they are released.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.support.parties import BLOCK, registration
 ENGINE_ID = "prefill"
 BLOCKS = 6
 LAYERS = ("layer-0", "layer-1", "layer-2")
-"""What a block has. They are computed one after the other, and may be published so."""
+"""Layers of a block. They are computed, and may be published, one after the other."""
 BATCH = 2
-"""Notifications per call of a snapshot: small, so that it takes several."""
+"""Notifications per call of a snapshot: few, so that a snapshot takes several calls."""
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +69,7 @@ class Routed:
 
     reference: str
     request: Request = WHOLE
-    """What it was made for."""
+    """The request that the reference was made for."""
     declined: bool = False
 
     @property
@@ -79,26 +79,26 @@ class Routed:
 
 @dataclass(eq=False)
 class Offered:
-    """A publication as its engine, and the checks, know it."""
+    """A publication at its engine, with state for the checks."""
 
     source: Source
     publication: Publication
     said: Said
     routed: Routed | None = None
     contents: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of its blocks, unfinished ones included."""
+    """By block, unfinished ones included."""
     computed: int = 0
     """Layers of its unfinished blocks that are computed."""
     complete: bool = False
     releases: int = 0
     free: bool = False
-    """Its engine has its blocks back: released, or never offered."""
+    """The engine has the blocks back: released, or never offered."""
     aborted: bool = False
-    """The home has taken note of its engine's abort."""
+    """The home has acknowledged the engine's abort."""
     given_up: bool = False
-    """Somebody who has the reference gave up."""
+    """A bearer of the reference has declined."""
     reported: bool = False
-    """A rank that has read it said so."""
+    """A rank has reported a read as done."""
     outcome: ReleaseOutcome | None = None
 
     @property
@@ -107,7 +107,7 @@ class Offered:
 
     @property
     def declined(self) -> bool:
-        """Whether somebody who has a reference to it gave up."""
+        """Whether a bearer of a reference has declined."""
         return self.given_up or (self.routed is not None and self.routed.declined)
 
 
@@ -119,22 +119,22 @@ class Sending:
     step: pb.Publish
     blocks: tuple[int, ...]
     before: Said
-    """What was said before it."""
+    """The state of the marks before this step."""
     call: Call | None = None
     after: float = 0.0
 
 
 BeforeWrite = Callable[[Offered | None, Sequence[int]], None]
-"""Told which blocks are about to be written, and whose they were: a publication's all, when it is released; some that
-never were offered (None)."""
+"""Called before blocks are written, with the publication whose blocks they were: all of its blocks, at its release.
+None: blocks that were never offered."""
 
 
 class Source:
     """One incarnation.
 
     Args:
-        secret: of its session.
-        before_write: see there.
+        secret: the session secret.
+        before_write: see `BeforeWrite`.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Source:
 
     @property
     def ready(self) -> bool:
-        """Whether it can publish: registered, and its memory is its own."""
+        """Whether it can publish: it is registered, and may write to its memory."""
         return self.alive and self._registered and self._usable_at is None
 
     @property
@@ -187,7 +187,7 @@ class Source:
         by_layers: bool = False,
         said: Said | None = None,
     ) -> Offered:
-        """With `by_layers`, of the blocks only the first layer; then it is not the last step.
+        """Publish blocks; with `by_layers` only their first layer, and then not as the last step.
 
         Raises:
             RouterKeyUsed: the router has used its reference twice.
@@ -210,8 +210,8 @@ class Source:
         return offered
 
     def publish_more(self, offered: Offered, count: int, *, last: bool, by_layers: bool = False) -> None:
-        """With `by_layers`, the next layer of the unfinished blocks; if they have them all, that, and the first layer
-        of others."""
+        """Publish a further step. With `by_layers`: the next layer of the unfinished blocks; at their last layer, also
+        the first layer of new blocks."""
         number, before = offered.number, replace(offered.said)
         begun = self.offers.unfinished(number)
         step = pb.Publish(last=last and not by_layers)
@@ -226,11 +226,11 @@ class Source:
             if not by_layers:
                 follow(begun, step)
             elif begun:
-                # Unlike the SDK's sources: both in one step.
+                # Both in one step, unlike the SDK's sources.
                 step.groups.extend(begun)
             if not begun:
                 _end(step, request)
-        # Its number, which tells the first of those that follow, is set when it is added.
+        # The step's number is set when it is added; any but 0 marks a further step.
         step.step = 1
         self.offers.publish_more(number, step, offered.said.step(step))
         self._send(offered, step, blocks, before)
@@ -245,7 +245,7 @@ class Source:
         self._notify([pb.Notification(abort=pb.Abort(publication=offered.number))], answered)
 
     def poll(self) -> None:
-        """The engine asks what was released, and reuses it at once."""
+        """Take the released publications, and reuse their blocks at once."""
         now = self.clock.now()
         self.offers.advance(now)
         for release in self.offers.take_released():
@@ -261,7 +261,7 @@ class Source:
             self._take(None, tuple(self.memory.contents))
 
     def retire(self, caller: object) -> None:
-        """Say that this incarnation ends, without waiting for an answer."""
+        """Retire this incarnation, without waiting for an answer."""
         retire = pb.Notification(retire=pb.Retire())
         request = pb.NotifyRequest(sender=self.engine, session_secret=self._secret, notifications=[retire])
         self.network.call(caller, lambda host: host.notify(request), lambda _: None)
@@ -276,7 +276,7 @@ class Source:
     # Its session.
 
     def step(self) -> bool:
-        """Do what the session's threads would do next by themselves; whether there was something."""
+        """Do the next work of the session's threads. Returns whether there was any."""
         if not self.alive:
             return False
         now = self.clock.now()
@@ -303,7 +303,7 @@ class Source:
         self.network.open(self, lambda host: host.watch(request), pipe)
 
     def late_watch(self) -> Callable[[Host], Pulled[pb.WatchResponse]]:
-        """The Watch that a process tried to open before it ended, for a network that kept it."""
+        """Return the Watch that a process tried to open before it ended, for a network that delays it."""
         request = pb.WatchRequest()
         request.CopyFrom(self.watch_request)
         return lambda host: host.watch(request)
@@ -330,7 +330,7 @@ class Source:
             self.watch_request.resume_sequence = 0
         self.watch_request.resume_sequence = max(message.sequence, self.watch_request.resume_sequence)
         if kind == "synced" and message.synced.need_resync:
-            # The watch's thread hears nothing else until the home has been told all.
+            # The watch's thread reads no further message until the snapshot is sent.
             self._busy = True
             self._register(self._refill)
 
@@ -459,7 +459,7 @@ class Source:
         offered.computed = end
 
     def _take(self, offered: Offered | None, blocks: Sequence[int]) -> None:
-        """Blocks are the engine's again, which writes to them at once."""
+        """Take blocks back, and write to them at once."""
         if offered is not None:
             offered.free = True
         self._before_write(offered, blocks)
@@ -472,7 +472,7 @@ class Source:
         return self.network.call(self, lambda host: host.notify(request), end)
 
     def _check_outcome(self, offered: Offered, outcome: ReleaseOutcome) -> None:
-        """R13: nobody who may not says for others that they have read it, or will not."""
+        """R13: no peer can report or decline a read for others without the right to."""
         if outcome is ReleaseOutcome.READ and not offered.reported:
             raise Violation(f"R13: publication {offered.number} was released as read, and nobody has said so")
         if outcome is ReleaseOutcome.DECLINED and not offered.declined:

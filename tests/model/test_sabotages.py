@@ -1,4 +1,4 @@
-"""The model check is worth what it catches: each mistake the protocol is written against breaks a rule in it."""
+"""The model check catches mistakes: each mistake that the protocol is written against breaks a rule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sabotage_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SABOTAGES[name](monkeypatch)
     with pytest.raises(Violation):
         run_state_machine_as_test(Machine, settings=CAUGHT)

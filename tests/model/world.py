@@ -1,4 +1,4 @@
-"""One home, one source engine at a time, two reader engines, and what always holds between them."""
+"""One home, one source engine at a time, two reader engines, and the rules that always hold between them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.model.source import ENGINE_ID, Memory, Offered, Routed, Source
 from tests.support.references import without_marks
 
 BOUNDED = 30.0
-"""Seconds of a network that loses nothing within which everything published is released: the longest of hold and final,
-and of a local release, after a restart of home and source, and some for the steps in which time passes here."""
+"""Seconds, in a network without losses, within which every publication is released: the longest of hold, final and a
+local release, after a restart of home and source, and some for the steps in which time passes here."""
 
 
 class World:
-    """All parties, and the rules R1 to R3 as far as they are not checked where they would be broken."""
+    """All participants, and checks of R1 to R3 that have no better place."""
 
     def __init__(self, home_rate: float, source_rate: float, reader_rates: Sequence[float]) -> None:
         self.time = RealTime()
@@ -53,7 +53,7 @@ class World:
         self._revoked: dict[bytes, float] = {}
         self.source = self._new_source()
 
-    # What the parties do.
+    # Calls of the participants.
 
     def publish(
         self,
@@ -124,7 +124,7 @@ class World:
         self.network.packets[-1].first = False
 
     def stop_source(self) -> None:
-        """As `restart_source`, in order: the old process says that it ends. The network may keep that, too."""
+        """As `restart_source`, in order: the old process first retires. The network may delay that message, too."""
         self.source.retire(self)
         self.restart_source()
 
@@ -136,7 +136,7 @@ class World:
         self.host = Host(self.home_clock)
 
     def drain(self, *, stopping: bool) -> None:
-        """The home takes no new work; with `stopping`, its node server waits for leases no longer and ends Watches."""
+        """The home takes no new work; with `stopping`, its node server ends Watches without waiting for leases."""
         if self.host is not None:
             self.host.home.drain()
             if stopping:
@@ -160,7 +160,7 @@ class World:
         self.settle()
 
     def settle(self) -> None:
-        """Timers fire, engines look."""
+        """Fire timers, poll the source, and check the rules."""
         if self.host is not None:
             self.host.tick()
             self.host.pump(self.network.pipes)
@@ -169,21 +169,21 @@ class World:
         self.check_waiting()
         self.check_beliefs()
 
-    # What happens by itself.
+    # Progress without events.
 
     def work(self) -> bool:
-        """Every party does what it would do next; whether any did."""
+        """Let every participant take its next step. Returns whether any did."""
         worked = self.source.step()
         for share in self.shares:
             worked |= share.step()
         return worked
 
     def flow(self, *, repeated: bool = False, rounds: int = 40) -> None:
-        """All that is under way arrives but stragglers, and what it leads to, as on a good day.
+        """Deliver all messages but stragglers, and those that follow from them.
 
         Args:
-            repeated: of each request another copy straggles.
-            rounds: how far it goes at most.
+            repeated: another copy of each request straggles.
+            rounds: the most rounds of deliveries.
         """
         for _ in range(rounds):
             moved = self.work()
@@ -201,7 +201,7 @@ class World:
         self.settle()
 
     def answer_late(self, seconds: float) -> None:
-        """Readers renew; the home hears all that is under way at once, and its answers take that long."""
+        """Readers renew; the home gets all requests at once, and its answers take `seconds`."""
         for share in self.shares:
             share.renew()
         for packet in [packet for packet in self.network.packets if packet.answer is None]:
@@ -211,10 +211,10 @@ class World:
             self.network.arrive(packet, self.host)
         self.settle()
 
-    # What always holds.
+    # Rules that always hold.
 
     def before_write(self, offered: Offered | None, blocks: Sequence[int]) -> None:
-        """R2: nobody who believes in a live lease reads what is written now."""
+        """R2: no reader that believes in a live lease reads the blocks that are written now."""
         for share in self.shares:
             if share.reader.fell_behind or not share.relies:
                 continue
@@ -223,7 +223,7 @@ class World:
                 raise Violation(f"R2: blocks {blocks} change under a live lease of {share.reader.engine.engine_id}")
 
     def check_home(self) -> None:
-        """What the home holds: nothing revived, and no end that is put off."""
+        """Check the home's records: nothing is revived, and no end is put off."""
         host = self.host
         if host is None:
             return
@@ -243,7 +243,7 @@ class World:
                     raise Violation(f"R3: a lease on {publication}, revoked at {revoked}, lives until {lease.expires}")
 
     def check_waiting(self) -> None:
-        """R5: nobody waits under a router's key for a source that is gone, or after what he waits for was declined."""
+        """R5: no read waits under a router's key for a source that is gone."""
         host = self.host
         if host is None:
             return
@@ -255,14 +255,14 @@ class World:
 
     @staticmethod
     def _check_declined(host: Host, publication: PublicationRecord, now: float) -> None:
-        """A decline that comes before its publication is not lost, as long as its home remembers it."""
+        """A decline that comes before its publication is remembered for `max_wait`."""
         name = publication.router_key.name if publication.router_key is not None else ""
         since = host.declined.get(name)
         if publication.grantable and since is not None and now < since + TIMES.max_wait:
             raise Violation(f"{publication} is offered though its router has declined it")
 
     def check_beliefs(self) -> None:
-        """R1: who believes in a live lease has one, if its home lives."""
+        """R1: a reader that believes in a live lease has one, if its home lives."""
         if self.host is None:
             return
         held = {lease.lease_id: lease for lease in self.host.home.records.leases()}
@@ -274,7 +274,7 @@ class World:
                 raise Violation(f"R1: {share.read_id} believes in a lease that is {lease.state.name}")
 
     def check_bounded(self) -> None:
-        """R3: with readers gone and nothing lost any more, everything published is released, once, in bounded time."""
+        """R3: without readers and losses, every publication is released, once, in bounded time."""
         for share in self.shares:
             if not share.over:
                 share.die()
@@ -295,7 +295,7 @@ class World:
         self._check_nothing_left()
 
     def _check_nothing_left(self) -> None:
-        """What was published and read is forgotten, and counts no more against its source's memory."""
+        """Publications and reads are forgotten, and do not count against the source's memory any more."""
         for _ in range(3):
             # Until the last acknowledgement was repeated, and the last outcome is kept no longer.
             self.flow()
@@ -320,19 +320,19 @@ class World:
                 raise Violation(f"the home counts {home.journal.live_leases[state]} leases as {state.name}: {live}")
 
     def check_served(self, meanwhile: Callable[[], None], *, routes: bool = False) -> None:
-        """R13: with nothing lost any more, a request is published and read in bounded time, whatever else is said.
+        """R13: without losses, a request is published and read in bounded time, whatever a liar sends.
 
         Args:
-            meanwhile: what else is said, each time.
+            meanwhile: sends the liar's messages, each time.
             routes: a router makes the references.
         """
         if self.host is None or self.host.home.draining:
             self.stop_home()
             self.start_home()
-        # What parties said themselves, and the network kept, is no lie.
+        # Delayed messages of the participants themselves are no lies.
         self.flow()
         self.pass_time(CALL_TIMEOUT + LIFE)
-        # A source whose Watch the network had lost sees that now, and opens it again.
+        # A source whose Watch the network had cut opens it again.
         self.pass_time(0.1)
         self.flow()
         until = self.time.now + 2 * BOUNDED
@@ -371,7 +371,7 @@ class World:
             raise Violation("R13: beside a liar, nothing can be published any more")
 
     def check_right_reader(self) -> None:
-        """R14, R3: with nothing lost any more, what was refused to the wrong reader reaches the right one."""
+        """R14, R3: without losses, a publication that the wrong reader refused reaches the right reader."""
         if self.host is None or self.host.home.draining:
             self.stop_home()
             self.start_home()
@@ -388,7 +388,7 @@ class World:
         self.flow()
         wrong, right = self.readers
         for reader, request in ((wrong, OTHER), (wrong, OTHER), (right, PLAIN)):
-            # The home has to say it: the reference does not.
+            # The marks have to come from the home: the reference has none.
             errand = Errand(request, reference=without_marks(offered.publication.reference))
             self.read(reader, offered, 1, scheduled=True, errand=errand)
             share = self.shares[-1]
@@ -410,7 +410,7 @@ class World:
         self.network.close()
 
     def _find(self, accepted: pb.Accepted) -> Offered:
-        """What a home says that a read is of."""
+        """Return the publication that an accepted read is of, by the home's answer."""
         ref = EngineRef(accepted.source.engine_id, accepted.source.incarnation)
         for offered in self.offered:
             if offered.source.ref == ref and offered.number == accepted.publication:
@@ -425,5 +425,5 @@ class World:
 
 
 def _secret(number: int) -> bytes:
-    """32 bytes that nobody guesses: a liar tries numbers as they are."""
+    """32 bytes that a liar, who tries plain numbers, does not guess."""
     return hashlib.sha256(number.to_bytes(8, "big")).digest()

@@ -1,4 +1,4 @@
-"""Budgets: a fixed capacity that many holders share, so that none can take everything from the others.
+"""Budgets: a fixed capacity that many holders share, so that no holder can take everything from the others.
 
 A holder above its floor may take more only if it then holds at most what stays free. One holder alone gets half of the
 capacity; three that take all they can get a quarter each, and the last quarter stays free for everyone else.
@@ -14,15 +14,12 @@ from kvferry.errors import LimitReached
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import CALLER_FLOOR_BYTES
 
-LOCAL = "callers on this host"  # The host of callers that cannot be told apart
+LOCAL = "callers on this host"  # Holder name for callers that cannot be told apart
 
 
 class Budget:
-    """A capacity that many holders share.
-
-    Args:
-        floor: what each holder gets as long as anything is free, whatever the others hold; by default a 256th.
-    """
+    """A capacity that many holders share. Each holder gets `floor` as long as anything is free, whatever the others
+    hold; by default a 256th."""
 
     def __init__(self, capacity: int, floor: int | None = None) -> None:
         self.capacity = capacity
@@ -31,7 +28,6 @@ class Budget:
         self._held: dict[Hashable, int] = {}
 
     def held(self, holder: Hashable) -> int:
-        """Return what one holder holds."""
         return self._held.get(holder, 0)
 
     def fits(self, holder: Hashable, size: int = 1) -> bool:
@@ -53,18 +49,12 @@ class Budget:
             self._held.pop(holder, None)
 
     def give(self, holder: Hashable, size: int = 1) -> None:
-        """Subtract `size` from what a holder holds."""
         self.take(holder, -size)
 
 
 def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: float, size: int = 1) -> None:
-    """Raise `LimitReached` if a holder may not take `size` more.
-
-    Args:
-        limit: the name of the limit, for the error.
-        holder: who wants more; empty or None: callers that cannot be told apart.
-        retry_after: seconds after which there may be room.
-    """
+    """Raise `LimitReached` if a holder may not take `size` more. `limit` names the limit in the error; an empty holder,
+    or None, stands for callers that cannot be told apart; `retry_after` is in seconds."""
     if not budget.fits(holder, size):
         raise LimitReached(
             f"{limit}: {budget.used} of {budget.capacity} are in use, {budget.held(holder)} of them by "
@@ -76,14 +66,11 @@ def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: floa
 
 
 class MemoryBudget:
-    """Bytes that a home holds, counted per engine and per host that engines come from.
+    """Bytes that a home holds, counted per engine and per host that engines come from. Every engine gets `floor` bytes,
+    even beyond `capacity`.
 
     Sizes are estimates of what objects take in memory. Hosts of callers on a UNIX socket are unknown: such engines are
     counted per engine only.
-
-    Args:
-        floor: bytes that every engine gets, even beyond `capacity`.
-        retry_after: seconds after which there may be room, for errors.
     """
 
     def __init__(self, capacity: int, floor: int, retry_after: float) -> None:
@@ -94,11 +81,9 @@ class MemoryBudget:
 
     @property
     def used(self) -> int:
-        """Bytes of all engines."""
         return self._by_engine.used
 
     def held(self, engine: EngineRef) -> int:
-        """Return the bytes of one engine."""
         return self._by_engine.held(engine)
 
     def comes_from(self, engine: EngineRef, host: str) -> None:
@@ -123,15 +108,14 @@ class MemoryBudget:
             self._by_host.take(host, size)
 
     def give(self, engine: EngineRef, size: int) -> None:
-        """Subtract `size` bytes from what an engine holds."""
         self.take(engine, -size)
 
     def answer(self, caller: Hashable, host: str, size: int) -> ExitStack:
-        """Hold the bytes of an answer until the context ends: the caller has taken it.
+        """Hold the bytes of an answer until the context ends: the caller has taken the answer.
 
-        They are counted against the caller, not against the engine it asks about: a caller that takes no answers costs
-        that engine and its other readers nothing. Calls from an unknown host (empty) share what one host gets. Raises
-        `LimitReached` if this caller, or its host, has too many answers waiting.
+        The bytes count against the caller, not against the engine that the call is about: a caller that takes no
+        answers costs that engine and its other readers nothing. Calls from an unknown host (empty) share what one host
+        gets. Raises `LimitReached` if this caller, or its host, has too many answers waiting.
         """
         caller, host = _Caller(caller), host or LOCAL
         if self._by_engine.held(caller) + size > CALLER_FLOOR_BYTES:

@@ -1,8 +1,7 @@
-"""The checksums of a publication's blocks, which its ranks send and its readers ask for. Kept until it is released.
+"""The checksums of a publication's blocks, which its ranks send and its readers ask for. Kept until the release.
 
-How a checksum is computed, only engines need to know (`kvferry.planner.checksum`). Here it is a number per (rank,
-plane, block index, unit). A block index is a block's position in the request; for state groups, in the order of
-publication.
+Only engines need to know how a checksum is computed (`kvferry.planner.checksum`). Here it is a number per (rank, plane,
+block index, unit). A block index is a block's position in the request; for state groups, in the order of publication.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvferry_server.domain.steps import PublishedExtent
 
 Indexes: TypeAlias = npt.NDArray[np.int64]
 
-PAGE_OVERHEAD = 512  # Bytes that a page takes in memory beside its block indexes and checksums, estimated
+PAGE_OVERHEAD = 512  # Bytes of a page beside its block indexes and checksums, estimated
 _NONE: Indexes = np.empty(0, np.int64)
 
 
@@ -35,8 +34,8 @@ class ChecksumPage:
     units: Interval  # the units summed
     indexes: Indexes  # the block indexes, rising, ``int64[n]``
     sums: npt.NDArray[np.uint32]  # the checksums, ``uint32[n, units]``
-    first: int = field(init=False)  # the first block index
-    last: int = field(init=False)  # the last block index
+    first: int = field(init=False)  # block index
+    last: int = field(init=False)  # block index
 
     def __post_init__(self) -> None:
         # As Python ints: a new page is compared with hundreds, and comparing numpy scalars takes ten times as long.
@@ -45,11 +44,11 @@ class ChecksumPage:
 
     @property
     def size(self) -> int:
-        """Estimated bytes that it takes in memory."""
+        """Estimated bytes in memory."""
         return PAGE_OVERHEAD + self.indexes.nbytes + self.sums.nbytes
 
     def near(self, pages: Iterable[ChecksumPage]) -> list[ChecksumPage]:
-        """Return those of the pages that may have a checksum for a block and unit that this one has, too."""
+        """Return those of the pages that may have a checksum for a block and unit of this page."""
         first, last, begin, end = self.first, self.last, self.units.begin, self.units.end
         return [
             other
@@ -58,7 +57,7 @@ class ChecksumPage:
         ]
 
     def overlaps(self, near: Sequence[ChecksumPage]) -> bool:
-        """Whether one of the pages that are `near` has a checksum for a block of this one."""
+        """Whether one of the pages that are `near` has a checksum for a block of this page."""
         if sum(len(other.indexes) for other in near) <= CHECKSUM_BATCH:
             # Many small pages are compared in one step.
             found = np.concatenate([_NONE, *(other.indexes for other in near)])
@@ -66,7 +65,6 @@ class ChecksumPage:
         return any(bool(np.isin(self.indexes, other.indexes, assume_unique=True).any()) for other in near)
 
     def equals(self, other: ChecksumPage) -> bool:
-        """Whether both have the same checksums for the same blocks and units."""
         return (
             self.units == other.units
             and (self.first, self.last) == (other.first, other.last)
@@ -75,7 +73,7 @@ class ChecksumPage:
         )
 
     def part(self, units: Interval, indexes: Indexes) -> ChecksumPage | None:
-        """Return what the page has of these units and blocks; None if nothing."""
+        """Return the part of the page with these units and blocks; None: it has none of them."""
         both = self.units.intersect(units)
         if both is None or self.first > indexes[-1] or indexes[0] > self.last:
             return None
@@ -88,7 +86,7 @@ class ChecksumPage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChecksumQuery:
-    """A reader's question for the checksums of some blocks and units of planes of one rank; `indexes` rise."""
+    """A reader's query for the checksums of some blocks and units of planes of one rank; `indexes` rise."""
 
     rank: int
     planes: tuple[str, ...]
@@ -101,12 +99,12 @@ class Checksums:
     """The checksums of one publication. Not thread-safe; its pages may be read in any thread."""
 
     done: set[int] = field(default_factory=set)  # ranks that have sent all their checksums
-    size: int = 0  # estimated bytes that the pages take in memory
+    size: int = 0  # estimated bytes of the pages in memory
     _pages: dict[tuple[int, str], list[ChecksumPage]] = field(default_factory=dict)
 
     def has(self, page: ChecksumPage) -> bool:
         """Whether a page is here already. Raises `InvalidField` if it overlaps another page without being equal, or if
-        there are too many of its plane."""
+        its plane has too many pages."""
         others = self._pages.get((page.rank, page.plane), [])
         near = page.near(others)
         if any(page.equals(other) for other in near):
@@ -121,16 +119,14 @@ class Checksums:
         return False
 
     def add(self, page: ChecksumPage) -> None:
-        """Add a page that is not here."""
         self._pages.setdefault((page.rank, page.plane), []).append(page)
         self.size += page.size
 
     def pages(self, query: ChecksumQuery) -> Sequence[ChecksumPage]:
-        """Return the pages that hold the answer to a query."""
         return tuple(page for plane in query.planes for page in self._pages.get((query.rank, plane), ()))
 
     def clear(self) -> int:
-        """Drop everything. Returns the bytes that it took, estimated."""
+        """Drop all pages. Returns the bytes that they took, estimated."""
         size, self.size = self.size, 0
         self._pages.clear()
         self.done.clear()
@@ -146,10 +142,8 @@ def answers(query: ChecksumQuery, pages: Iterable[ChecksumPage]) -> Iterator[Che
 
 
 def check_indexes(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:
-    """Check that the blocks of a page of checksums were published.
-
-    Args:
-        complete: no further steps of the publication will arrive.
+    """Check that the blocks of a page of checksums were published. `complete`: no further steps of the publication will
+    arrive.
 
     Raises:
         InvalidField: a block was not published.

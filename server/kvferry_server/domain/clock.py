@@ -1,7 +1,5 @@
 """The clock of a node server: monotonic, and it counts the time a host is suspended, because leases run on meanwhile.
-
-The domain never reads a clock itself. It is given one, so that tests can move time by hand.
-"""
+The domain gets a clock passed in, so that tests can move time by hand."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ import kvferry._clock
 
 
 class Clock(Protocol):
-    """Where a home takes its time from."""
+    """The source of a home's time."""
 
     def now(self) -> float:
-        """Return the seconds since some fixed point. Never decreases, and counts the time the host was suspended."""
+        """Return the seconds since some fixed point. Never decreases, and counts time suspended."""
         ...
 
 
@@ -22,5 +20,4 @@ class BootClock:
     """CLOCK_BOOTTIME of this host."""
 
     def now(self) -> float:
-        """Return the seconds since boot, including time suspended."""
         return kvferry._clock.now()

@@ -20,29 +20,27 @@ from kvferry_server.domain.watch_feed import RankLost
 class Engine:
     """One incarnation at its home. All times are seconds on the home's clock."""
 
-    ref: EngineRef  # the incarnation
+    ref: EngineRef
     ttl: float  # seconds from the loss of a Watch until the engine, or the rank, counts as dead
     retire: float  # seconds for which a dead engine is remembered
-    lost_at: float | None = None  # when its scheduler's Watch ended; None while that is open
-    dead: bool = False  # its scheduler's Watch has been lost for `ttl`
-    # registrations by rank; kept when a rank is lost, since no other content may take its place
+    lost_at: float | None = None  # when the scheduler's Watch ended; None while the Watch is open
+    dead: bool = False  # the scheduler's Watch has been lost for `ttl`
+    # Kept when a rank is lost, since it may not register other content.
     ranks: dict[int, Registration] = field(default_factory=dict)
     lost_ranks: set[int] = field(default_factory=set)  # registered ranks whose process is gone
     watched_ranks: set[int] = field(default_factory=set)  # ranks with an open Watch of their own
-    # when the Watch of a rank ended, until `ttl` has passed
-    rank_lost_at: dict[int, float] = field(default_factory=dict)
-    nodes: dict[int, str] = field(default_factory=dict)  # by rank, the node servers that relay for ranks
-    # relayed ranks whose node server has said that their process ended
-    left_ranks: set[int] = field(default_factory=set)
-    host: str = ""  # the host that its scheduler's Watch comes from; empty if unknown
+    rank_lost_at: dict[int, float] = field(default_factory=dict)  # end of a rank's Watch, until `ttl` has passed
+    nodes: dict[int, str] = field(default_factory=dict)  # by rank, the relaying node server
+    left_ranks: set[int] = field(default_factory=set)  # relayed ranks whose end their node server has reported
+    host: str = ""  # origin of the scheduler's Watch; empty if unknown
     scheduled: float = NEVER
-    cache_bytes: int = 0  # bytes of the caches of all ranks
-    block_bytes: Counter[str] = field(default_factory=Counter)  # bytes of one block of each group, over all ranks
+    cache_bytes: int = 0  # of all ranks
+    block_bytes: Counter[str] = field(default_factory=Counter)  # of one block of each group, over all ranks
     _description: EngineDescription | None = None
 
     @property
     def first(self) -> Registration | None:
-        """The first registration, which states the number of ranks, identity and groups for all; None without one."""
+        """The first registration, which states the number of ranks, identity and groups for all."""
         return next(iter(self.ranks.values()), None)
 
     @property
@@ -52,7 +50,7 @@ class Engine:
 
     @property
     def num_missing(self) -> int:
-        """How many ranks are not registered or are lost."""
+        """The number of ranks that are not registered or are lost."""
         return self.num_ranks - len(self.ranks) + len(self.lost_ranks)
 
     def missing_ranks(self, most: int | None = None) -> list[int]:
@@ -68,8 +66,7 @@ class Engine:
         return self._description
 
     def completed_by(self, registration: Registration) -> EngineDescription | None:
-        """Return the description of all ranks if this registration is of the last that has not registered; else
-        None."""
+        """Return the description of all ranks if this registration is the last that is missing; else None."""
         ranks = {**self.ranks, registration.rank: registration}
         if registration.rank in self.ranks or len(ranks) < registration.num_ranks:
             return None
@@ -80,12 +77,11 @@ class Engine:
         return rank in self.nodes and rank not in self.left_ranks
 
     def rank_lost(self, rank: int) -> RankLost:
-        """Return the event that a registered rank is lost."""
         return RankLost(rank, self.nodes.get(rank, ""), self.lost_with_node(rank))
 
     def check_readable(self) -> EngineDescription:
-        """Return the engine's description if its Watch is open and all its ranks are there. Raises `EngineIncomplete`:
-        otherwise, with the missing ranks and their nodes."""
+        """Return the engine's description if its Watch is open and all its ranks are there; else raise
+        `EngineIncomplete` with the missing ranks and their nodes."""
         ref, missing = self.ref, self.missing_ranks() if self.num_missing else []
         if self.lost_at is not None:
             problem = "its Watch is lost"
@@ -116,7 +112,7 @@ class Engine:
         self.lost_ranks.discard(registration.rank)
 
     def due(self) -> float:
-        """Return when the engine or a rank counts as dead, or when the dead engine is forgotten."""
+        """When the engine or a rank counts as dead, or when the dead engine is forgotten."""
         ranks = min(self.rank_lost_at.values(), default=NEVER) + self.ttl
         if self.lost_at is None:
             return ranks

@@ -1,8 +1,5 @@
-"""The description of an engine that its readers get: its geometry and agents, encoded once for all of them.
-
-Comparing and encoding an engine of a hundred ranks takes tenths of a second, too long to repeat for each of a hundred
-readers.
-"""
+"""The description of an engine for its readers: its geometry and agents, encoded once for all of them. Comparing and
+encoding an engine of a hundred ranks takes tenths of a second, too long to repeat for each of a hundred readers."""
 
 from __future__ import annotations
 
@@ -24,13 +21,10 @@ from kvferry_server.domain.registrations import Agent, Registration
 
 
 class EngineDescription:
-    """An engine as its readers see it.
+    """An engine as its readers see it, made from the registrations of its ranks (at least one, in order of rank).
 
     Not thread-safe: the node server's worker thread (`kvferry_server.servicers.worker`) makes each part when it is
     first needed.
-
-    Args:
-        registrations: of its ranks, in order of rank; at least one.
     """
 
     def __init__(self, ref: EngineRef, registrations: tuple[Registration, ...]) -> None:
@@ -41,14 +35,13 @@ class EngineDescription:
 
     @cached_property
     def geometry(self) -> EngineGeometry:
-        """The geometry of the whole engine."""
         first, ranks = self._registrations[0], tuple(registration.geometry for registration in self._registrations)
         return EngineGeometry(
             self._ref.engine_id, first.groups, ranks, first.identity, self._ref.incarnation, first.partial
         )
 
     def check_complete(self) -> None:
-        """Raise `BadGeometry` unless the ranks, which are all there, together hold what they have to hold (R8)."""
+        """Raise `BadGeometry` unless the ranks, all of which are there, together hold all heads and channels (R8)."""
         check_complete(self._indexed)
 
     def check_readable_by(self, reader: EngineGeometry) -> None:
@@ -69,17 +62,13 @@ class EngineDescription:
         self._readers.add(digest)
 
     def made_pages(self, digest: bytes, *, agents: bool) -> tuple[bytes, ...] | None:
-        """Return what `pages` returns if it was made before, for a reader with the digest of a geometry that was found
-        compatible; otherwise None. Any thread may call this."""
+        """Return the result of an earlier `pages`, if the digest is that of a geometry found compatible; else None. Any
+        thread may call this."""
         return self._pages.get(agents) if digest in self._readers else None
 
     def pages(self, epoch: bytes, times: pb.Times, *, agents: bool) -> tuple[bytes, ...]:
-        """Return the engine as encoded `HandshakeResponse` messages.
-
-        Args:
-            epoch, times: of the home; they do not change.
-            agents: whether to include the ranks' agents.
-        """
+        """Return the engine as encoded `HandshakeResponse` messages, with the ranks' agents if `agents`. `epoch` and
+        `times` of the home do not change."""
         if agents not in self._pages:
             engine = engine_header(self._ref, self._registrations[0])
             oldest = min((registration.version for registration in self._registrations), key=attrgetter("revision"))
@@ -96,7 +85,7 @@ class EngineDescription:
         return self._pages[agents]
 
     def ranks(self) -> Iterator[tuple[int, bytes]]:
-        """Return the index and encoded geometry of each rank, in order of rank."""
+        """Yield the index and encoded geometry of each rank, in order of rank."""
         numbers = (registration.rank for registration in self._registrations)
         return zip(numbers, self._encoded, strict=True)
 
@@ -148,8 +137,8 @@ def agent_bytes(agent: Agent | None) -> bytes:
 
 
 def embedded(number: int, message: bytes) -> bytes:
-    """Return field `number` with an encoded message as its value, as protobuf writes it, so that encoded messages are
-    put into a page without parsing them again."""
+    """Return field `number` with an encoded message as its value, as protobuf writes it: encoded messages go into a
+    page without being parsed again."""
     return _varint(number << 3 | 2) + _varint(len(message)) + message
 
 

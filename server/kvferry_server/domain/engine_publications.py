@@ -1,4 +1,4 @@
-"""The publications of an engine, as its home keeps them, and which publication numbers may still arrive."""
+"""The publications of an engine at its home, and which publication numbers may still arrive."""
 
 from __future__ import annotations
 
@@ -26,42 +26,38 @@ class Standing(enum.Enum):
     LIVE = "live"  # Its Watch is open
     LOST = "lost"  # Its Watch is lost: nothing is granted or renewed, and nothing is cut short
     DEAD = "dead"
-    """Its Watch has been lost for an engine_ttl: all its publications end. It may still come back and be told of their
-    release."""
+    """Its Watch has been lost for an engine_ttl: all its publications end. It may still come back and get their release
+    events."""
     REPLACED = "replaced"
-    """Another incarnation took its place, or it has been dead for long: nobody will acknowledge a release."""
+    """Another incarnation took its place, or it has been dead for long: no process will acknowledge a release."""
 
 
 @dataclass(slots=True, eq=False)
 class EnginePublications:
     """The publications of one incarnation."""
 
-    source: EngineRef  # the incarnation
-    secret: bytes = field(repr=False)  # its session secret, from which the keys of its references are derived
-    waiting_reads: Budget  # budget of live leases on publications that have not arrived, by the reader's host
-    router_keys: RouterKeys  # the keys of its publications that routers chose
+    source: EngineRef
+    secret: bytes = field(repr=False)  # session secret, from which the keys of references are derived
+    waiting_reads: Budget  # live leases on publications that have not arrived, by the reader's host
+    router_keys: RouterKeys
     # The engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose records it lost, so
-    # every engine sends one.
+    # every engine sends a snapshot.
     recovering: bool = True
-    standing: Standing = Standing.LIVE  # whether its leases are renewed and its releases acknowledged
-    groups: Mapping[str, Group] | None = None  # the engine's groups by name; None until a rank has registered
-    block_bytes: Mapping[str, int] = field(default_factory=dict)  # the engine's bytes of one block of each group
-    lost_ranks: Collection[int] = ()  # the engine's registered ranks whose process is gone
-    # by number, until their release is acknowledged
-    publications: dict[int, PublicationRecord] = field(default_factory=dict)
+    standing: Standing = Standing.LIVE
+    groups: Mapping[str, Group] | None = None  # by name; None until a rank has registered
+    block_bytes: Mapping[str, int] = field(default_factory=dict)  # bytes of one block of each group, over all ranks
+    lost_ranks: Collection[int] = ()  # registered ranks whose process is gone
+    publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
     listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
-    # the publications that were declined before they arrived
-    declined: set[PublicationRecord] = field(default_factory=set)
-    num_released: int = 0  # how many publications are released
-    live_leases: int = 0  # how many live leases there are on publications
+    declined: set[PublicationRecord] = field(default_factory=set)  # those declined before they arrived
+    num_released: int = 0
+    live_leases: int = 0  # number of live leases on publications
     high_water: int = 0  # the highest number seen
-    # numbers below the highest that were never seen, each with the time it was skipped
-    skipped: dict[int, float] = field(default_factory=dict)
+    skipped: dict[int, float] = field(default_factory=dict)  # by unseen number below `high_water`, time of the skip
     snapshot: set[int] | None = None  # numbers seen since the current snapshot began; None outside of a snapshot
-    snapshot_name: bytes = b""  # the name of the current snapshot
-    # numbers that arrived and were forgotten while the engine was recovering
-    gone: set[int] = field(default_factory=set)
-    checksum_bytes: int = 0  # bytes of checksums for its unreleased publications
+    snapshot_name: bytes = b""
+    gone: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
+    checksum_bytes: int = 0  # bytes of checksums for unreleased publications
     _keys: PublicationKeys = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,11 +65,9 @@ class EnginePublications:
 
     @property
     def num_arrived(self) -> int:
-        """How many publications have arrived."""
         return len(self.listed)
 
     def arrived(self) -> Iterator[PublicationRecord]:
-        """Yield the publications that have arrived, in order."""
         return (publication for _, publication in self.listed.after(None))
 
     def bytes_of(self, publication: PublicationRecord) -> int:
@@ -98,7 +92,7 @@ class EnginePublications:
             raise WrongKey(f"the reference's key is not that of engine {engine_id!r}", engine_id=engine_id)
 
     def check_recovered(self) -> None:
-        """Raise `HomeRecovering` until the engine has sent the full snapshot of what it holds published."""
+        """Raise `HomeRecovering` until the engine has sent its full snapshot."""
         if self.recovering:
             problem = f"this home waits for the snapshot of {self.source}"
             raise HomeRecovering(problem, engine_id=self.source.engine_id)
@@ -107,24 +101,21 @@ class EnginePublications:
         """Raise `PublicationStale` unless a publication that is not here can still arrive.
 
         A number at or below the high-water mark is stale (PROTOCOL, Identities), except for numbers that the mark has
-        skipped recently: a source publishes from several threads and repeats lost calls, so numbers overtake each
-        other.
-
-        Args:
-            not_before: numbers skipped before this time are stale as well.
+        skipped since `not_before`: a source publishes from several threads and repeats lost calls, so numbers overtake
+        each other.
         """
         since = self.skipped.get(number)
         if number > self.high_water or (since is not None and since > not_before):
             return
         if self.recovering and number not in self.gone:
-            # The mark says nothing about numbers from before this home started. The snapshot will.
+            # The mark does not cover numbers from before this home started. The snapshot will.
             return
         problem = f"publication {number} of {self.source} is gone or was never published"
         last = f"the last number was {self.high_water}"
         raise PublicationStale(f"{problem}; {last}", engine_id=self.source.engine_id, publication=number)
 
     def see(self, number: int, now: float) -> None:
-        """Record that a publication arrived: from now on its number is in use, and afterwards stale for ever."""
+        """Record that a publication arrived: its number is now in use, and afterwards stale for ever."""
         if number <= self.high_water:
             self.skipped.pop(number, None)
             return
@@ -135,13 +126,13 @@ class EnginePublications:
             self.skipped.pop(next(iter(self.skipped)))
 
     def close_below(self, high_water: int) -> None:
-        """Accept no further publication with a number up to `high_water`; those that are here stay."""
+        """Accept no further publication with a number up to `high_water`; publications that are here stay."""
         self.high_water = max(self.high_water, high_water)
         self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
         self.gone.clear()
 
     def live_until(self) -> float:
-        """Return when the last live lease ends; 0 if there is none."""
+        """When the last live lease ends; 0 without any."""
         return max((lease.expires for found in self.publications.values() for lease in found.leases), default=0.0)
 
     def skipped_size(self, number: int) -> int:

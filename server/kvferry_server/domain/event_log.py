@@ -1,8 +1,8 @@
 """The event log: one structured line for each thing that happens to an engine, rank, publication or lease.
 
-An event has a name and fields. Any handler of Python's `logging` writes it as ``name key=value ...``; formatters that
-know `FIELDS` (kvferryd's own) get the fields themselves. Names, and the keys of fields, are fixed; values may come from
-strangers and are quoted, so that none makes up a line or a field.
+An event has a name and fields. Any handler of Python's `logging` writes ``name key=value ...``; formatters that know
+`FIELDS` (kvferryd's own) get the fields themselves. Names of events and fields are fixed; values may come from
+strangers and are quoted, so that no value can forge a line or a field.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvferry_server.domain.identity import EngineRef
 FIELDS = "kvferry_fields"  # The attribute of a log record that has an event's name and fields
 
 WINDOW = 10.0
-"""Seconds in which an event is written at most `MOST_IN_WINDOW` times; the next one written says how many were not."""
+"""Seconds in which an event is written at most `MOST_IN_WINDOW` times; the next one written has the number left out."""
 
 MOST_IN_WINDOW = 20
 
-MAX_KEYS = 1024  # Kinds of events that are told apart. Kinds are names of this code, so there are far fewer.
+MAX_KEYS = 1024  # Kinds of events that are told apart. This code names far fewer.
 
 NAMING = frozenset(
     {
@@ -39,7 +39,7 @@ NAMING = frozenset(
         "role",
     }
 )
-"""Values of an error that name something; they are in listings as well."""
+"""Values of an error that are ids; listings show them too."""
 
 ALARMING = frozenset(
     {
@@ -56,7 +56,7 @@ ALARMING = frozenset(
 """Reasons of refusals that an operator should look at."""
 
 ROUTINE = frozenset({"PUBLICATION_TIMEOUT"})
-"""Reasons of refusals that are answers rather than refusals: the reader asks again."""
+"""Reasons of refusals that are normal answers: the reader asks again."""
 
 logger = logging.getLogger("kvferry_server.events")
 
@@ -64,7 +64,7 @@ _BARE = re.compile(r"[\w.:/@+\-\[\],]+", re.ASCII)
 
 
 class Fields:
-    """An event's fields, written as ``key=value`` when somebody asks for the text."""
+    """An event's fields, formatted as ``key=value`` only when the text is needed."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         self._fields = fields
@@ -78,19 +78,18 @@ class EventLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # By kind: when its window began, how many events were written in it, and how many were not.
+        # By kind: start of its window, number of events written in it, number left out.
         self._windows: dict[str, tuple[float, int, int]] = {}
 
     def writes(self, level: int) -> bool:
-        """Whether events of a level are written at all; asked before fields are put together."""
+        """Whether events of a level are written; to be asked before fields are put together."""
         return logger.isEnabledFor(level)
 
     def write(self, level: int, name: str, fields: Mapping[str, object], *, kind: str = "") -> None:
-        """Write an event.
+        """Write an event. Only events from INFO on are limited in rate.
 
         Args:
-            level: of `logging`. Only events from INFO on are limited.
-            fields: its fields; None is left out.
+            fields: fields whose value is None are left out.
             kind: events of one kind share a limit; empty: the name.
         """
         if not self.writes(level):
@@ -104,11 +103,8 @@ class EventLog:
         logger.log(level, "%s%s", name, Fields(given), extra={FIELDS: {"event": name, **given}})
 
     def refusal(self, method: str, reason: str, values: Mapping[str, str], more: Mapping[str, object]) -> None:
-        """Write that a call was refused, at a level that depends on the reason.
-
-        Args:
-            values: of the error. Only `NAMING` ones are written: others may hold what the caller sent.
-        """
+        """Log that a call was refused, at a level that depends on the reason. Of the error's `values` only those in
+        `NAMING` are written: others may hold what the caller sent."""
         level = logging.WARNING if reason in ALARMING else logging.DEBUG if reason in ROUTINE else logging.INFO
         named = {name: value for name, value in values.items() if name in NAMING}
         if "incarnation" in named:
@@ -117,7 +113,7 @@ class EventLog:
         self.write(level, "refused", fields, kind=f"refused {method} {reason}")
 
     def _left_out(self, kind: str) -> int | None:
-        """Return how many events of a kind were not written since the last one; None if this one is not either."""
+        """Return how many events of a kind were left out since the last written one; None: leave this one out too."""
         now = self._clock.now()
         if len(self._windows) >= MAX_KEYS:
             self._windows.clear()
@@ -132,7 +128,7 @@ class EventLog:
 
 
 def engine_fields(ref: EngineRef) -> dict[str, object]:
-    """Return the fields that name an engine: its engine_id and the first digits of its incarnation."""
+    """Return the fields that name an engine: engine_id and the first digits of the incarnation."""
     return {"engine_id": ref.engine_id, "incarnation": short(ref.incarnation)}
 
 

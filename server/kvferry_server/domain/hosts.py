@@ -1,4 +1,4 @@
-"""Hosts: which host a call is counted against in limits and budgets."""
+"""Hosts, against which limits and budgets count calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def host_of(peer: str) -> str:
-    """Return the host of a gRPC peer, such as ``ipv4:10.0.0.1:4711``.
-
-    An IPv6 address counts as its 64-bit network, because one host may own all addresses of it. Callers on the UNIX
-    socket cannot be told apart: their host is empty.
-    """
+    """Return the host of a gRPC peer, such as ``ipv4:10.0.0.1:4711``. An IPv6 address counts as its 64-bit network,
+    because one host may own all its addresses. Callers on the UNIX socket cannot be told apart: their host is empty."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""

@@ -14,7 +14,7 @@ NOBODY: Names = frozenset()  # The names of a caller without a certificate
 class EngineRef:
     """One start of an engine."""
 
-    engine_id: str  # the stable name
+    engine_id: str
     incarnation: bytes  # 16 bytes, derived from the session secret that one process of the engine draws per start
 
     def __str__(self) -> str:
@@ -23,15 +23,15 @@ class EngineRef:
 
 @dataclass(frozen=True, slots=True)
 class RouterKey:
-    """What a router chose, in a reference that it made itself, to name a request."""
+    """A router's own name for a request, in a reference that the router made, with the reference's key."""
 
     name: str  # The router_key, unique at its engine. Public, like a request_id.
-    key: bytes = field(repr=False)  # The reference's key, 16 bytes. Secret.
+    key: bytes = field(repr=False)  # 16 bytes, secret
 
 
 @dataclass(frozen=True, slots=True)
 class RouterReference:
-    """A reference that a router made: the source, as the router named it, and the key that it chose."""
+    """A reference that a router made: the source, as the router named it, and the router's key."""
 
     engine_id: str
     data_parallel_rank: int

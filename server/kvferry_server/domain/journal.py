@@ -1,10 +1,10 @@
-"""The journal of a home: its metrics, its last reads, and a line in the event log for each thing that has happened.
+"""The journal of a home: its metrics, its last reads, and a line in the event log for each event.
 
-A metric is a field of `Journal`, with its name, its labels and its explanation, and one line where something happens;
-what can be computed when somebody asks is in `kvferry_server.admin.metrics`.
+A metric is a field of `Journal`, with its name, its labels and its explanation, and one line at the event; metrics that
+can be computed when scraped are in `kvferry_server.admin.metrics`.
 
-What happens once per request is logged at DEBUG, so that a thousand requests a second write nothing at INFO. What ends
-badly, and what happens to engines and ranks, is logged at INFO or WARNING, each kind at a bounded rate.
+Events of single requests are logged at DEBUG, so that a thousand requests a second write nothing at INFO. Bad ends, and
+events of engines and ranks, are logged at INFO or WARNING, each kind at a bounded rate.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 
-LAST_READS = 100  # Ended reads that are kept, whatever becomes of their records
+LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten
 
 LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Bounds, in seconds, of how long leases and pins last."""
+"""Bounds of the histograms of leases and pins, in seconds."""
 
-LOCAL = "unix"  # The peer of callers on the UNIX socket, in events: they cannot be told apart
+LOCAL = "unix"  # The peer, in events, of callers on the UNIX socket, which cannot be told apart
 
 EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})
-"""How publications end when all is well."""
+"""Normal outcomes of publications."""
 
-EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # How leases end when all is well
+EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # Normal ends of leases
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRead:
     """A read that has ended, for the timeline. Times are seconds on the home's clock."""
 
-    lease_number: int  # the public name of its lease
+    lease_number: int  # the lease's public name
     source: EngineRef
     reader: EngineRef
-    publication: int  # number of the publication
+    publication: int
     request_id: str  # of the publication; empty if it never arrived
-    state: LeaseState  # how it ended
+    state: LeaseState
     granted_at: float
     ended_at: float
     bytes: int  # as its ranks reported
-    reason: str  # why it failed, if a rank said so
+    reason: str  # of the failure, if a rank reported one
 
 
 LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
@@ -56,7 +56,7 @@ LIVE = (LeaseState.WAITING, LeaseState.READING)  # The states of live leases
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """What has happened at one home. Not thread-safe: it belongs to its home's event loop."""
+    """The metrics and events of one home. Not thread-safe: it belongs to its home's event loop."""
 
     clock: Clock
     engine_events: Counter[str] = counter(
@@ -98,12 +98,10 @@ class Journal:
     refused: Counter[tuple[str, str]] = counter(
         "kvferry_notifications_refused", "Notifications that were refused.", kind=(), reason=()
     )
-    live_leases: Counter[LeaseState] = field(default_factory=Counter)  # live leases by state
-    # publications that have arrived and are not released, oldest first
-    pinned: dict[PublicationRecord, None] = field(default_factory=dict)
-    # the last reads that ended, oldest first
-    last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))
-    events: EventLog = field(init=False)  # the event log
+    live_leases: Counter[LeaseState] = field(default_factory=Counter)
+    pinned: dict[PublicationRecord, None] = field(default_factory=dict)  # arrived and not released, oldest first
+    last_reads: deque[EndedRead] = field(default_factory=partial(deque, maxlen=LAST_READS))  # oldest first
+    events: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
         self.events = EventLog(self.clock)
@@ -111,14 +109,14 @@ class Journal:
     # Engines and ranks.
 
     def engine(self, event: str, ref: EngineRef, fields: Mapping[str, object], *, bad: bool = False) -> None:
-        """Note what happened to an engine or to a rank of it, at WARNING if it is `bad`."""
+        """Note an event of an engine or of one of its ranks, at WARNING if it is `bad`."""
         self.engine_events[event] += 1
         self.events.write(logging.WARNING if bad else logging.INFO, event, {**engine_fields(ref), **fields})
 
     # Publications.
 
     def moved(self, publication: PublicationRecord, before: PublicationStage | None, now: float) -> None:
-        """Note that a publication is at another stage than `before`; None: it is new."""
+        """Note that a publication has left the stage `before`; None: it is new."""
         if before is not None:
             self.stages[before] -= 1
         stage = publication.stage
@@ -128,7 +126,7 @@ class Journal:
             self.pinned[publication] = None
         elif stage is PublicationStage.PUBLISHED:
             self.published += 1
-            # What waited for blocks has them all now.
+            # Leases that waited for blocks have all of them now.
             waiting = len(publication.leases)
             self.live_leases[LeaseState.WAITING] -= waiting
             self.live_leases[LeaseState.READING] += waiting
@@ -157,13 +155,12 @@ class Journal:
     # Leases.
 
     def lease_granted(self, lease: Lease) -> None:
-        """Note a new lease."""
         self.granted += 1
         self.live_leases[lease.state] += 1
         self._lease(logging.DEBUG, "lease_granted", lease, parties=lease.request.parties)
 
     def lease_ended(self, lease: Lease, state: LeaseState, now: float) -> None:
-        """Note that a lease ends as `state`, before it does."""
+        """Note that a lease ends as `state`; to be called before `ended_as` is set."""
         self.live_leases[lease.state] -= 1
         self.ended[state] += 1
         lasted, size = now - lease.granted_at, sum(report.bytes for report in lease.reports.values())
@@ -190,7 +187,6 @@ class Journal:
         )
 
     def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
-        """Note that the live leases of a publication are not renewed any more."""
         self._publication(
             logging.INFO, "leases_revoked", publication, reason=reason.name, live_leases=len(publication.leases)
         )
@@ -205,7 +201,6 @@ class Journal:
             self._lease(logging.INFO, "renewal_refused", lease, state=lease.state.name, revoked=_name(lease.revoked))
 
     def reported(self, verdict: Verdict, reader: EngineRef, lease: Lease | None) -> None:
-        """Note a verdict on a reader's report."""
         self.verdicts[verdict] += 1
         if verdict is Verdict.VALID:
             return
@@ -216,7 +211,6 @@ class Journal:
             self.events.write(logging.WARNING, "report_too_late", fields)
 
     def notification_refused(self, kind: str, reason: str, values: Mapping[str, str], sender: EngineRef | None) -> None:
-        """Note that a notification was refused, which an engine sent; None: unknown."""
         self.refused[kind, reason] += 1
         self.events.refusal(f"Notify.{kind}", reason, values, {"sender_id": sender.engine_id if sender else None})
 

@@ -37,8 +37,7 @@ from kvferry_server.domain.records import Records
 
 
 class Lessor:
-    """The calls of readers, and of routers, on a home's records. Not thread-safe: it belongs to its home's event
-    loop."""
+    """The calls of readers and routers. Not thread-safe: it belongs to its home's event loop."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -48,8 +47,8 @@ class Lessor:
         self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Check that a reference with this key entitles its bearer to the agents of its engine. The number is that of
-        the publication; 0: it is the engine's own reference.
+        """Check that a reference with this key entitles its bearer to the agents of its engine. `number` 0: the
+        engine's own reference.
 
         Raises:
             WrongKey: the key is not that of the publication, or of the engine.
@@ -74,9 +73,9 @@ class Lessor:
         Raises:
             WrongKey: the key is not that of the publication.
             WrongIdentity, PartiesMismatch: the request contradicts an earlier request of this read.
-            LeaseEnded: this read had its lease, which has ended.
+            LeaseEnded: the lease of this read has ended.
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
-            HomeRecovering, ServerDraining, LimitReached: not now; repeat the call.
+            HomeRecovering, ServerDraining, LimitReached: repeat the call later.
         """
         engine, now = self._records.begin(request.read.source)
         engine.check_key(request.read.publication, request.key)
@@ -103,16 +102,16 @@ class Lessor:
         return lease
 
     def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
-        """Whether this is the lease of a read, live or ended."""
+        """Whether `lease_id` is that of the read's lease, live or ended."""
         lease = self._records.lease_of_read(read, self._records.advance(MAX_ENDED_AT_ONCE))
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
-        """Extend a lease to a ttl from now, within its limits. Never shortens or revives one. Returns the lease.
+        """Extend a lease to a ttl from now, within its limits. Never shortens or revives a lease.
 
         Raises:
             LeaseEnded: this home has no record of the lease.
-            WrongIdentity: the lease was acquired by another caller.
+            WrongIdentity: another caller acquired the lease.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
@@ -124,7 +123,7 @@ class Lessor:
             publication = lease.publication
             engine = self._records.of_engine(publication.source)
             if engine.lost_ranks and publication.stage is not PublicationStage.AWAITED:
-                # A network card does not tell the reader. A rank that is back before this is asked has lost nothing.
+                # The reader's network card reports no lost rank. A rank that is back before the renewal lost nothing.
                 self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
             elif not self._records.draining:
                 extended = self._extend(lease, engine, now)
@@ -136,7 +135,7 @@ class Lessor:
 
         Raises:
             LeaseEnded: there is no such lease, or it has ended.
-            WrongIdentity: the lease was acquired by another caller.
+            WrongIdentity: another caller acquired the lease.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
@@ -149,14 +148,14 @@ class Lessor:
     def report(
         self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport], names: Names = NOBODY
     ) -> ReportAnswer:
-        """Take reports of ranks whose transfers ended, and give a verdict on them. A replay gets the same answer.
+        """Take reports of ranks whose transfers ended, and return the verdict. A replay gets the same answer.
 
-        A lease without a record has EXPIRED, unless this home has just started and may have granted it before. Its
-        reader may not know that: its machine may have been paused for long, and its clock with it.
+        A lease without a record has EXPIRED, unless this home has just started and may have granted it before. The
+        reader may not know: its machine, and its clock, may have been paused for long.
 
         Raises:
-            PartiesMismatch: more distinct ranks have reported than the read has parties.
-            WrongIdentity: the lease was acquired by another caller.
+            PartiesMismatch: more distinct ranks have reported than the read has participants.
+            WrongIdentity: another caller acquired the lease.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
@@ -165,7 +164,7 @@ class Lessor:
             self._records.journal.reported(verdict, reader, None)
             return ReportAnswer(verdict)
         if lease.live:
-            # Whatever a reader says, one rank reads no more than all ranks of the source hold.
+            # One rank reads no more than all ranks of the source hold, whatever the reader reports.
             most = self._records.of_engine(lease.publication.source).bytes_of(lease.publication)
             reports = [report if report.bytes <= most else replace(report, bytes=most) for report in reports]
         before = lease.size
@@ -179,16 +178,16 @@ class Lessor:
 
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
         """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
-        the lease was acquired by another caller."""
+        another caller acquired the lease."""
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is not None and lease.live:
             self._records.end_lease(lease, LeaseState.CANCELLED, now)
 
     def revoke(self, source: EngineRef, lease_number: int) -> Lease:
-        """Renew a lease no more, for an operator, and advise its reader to stop. It ends by its time, or by its
-        reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
-        Raises `LeaseEnded` if this home has no record of such a lease."""
+        """Stop renewals of a lease, for an operator, and advise its reader to stop. The lease ends by its time or by
+        its reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
+        Raises `LeaseEnded` if this home has no record of the lease."""
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._records.lease_of_number(source, lease_number, now)
         if lease is None:
@@ -198,9 +197,8 @@ class Lessor:
         return lease
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
-        """End a publication that nobody will read: it is released at once, or when its last live lease ends.
-
-        If it has not arrived, the decline is remembered for `max_wait` seconds. Idempotent.
+        """End a publication that will not be read: it is released at once, or when its last live lease ends. A decline
+        before the publication arrives is remembered for `max_wait` seconds. Idempotent.
 
         Raises:
             WrongKey: the key is not that of the publication.
@@ -226,10 +224,8 @@ class Lessor:
         publication.awaited_until = now + self._times.max_wait
         self._records.reschedule(publication)
 
-    # Helpers.
-
     def _extend(self, lease: Lease, engine: EnginePublications, now: float) -> bool:
-        """Extend a live lease to a ttl from now, within its limits. Returns whether it is renewed."""
+        """Extend a live lease to a ttl from now, within its limits. Returns whether its engine is live."""
         publication, live = lease.publication, engine.standing is Standing.LIVE
         awaited = publication.stage is PublicationStage.AWAITED
         latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
@@ -240,7 +236,7 @@ class Lessor:
         return live
 
     def _lease(self, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
-        """Return a lease of this reader; None if there is no record of one. Raises `WrongIdentity`."""
+        """Return a lease of this reader; None: no record. Raises `WrongIdentity`."""
         lease = self._records.lease(lease_id, now)
         if lease is None or lease.request.read.reader != reader:
             return None
@@ -250,7 +246,7 @@ class Lessor:
     def _check_room(
         self, engine: EnginePublications, publication: PublicationRecord | None, request: LeaseRequest
     ) -> None:
-        """Raise `LimitReached` unless there is room for one more lease, and for a record of what it waits for."""
+        """Raise `LimitReached` unless there is room for one more lease, and for a record of an awaited publication."""
         retry_after = self._times.ttl
         check_budget("leases", self._records.lease_budget, engine.source, retry_after)
         size = LEASE_BYTES
@@ -263,8 +259,8 @@ class Lessor:
         self._memory.check(engine.source, size)
 
     def _expect(self, publication: PublicationRecord, request: LeaseRequest) -> None:
-        """Raise a publication's expected reads to what a reader states, within a limit: a publication waits for
-        reads that it expects even if they never come."""
+        """Raise a publication's expected reads to the number that a reader states, within a limit: the publication
+        waits even for expected reads that never come."""
         expected = min(request.expected_reads, self._limits.raised_reads)
         publication.expected_reads = max(publication.expected_reads, expected)
 

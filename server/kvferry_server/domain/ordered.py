@@ -6,29 +6,27 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
 
-Numbers: TypeAlias = "tuple[int, ...]"  # A key: numbers that name an entry within its incarnation
+Numbers: TypeAlias = "tuple[int, ...]"  # A key within an incarnation
 
 Entry = TypeVar("Entry")
 
 FEW = 256
 GONE_SHARE = 8
-"""So many keys of removed entries are kept, or one in so many of all, until they are dropped together. To drop each by
-itself would move all keys behind it, for each of a hundred thousand entries that are removed at once."""
+"""Keys of removed entries are kept up to this number, or this share of all keys, and dropped together: dropping each
+separately would move all keys behind it, for each of a hundred thousand entries that are removed at once."""
 
 
 class Ordered(Generic[Entry]):
-    """Entries by numbers. Numbers mostly rise, so that adding one takes no longer than to a list."""
+    """Entries by numbers. Numbers mostly rise, so that adding an entry takes no longer than to a list."""
 
     def __init__(self) -> None:
-        self._keys: list[Numbers] = []
-        """In order; some of them of entries that were removed."""
+        self._keys: list[Numbers] = []  # In order; includes keys of some removed entries
         self._entries: dict[Numbers, Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, key: Numbers, entry: Entry) -> None:
-        """Add an entry under a new key."""
         self._entries[key] = entry
         if not self._keys or key > self._keys[-1]:
             self._keys.append(key)
@@ -38,7 +36,6 @@ class Ordered(Generic[Entry]):
             self._keys.insert(index, key)
 
     def remove(self, key: Numbers) -> None:
-        """Remove an entry; KeyError if there is none."""
         del self._entries[key]
         gone = len(self._keys) - len(self._entries)
         if gone > FEW and gone * GONE_SHARE > len(self._keys):

@@ -1,7 +1,7 @@
-"""The policy: which identity has which role, for which engines. Pure: it knows neither gRPC nor files.
+"""The policy: which identity has which role, for which engines. Knows neither gRPC nor files.
 
 An identity is a name in a caller's verified certificate: a DNS name (``node-7.prefill.example``) or a URI
-(``spiffe://fleet/prefill/7``). A URI has a colon and a DNS name has none, so the one is never taken for the other.
+(``spiffe://fleet/prefill/7``). A URI has a colon and a DNS name has none, so neither is taken for the other.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 EVERY = "*"  # The pattern of every engine_id
-ANYBODY = "**"  # The pattern of every identity, and the part of one that stands for any number of parts
+ANYBODY = "**"  # The pattern of every identity; as a part of a pattern, any number of parts
 
 
 class PolicyRole(Enum):
-    """What a policy lets a caller do."""
+    """A role that a policy grants."""
 
     ENGINE = "engine"  # Open and register these engines, publish in their names, and decline their references
     READER = "reader"  # Read from these engines, and decline their references
@@ -27,19 +27,18 @@ class PolicyRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a call takes: one of `roles`, for an engine."""
+    """The role that a call needs: one of `roles`, for an engine."""
 
-    roles: tuple[PolicyRole, ...]  # one of them is enough
+    roles: tuple[PolicyRole, ...]
     engine_id: str | None = None  # the engine that the call is about; None: the role for any engine is enough
-    # Another engine that the call may be about; the role for it is enough as well. None: no other.
-    or_engine_id: str | None = None
+    or_engine_id: str | None = None  # another engine for which the role is enough as well
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What somebody may do."""
+    """The roles that a caller has."""
 
-    # Shell patterns of the engine_ids that each role is for.
+    # Shell patterns of engine_ids, by role.
     engine: tuple[str, ...] = ()
     reader: tuple[str, ...] = ()
     relay: tuple[str, ...] = ()
@@ -47,7 +46,6 @@ class Grant:
     admin: bool = False
 
     def allows(self, need: Need) -> bool:
-        """Whether this is enough."""
         for role in need.roles:
             engines = self._engines(role)
             if engines and need.engine_id is None:
@@ -58,11 +56,11 @@ class Grant:
         return False
 
     def covers(self, roles: Iterable[PolicyRole]) -> bool:
-        """Whether each of these roles is granted for every engine, so that no request needs to be looked at."""
+        """Whether each of these roles is granted for every engine, so that no request has to be looked at."""
         return all(EVERY in self._engines(role) for role in roles)
 
     def _engines(self, role: PolicyRole) -> tuple[str, ...]:
-        """The patterns of engine_ids that a role is for. A role that is for no engine in particular is for all."""
+        """Return the patterns of engine_ids that a role is for. Roles that are not per engine are for all."""
         granted: tuple[str, ...] | bool = getattr(self, role.value)
         if isinstance(granted, bool):
             return (EVERY,) if granted else ()
@@ -84,7 +82,7 @@ OPERATOR = MEMBER | Grant(admin=True)  # Every role
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A grant for all who have an identity that fits one of these patterns."""
+    """A grant for all callers with an identity that fits one of these patterns."""
 
     identities: tuple[str, ...]
     grant: Grant
@@ -92,15 +90,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who may do what."""
+    """A grant for every caller, and grants for callers with certain identities. All rules that fit count together."""
 
-    # what every caller may do, whoever it is
     everyone: Grant = MEMBER
-    # What callers with certain identities may do as well. All rules that fit count together.
     rules: tuple[Rule, ...] = ()
 
     def granted(self, identities: Collection[str]) -> Grant:
-        """Return what a caller with these identities may do."""
         granted = self.everyone
         for rule in self.rules:
             if any(identity_matches(pattern, identity) for pattern in rule.identities for identity in identities):

@@ -30,14 +30,14 @@ REPORT_BYTES = 160  # Bytes that a rank's report takes in memory, estimated
 
 
 class PublicationStage(enum.Enum):
-    """The stages of a publication. It only moves down this list."""
+    """The stages of a publication, in the order in which it may pass them."""
 
     AWAITED = "awaited"  # Its source has not published it, but a reader asked for it or a router declined it
     PUBLISHING = "publishing"  # Further steps will arrive
     PUBLISHED = "published"  # All blocks are published
     ENDING = "ending"  # No new leases; it is released when its last live lease ends
     RELEASED = "released"  # The source may reuse the blocks, and has not acknowledged that yet
-    FORGOTTEN = "forgotten"  # Its home has forgotten it
+    FORGOTTEN = "forgotten"
 
 
 class PublicationOutcome(enum.IntEnum):
@@ -54,61 +54,59 @@ class PublicationOutcome(enum.IntEnum):
 class PublicationRecord:
     """A publication at its home. All times are seconds on the home's clock."""
 
-    source: EngineRef  # the engine that publishes it
+    source: EngineRef
     number: int  # rising per incarnation
-    stage: PublicationStage = PublicationStage.AWAITED  # how far it has come
+    stage: PublicationStage = PublicationStage.AWAITED
     request_id: str = ""  # from its first step
-    router_key: RouterKey | None = None  # the key that a router chose for it, from its first step; None: no router did
-    steps: list[PublicationStep] = field(default_factory=list)  # the steps so far; dropped when it is released
-    # what the steps so far hold of each group, so that a new step is checked without going through them
+    router_key: RouterKey | None = None  # chosen by a router, sent with the first step; None: no router chose one
+    steps: list[PublicationStep] = field(default_factory=list)  # dropped at release
+    # What the steps hold of each group, so that a new step is checked without going through them.
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
-    # where the blocks end of which only some layers are complete, by group
-    unfinished: dict[str, int] = field(default_factory=dict)
-    layers: set[str] = field(default_factory=set)  # names of the layers that are complete
+    unfinished: dict[str, int] = field(default_factory=dict)  # by group, the end of blocks with only some layers
+    layers: set[str] = field(default_factory=set)  # names of the complete layers of unfinished blocks
     mark_ends: list[int] = field(default_factory=list)  # ends of the prompt's marks so far
-    step_count: int = 0  # how many steps arrived
+    step_count: int = 0  # steps that have arrived
     blocks: int = 0  # blocks published so far, over all groups
-    expected_reads: int = 1  # the highest number that anyone stated
+    expected_reads: int = 1  # the highest number that the source or a reader stated
     valid_reads: int = 0  # distinct reads that ended VALID
-    last_failure: str = ""  # the reason of the read that FAILED last; empty if there is none
-    outcome: PublicationOutcome | None = None  # why it ends, set with ENDING; the first reason counts
+    last_failure: str = ""  # reason of the read that FAILED last; empty: none
+    outcome: PublicationOutcome | None = None  # set with ENDING; the first reason counts
     first_at: float = NEVER  # when the first step arrived
     final_at: float = NEVER  # the final deadline; no lease extends past it
-    hold_until: float = NEVER  # when it ends as unread; applies while it has no live lease
-    # Earliest release. At a restarted home, readers that it does not know may still be reading.
+    hold_until: float = NEVER  # end of the hold; applies while there is no live lease
+    # Earliest release. A restarted home does not know all readers that may still be reading.
     release_not_before: float = 0.0
     leases: set[Lease] = field(default_factory=set)  # the live leases
-    reads: list[Lease] = field(default_factory=list)  # all leases ever granted on it, in order
-    declined: bool = False  # declined before it arrived
-    not_published: bool = False  # its source's client has given it up
+    reads: list[Lease] = field(default_factory=list)  # all leases ever granted, in order
+    declined: bool = False  # declined before the publication arrived
+    not_published: bool = False  # the source's client has given the publication up
     awaited_until: float = NEVER  # until when a decline is remembered
-    tell_again_at: float = NEVER  # when its source is told of the release again, unless it acknowledges
-    checksums: Checksums = field(default_factory=Checksums)  # checksums of its blocks; dropped when it is released
+    tell_again_at: float = NEVER  # when the release event is repeated, unless acknowledged
+    checksums: Checksums = field(default_factory=Checksums)  # dropped at release
     scheduled: float = NEVER
 
     @property
     def grantable(self) -> bool:
-        """Whether new leases on it may be granted."""
+        """Whether new leases may be granted."""
         return self.stage in (PublicationStage.PUBLISHING, PublicationStage.PUBLISHED)
 
     @property
     def complete(self) -> bool:
-        """Whether its last step has arrived."""
+        """Whether the last step has arrived."""
         return bool(self.steps) and self.steps[-1].last
 
     @property
     def size(self) -> int:
-        """Estimated bytes that its steps take in memory."""
+        """Estimated bytes of the steps in memory."""
         return sum(step.size for step in self.steps)
 
     @property
     def awaits_checksums(self) -> bool:
-        """Whether its source stated that its ranks will send checksums. After a restart of this home, checksums that
-        were sent before are not sent again, so none are awaited."""
+        """Whether the source stated that its ranks send checksums. After a restart of this home, checksums that were
+        sent before are not sent again, so none are awaited."""
         return self.release_not_before == 0.0 and any(step.checksums for step in self.steps)
 
     def add(self, step: PublicationStep) -> None:
-        """Append the next step."""
         self.steps.append(step)
         self.step_count += 1
         for new in step.groups:
@@ -125,7 +123,7 @@ class PublicationRecord:
         self.mark_ends.extend(mark.end for mark in step.marks)
 
     def drop_steps(self) -> None:
-        """Drop the steps: they are sent to no reader any more."""
+        """Drop the steps: no reader gets them any more."""
         self.steps.clear()
         self.extents.clear()
         self.unfinished.clear()
@@ -133,7 +131,7 @@ class PublicationRecord:
         self.mark_ends.clear()
 
     def due(self) -> float:
-        """Return when it ends, is released, is forgotten, or when its source is told again."""
+        """When the publication ends, is released or forgotten, or its release event is repeated."""
         if self.stage is PublicationStage.FORGOTTEN:
             return NEVER
         if self.stage is PublicationStage.RELEASED:
@@ -145,7 +143,7 @@ class PublicationRecord:
         return self.release_not_before if self.stage is PublicationStage.ENDING else self.awaited_until
 
     def refusal(self) -> KvferryError:
-        """Return the error for new leases on it, given that it is ending or released."""
+        """Return the error for a new lease; the publication must be ending or released."""
         if self.not_published:
             return given_up(f"{self}", self.source.engine_id, self.number)
         if self.stage is PublicationStage.ENDING and self.outcome is PublicationOutcome.ABORTED:
@@ -161,56 +159,54 @@ class Lease:
     """A lease at its home. All times are seconds on the home's clock."""
 
     lease_id: bytes = field(repr=False)  # 16 random bytes; a secret of the reader
-    number: int  # its public name; rising per start of the home
+    number: int  # public name of the lease; rising per start of the home
     request: LeaseRequest  # the reader's call that was accepted
-    publication: PublicationRecord  # the publication that is read
-    granted_at: float  # when it was granted
-    expires: float  # when it ends unless it is renewed; only moves later
-    revoked: RevokeReason | None = None  # why it is not renewed any more; advice to the reader
-    # By rank, those that arrived while it was live. Repeating one changes nothing.
-    reports: dict[int, RankReport] = field(default_factory=dict)
-    ended_as: LeaseState | None = None  # how it ended; None while it is live
-    forget_at: float = NEVER  # until when its outcome is kept
+    publication: PublicationRecord
+    granted_at: float
+    expires: float  # only moves later
+    revoked: RevokeReason | None = None  # why there are no more renewals; advice to the reader
+    reports: dict[int, RankReport] = field(default_factory=dict)  # by rank, those that arrived while the lease was live
+    ended_as: LeaseState | None = None  # None while the lease is live
+    forget_at: float = NEVER  # until when the outcome is kept
     scheduled: float = NEVER
 
     @property
     def size(self) -> int:
-        """Estimated bytes that it takes in memory."""
+        """Estimated bytes in memory."""
         return LEASE_BYTES + REPORT_BYTES * len(self.reports)
 
     @property
     def live(self) -> bool:
-        """Whether it had not ended when the records were last advanced."""
+        """Whether the lease had not ended when the records were last advanced."""
         return self.ended_as is None
 
     @property
     def complete(self) -> bool:
-        """Whether all parties have reported."""
+        """Whether all participants have reported."""
         return len(self.reports) == self.request.parties
 
     @property
     def reason(self) -> str:
-        """The first reason that a rank gave for its failure; empty if none did."""
+        """The first failure reason that a rank reported; empty: none."""
         return next((report.reason for report in self.reports.values() if report.reason), "")
 
     @property
     def state(self) -> LeaseState:
-        """The state of the read."""
         if self.ended_as is not None:
             return self.ended_as
         return LeaseState.READING if self.publication.complete else LeaseState.WAITING
 
     def due(self) -> float:
-        """Return when it ends, or when its outcome is forgotten."""
+        """When the lease ends, or its outcome is forgotten."""
         return self.expires if self.live else self.forget_at
 
     def remaining(self, now: float) -> float:
-        """Return the seconds left; 0 once it has ended."""
+        """Seconds left; 0 after the end."""
         return max(0.0, self.expires - now) if self.live else 0.0
 
     def check_names(self, names: Names) -> None:
-        """Raise `WrongIdentity` if the caller's certificate shares no name with the one that acquired the lease.
-        Callers on a UNIX socket have no names: the mode of its directory decides who may connect."""
+        """Raise `WrongIdentity` if the caller's certificate shares no name with that of the caller that acquired the
+        lease. Callers on a UNIX socket have no names: the mode of its directory decides who may connect."""
         if names and self.request.names and not names & self.request.names:
             raise WrongIdentity(f"{self} was acquired under another certificate", lease_number=self.number)
 
@@ -218,8 +214,8 @@ class Lease:
         """Check a further lease request of this read.
 
         Raises:
-            WrongIdentity: it comes from another caller.
-            PartiesMismatch: it states another number of parties.
+            WrongIdentity: the request comes from another caller.
+            PartiesMismatch: the request states another number of participants.
             LeaseEnded: the read has ended.
         """
         self.check_names(request.names)
@@ -229,8 +225,8 @@ class Lease:
             raise LeaseEnded(f"the read of {self} has ended as {self.state.name}", lease_number=self.number)
 
     def add(self, reports: Iterable[RankReport]) -> Verdict:
-        """Add reports of ranks. The first of each rank counts, and only while the lease is live. Raises
-        `PartiesMismatch`: more distinct ranks have reported than the read has parties."""
+        """Add reports of ranks. The first report of each rank counts, and only while the lease is live. Raises
+        `PartiesMismatch` if more distinct ranks have reported than the read has participants."""
         new = {report.rank: report for report in reversed(tuple(reports)) if report.rank not in self.reports}
         if len(self.reports) + len(new) > self.request.parties:
             ranks = sorted({*self.reports, *new})
@@ -250,27 +246,22 @@ class Lease:
 
 
 def given_up(what: str, engine_id: str, number: int) -> NotPublished:
-    """Make the error for a publication that its source has given up.
-
-    Args:
-        what: the publication, for the message.
-        engine_id: the source.
-        number: number of the publication; 0: it is known by a router's key only.
-    """
+    """Return the error for a publication that its source has given up. `number` 0: the publication is known by a
+    router's key only."""
     problem = f"{what} was given up by its source, whose home did not take it; the source's log says why"
     return NotPublished(problem, engine_id=engine_id, publication=number)
 
 
 def released(engine_id: str, number: int, outcome: PublicationOutcome | None, problem: str = "") -> PublicationReleased:
-    """Make the error for a publication that was released, with its outcome; number 0: it is known by a router's key
-    only, and `problem` says so."""
+    """Return the error for a publication that was released, with its outcome. `number` 0: the publication is known by a
+    router's key only; `problem` then names the key."""
     ended = outcome.name if outcome else ""
     problem = problem or f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
     return PublicationReleased(problem, engine_id=engine_id, publication=number, outcome=ended)
 
 
 def check_follows(publication: PublicationRecord, step: PublicationStep) -> None:
-    """Raise `InvalidField` unless a step continues where the steps of a publication so far ended."""
+    """Raise `InvalidField` unless a step continues where the publication's steps ended."""
     if step.index != len(publication.steps):
         raise InvalidField("publish.step", step.index, f"{len(publication.steps)}, the next step")
     if publication.steps:
@@ -294,7 +285,6 @@ def _check_continues(publication: PublicationRecord, step: PublicationStep) -> N
 
 
 def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> None:
-    """Check the blocks of which only some layers are complete."""
     unfinished, layers = publication.unfinished, publication.layers
     gained = {blocks.group: blocks.end for blocks in step.groups}
     if gained or step.last:
@@ -309,7 +299,7 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
     if bool(begun) == bool(unfinished):
         expected = "none, until the unfinished blocks before are complete" if begun else "at least one"
         raise InvalidField("publish.unfinished.groups", [blocks.group for blocks in begun], expected)
-    # A reader looks at all of them with each further step.
+    # A reader looks at all layers with each further step.
     if len(layers) + len(step.unfinished.layers) > MAX_LAYERS < len(layers.union(step.unfinished.layers)):
         expected = f"at most {MAX_LAYERS} of the same blocks, over all steps"
         raise InvalidField("publish.unfinished.layers", f"{len(step.unfinished.layers)} more layers", expected)
@@ -326,7 +316,7 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
 
 
 def _check_marks(before: Sequence[int], step: PublicationStep) -> None:
-    """Check the marks of the prompt; `before`: the ends of those of the steps before."""
+    """Check a step's marks of the prompt; `before`: ends of the marks of earlier steps."""
     ends = [*before, *(mark.end for mark in step.marks)]
     if len(ends) > MAX_MARKS:
         raise InvalidField("publish.marks", f"{len(ends)} marks", f"at most {MAX_MARKS} over all steps")

@@ -1,4 +1,4 @@
-"""What readers say and what they are answered: lease requests, reports and verdicts. Values only."""
+"""Lease requests, reports and verdicts, as values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterRefer
 
 
 class LeaseState(enum.IntEnum):
-    """The state of a read, numbered as in the proto. In the first two its lease is live."""
+    """The state of a read, numbered as in the proto. The lease is live in the first two."""
 
     WAITING = 1
     READING = 2
@@ -52,14 +52,15 @@ class RankReport:
     """The end of one rank's transfer."""
 
     rank: int  # of the reader
-    outcome: RankOutcome  # how it ended
-    bytes: int = 0  # bytes that it moved
-    reason: str = ""  # name of the ErrorReason of what ended it; empty: `outcome` says all
+    outcome: RankOutcome
+    bytes: int = 0  # bytes moved
+    reason: str = ""  # name of an ErrorReason; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class ReadKey:
-    """What makes two calls one read (PROTOCOL, Identities). The read_id is the reader's secret, 16 bytes."""
+    """The identity of a read: calls with equal keys belong to one read (PROTOCOL, Identities). `read_id` is the
+    reader's secret, 16 bytes."""
 
     source: EngineRef
     publication: int
@@ -71,31 +72,31 @@ class ReadKey:
 class LeaseRequest:
     """A reader's call for a lease on a publication."""
 
-    read: ReadKey  # the read that the call belongs to
+    read: ReadKey
     key: bytes = field(repr=False)  # the key in the reference
     parties: int = 1  # ranks that will report
-    expected_reads: int = 0  # reads that will be made of the publication; 0: as its source stated
+    expected_reads: int = 0  # reads that the publication will get; 0: as its source stated
     names: Names = NOBODY  # the names in the caller's certificate
     host: str = ""  # the host the call came from; empty if unknown
 
     @property
     def holder(self) -> Hashable:
-        """Who the lease is counted against in budgets for readers: the host, because readers choose their own names;
-        the reader if its host is unknown."""
+        """The holder in budgets for readers: the host, because readers choose their own names; the reader if its host
+        is unknown."""
         return self.host or self.read.reader
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A reader's call with a reference that a router made: it waits for a publication under the router's key."""
+    """A reader's call with a reference that a router made: the call waits for a publication under the router's key."""
 
-    reference: RouterReference  # what the router has made
-    request: LeaseRequest  # what the reader asks for, once the incarnation, the publication and its own key are known
+    reference: RouterReference
+    request: LeaseRequest  # incarnation, publication and its own key are filled in once they are known
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
-    """The answer to reports: the verdict, how many distinct ranks have reported, and whether all have."""
+    """The answer to reports: the verdict, the number of distinct ranks that have reported, and whether all have."""
 
     verdict: Verdict
     reported: int = 0

@@ -1,9 +1,9 @@
 """The records of a home: its engines' publications and leases, their deadlines, and the one place where each ends.
-Everything that ends a lease goes through `end_lease`, and everything that ends a publication through `end`, so that R2
-and R3 hold in one place:
+Every end of a lease goes through `end_lease`, every end of a publication through `end`, so that R2 and R3 hold in one
+place:
 
 - A lease ends by its time, or by its reader's reports or cancel; never because its publication ends.
-- A publication ends once, for the first reason there is, and is released once: when its last live lease ends.
+- A publication ends once, for the first reason, and is released once: when its last live lease ends.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
 from kvferry_server.domain.times import Times
 
 Changed: TypeAlias = PublicationRecord | WaitingRead
-"""The calls of readers that wait for this must look again: for news of a publication or of a lease on it, or for a
-publication under a router's key."""
+"""A publication, or a read under a router's key, whose waiting calls must look for news again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Released:
-    """The source must be told that a publication is released; repeated until the source acknowledges it."""
+    """A release event for the source; repeated until the source acknowledges it."""
 
     publication: PublicationRecord
 
@@ -48,10 +47,7 @@ class Records:
     """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
-    however late the home's timer is.
-
-    Args:
-        memory, journal: those of the home; None: its own.
+    however late the home's timer is. `memory` and `journal` are those of the home; None: new ones.
     """
 
     def __init__(
@@ -66,16 +62,16 @@ class Records:
         self.memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = journal or Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
-        # The live leases, and the ended ones whose outcome is kept. Looking a lease up by its id reveals nothing about
-        # the others by its duration: a dictionary compares a keyed hash of the whole id first.
+        # The live leases, and the ended ones whose outcome is kept. The duration of a look-up by lease_id reveals
+        # nothing about other ids: a dictionary compares a keyed hash of the whole id first.
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
         self.leases_by_number: dict[int, Lease] = {}
-        # In the order of the numbers of publication and lease; before the leases the reads that wait under a router's
-        # key, for which the number of the publication is 0.
+        # By (number of publication, number of lease). Reads that wait under a router's key come first, with
+        # publication 0.
         self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
         self.lease_budget = Budget(limits.leases)  # By source
-        self.draining = False  # Nothing more is granted or renewed, and no new publication accepted
+        self.draining = False
         self.effects: list[Changed | Released] = []
         self._clock = clock
         self._forgot_nothing_from = clock.now() + times.max_ttl
@@ -85,8 +81,9 @@ class Records:
     # Time.
 
     def advance(self, most: int | None = None) -> float:
-        """End and release what is due. Returns the present, in seconds on the home's clock. Acts on at most so many
-        leases, and publications; None: on all. The others stay due; looking one up still gives its present state."""
+        """End and release what is due. Returns the present, in seconds on the home's clock. `most` limits how many
+        leases, and how many publications, are acted on (None: all); the others stay due, and looking one up still gives
+        its present state."""
         now = self._clock.now()
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
         self._lease_deadlines.advance(now, self._on_lease_due, most)
@@ -98,11 +95,9 @@ class Records:
         return not self.effects and self.next_deadline() > now
 
     def next_deadline(self) -> float:
-        """Return when to call `advance` next."""
         return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
 
     def take_effects(self) -> list[Changed | Released]:
-        """Return what others must be told about since the last call."""
         effects, self.effects = self.effects, []
         return effects
 
@@ -111,14 +106,14 @@ class Records:
         self.draining = True
 
     def knows_all_live(self, now: float) -> bool:
-        """Whether every lease that this home has no record of has ended: those that it granted before a restart last
-        for a max_ttl at most."""
+        """Whether every lease without a record here has ended: leases granted before a restart last for a max_ttl at
+        most."""
         return now >= self._forgot_nothing_from
 
     # Looking up.
 
     def begin(self, source: EngineRef) -> tuple[EnginePublications, float]:
-        """Return an engine's publications, and the present, after acting on what is due; raises `EngineUnknown`."""
+        """Act on what is due; return an engine's publications and the present. Raises `EngineUnknown`."""
         now = self.advance(MAX_ENDED_AT_ONCE)
         return self.of_engine(source), now
 
@@ -131,8 +126,8 @@ class Records:
 
     def publication(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord | None:
         """Return a publication of an engine as of the present, even if `advance` has not acted on its deadline yet.
-        Leases on it whose deadline `advance` has not acted on still count as live: then it stays held or pinned for a
-        moment longer."""
+        Leases on it whose deadline `advance` has not acted on still count as live: the publication stays held or pinned
+        for a moment longer."""
         publication = engine.publications.get(number)
         if publication is not None and publication.due() <= now:
             self._on_publication_due(publication, now)
@@ -143,26 +138,25 @@ class Records:
         return self._as_of(self.leases_by_id.get(lease_id), now)
 
     def lease_of_read(self, read: ReadKey, now: float) -> Lease | None:
-        """Return the lease of a read as of the present, even if `advance` has not acted on its deadline yet."""
+        """Return the lease of a read, as `lease` does."""
         return self._as_of(self.leases_by_read.get(read), now)
 
     def lease_of_number(self, source: EngineRef, number: int, now: float) -> Lease | None:
-        """Return a lease on a publication of this source by its public number, as of the present."""
+        """Return a lease on a publication of this source by its public number, as `lease` does."""
         lease = self._as_of(self.leases_by_number.get(number), now)
         return lease if lease is not None and lease.publication.source == source else None
 
     def key(self, publication: PublicationRecord) -> bytes:
-        """Return the key in a publication's reference."""
         return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return how many leases on the publications of an incarnation (None: of all) are live, and when the last of
-        them ends, in seconds on the home's clock; 0 if there is none."""
+        """Return the number of live leases on the publications of an incarnation (None: of all), and when the last of
+        them ends, in seconds on the home's clock; 0 without any."""
         engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
         return sum(engine.live_leases for engine in engines), max((each.live_until() for each in engines), default=0.0)
 
     def publications(self) -> Iterator[PublicationRecord]:
-        """Yield all publications that have arrived and whose release is not acknowledged."""
+        """Yield the publications that have arrived and whose release is not acknowledged."""
         for engine in self.engines.values():
             yield from engine.arrived()
 
@@ -171,7 +165,7 @@ class Records:
         return iter(self.leases_by_id.values())
 
     def pinning(self) -> bool:
-        """Whether a live lease pins blocks. One on a publication that has not arrived pins none."""
+        """Whether a live lease pins blocks. A lease on a publication that has not arrived pins none."""
         return any(lease.live and lease.publication.stage is not PublicationStage.AWAITED for lease in self.leases())
 
     def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
@@ -179,12 +173,12 @@ class Records:
         return {source: engine.listed for source, engine in self.engines.items()}
 
     def listed_reads(self) -> Mapping[EngineRef, Ordered[Lease | WaitingRead]]:
-        """Return `leases` by incarnation of the source, and by the numbers of publication and lease; and the reads that
-        wait under a router's key."""
+        """Return `leases`, and the reads that wait under a router's key, by incarnation of the source and by the
+        numbers of publication and lease."""
         return self.reads_by_source
 
     def counts(self, source: EngineRef) -> tuple[int, int]:
-        """Return how many publications of an incarnation are not released, and how many live leases they have."""
+        """Return the numbers of unreleased publications of an incarnation and of live leases on them."""
         engine = self.engines.get(source)
         return (engine.num_arrived - engine.num_released, engine.live_leases) if engine else (0, 0)
 
@@ -194,14 +188,13 @@ class Records:
         return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
 
     def others_until(self, engine: EngineRef) -> float:
-        """Return when the last lease on other incarnations of the same engine_id ends; 0 if there is none."""
+        """When the last lease on other incarnations of the same engine_id ends; 0 without any."""
         others = (ref for ref in self.engines if ref.engine_id == engine.engine_id and ref != engine)
         return max((self.engines[ref].live_until() for ref in others), default=0.0)
 
     # Adding.
 
     def add_lease(self, lease: Lease) -> None:
-        """Add a new lease and start its time."""
         publication = lease.publication
         engine = self.engines[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
@@ -218,7 +211,6 @@ class Records:
         self.journal.lease_granted(lease)
 
     def add_waiting(self, waiting: WaitingRead) -> None:
-        """Add a read that waits under a router's key."""
         self.journal.waiting += 1
         waiting.budget.take(waiting.request.holder)
         self.memory.take(waiting.sources[0], ROUTER_KEY_BYTES)
@@ -227,7 +219,7 @@ class Records:
             self.engines[source].router_keys.begin(waiting)
 
     def remove_waiting(self, waiting: WaitingRead) -> None:
-        """Remove a read that waits no more. The engine may be gone."""
+        """Remove a read that has stopped waiting. The engine may be gone."""
         self.journal.waiting -= 1
         waiting.budget.give(waiting.request.holder)
         self.memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
@@ -238,14 +230,13 @@ class Records:
                 engine.router_keys.end(waiting)
 
     def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
-        """Add a record of a publication that has not arrived."""
         publication = engine.publications[number] = PublicationRecord(engine.source, number)
         self.memory.take(engine.source, PUBLICATION_BYTES)
         self.journal.moved(publication, None, self._clock.now())
         return publication
 
     def arrive(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
-        """Note that an awaited publication has arrived: from now on its number is in use, and then stale for ever."""
+        """Note that an awaited publication has arrived: its number is now in use, and afterwards stale for ever."""
         numbers = engine.numbers_size
         engine.see(publication.number, now)
         engine.listed.add((publication.number,), publication)
@@ -257,7 +248,7 @@ class Records:
         self.move(publication, PublicationStage.PUBLISHING, now)
 
     def move(self, publication: PublicationRecord, stage: PublicationStage, now: float) -> None:
-        """Note that a publication has come to a stage, which may be the one it is at."""
+        """Set a publication's stage, which may be its present one."""
         before, publication.stage = publication.stage, stage
         if before is not stage:
             self.journal.moved(publication, before, now)
@@ -267,11 +258,11 @@ class Records:
         self._publication_deadlines.put(publication)
 
     def changed(self, publication: PublicationRecord) -> None:
-        """Note that the calls of a publication's readers must look again."""
+        """Note that the waiting calls of a publication's readers must look again."""
         self.effects.append(publication)
 
     def wake_waiting(self, engine: EnginePublications, name: str | None = None) -> None:
-        """Note that the reads which wait for this router key must look again; None: for any of the engine's."""
+        """Note that the reads that wait for this router key (None: for any of the engine's) must look again."""
         self.effects.extend(engine.router_keys.who_waits(name))
 
     # Ending.
@@ -292,20 +283,19 @@ class Records:
         if state is LeaseState.FAILED:
             publication.last_failure = lease.reason
         if not publication.leases:
-            # It is held again, so that a retry elsewhere finds it.
+            # The publication is held again for a retry elsewhere.
             publication.hold_until = now + self.times.hold
         self.changed(publication)
         self.end_if_read(publication, now)
         self._settle(publication, now)
 
     def end_if_read(self, publication: PublicationRecord, now: float) -> None:
-        """End a publication that was read as often as expected."""
         if publication.complete and publication.valid_reads >= publication.expected_reads:
             self.end(publication, PublicationOutcome.READ, now)
 
     def end(self, publication: PublicationRecord, outcome: PublicationOutcome, now: float) -> None:
-        """End a publication, unless it has ended before: no new leases; it is released when its last live lease ends.
-        The only place where a publication ends."""
+        """End a publication, unless it has ended before: it gets no new leases, and is released when its last live
+        lease ends. The only place where a publication ends."""
         if not publication.grantable:
             return
         publication.outcome = outcome
@@ -314,7 +304,7 @@ class Records:
         self._settle(publication, now)
 
     def revoke(self, publication: PublicationRecord, reason: RevokeReason) -> None:
-        """Mark the live leases of a publication as not renewable. They end when they would have ended anyway."""
+        """Mark the live leases of a publication as not renewable. They end at the time they had anyway."""
         unrevoked = [lease for lease in publication.leases if lease.revoked is None]
         for lease in unrevoked:
             lease.revoked = reason
@@ -329,7 +319,6 @@ class Records:
             self.changed(lease.publication)
 
     def forget(self, publication: PublicationRecord) -> None:
-        """Remove a publication."""
         if publication.stage is PublicationStage.FORGOTTEN:
             return
         engine = self.engines[publication.source]
@@ -352,25 +341,23 @@ class Records:
         self.close_if_empty(engine)
 
     def close_below(self, engine: EnginePublications, high_water: int) -> None:
-        """Accept no further publication with a number up to `high_water`: the source has named all it holds."""
+        """Accept no further publication with a number up to `high_water`: the source has named all that it holds."""
         numbers = engine.numbers_size
         engine.close_below(high_water)
         self.memory.take(engine.source, engine.numbers_size - numbers)
 
     def close_if_empty(self, engine: EnginePublications) -> None:
-        """Forget a replaced incarnation once it has no publications."""
+        """Forget a replaced incarnation that has no publications left."""
         if engine.standing is Standing.REPLACED and not engine.publications and engine.source in self.engines:
             del self.engines[engine.source]
             engine.router_keys.close()
             self.memory.give(engine.source, engine.numbers_size)
 
-    # Helpers.
-
     def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:
             return None
         while lease.due() <= now:
-            # Twice, if it ended so long ago that its outcome is due to be forgotten as well.
+            # Twice, if the lease ended so long ago that its outcome is due to be forgotten as well.
             self._on_lease_due(lease, now)
         return self.leases_by_id.get(lease.lease_id)
 
@@ -384,7 +371,7 @@ class Records:
             del self.reads_by_source[source]
 
     def _settle(self, publication: PublicationRecord, now: float) -> None:
-        """Release or forget a publication that nothing holds any more."""
+        """Release or forget a publication that has no live leases."""
         if publication.leases or publication.stage is PublicationStage.FORGOTTEN:
             return
         if publication.stage is PublicationStage.ENDING and now >= publication.release_not_before:
@@ -402,7 +389,8 @@ class Records:
         publication.drop_steps()
         engine.checksum_bytes -= checksum_bytes
         if engine.standing is Standing.REPLACED:
-            # Nobody acknowledges it. Its blocks belong to the new incarnation, which waited for `reuse_after`.
+            # No process acknowledges this release: the blocks belong to the new incarnation, which waited for
+            # `reuse_after`.
             self.forget(publication)
         else:
             self._tell(publication, now)
@@ -413,7 +401,7 @@ class Records:
 
     def _on_lease_due(self, lease: Lease, now: float) -> None:
         if lease.live:
-            # It ended at its own time, however late the timer is.
+            # The lease ended at its own time, however late the timer is.
             self.end_lease(lease, LeaseState.EXPIRED, lease.expires)
         else:
             del self.leases_by_id[lease.lease_id]

@@ -1,4 +1,4 @@
-"""Registrations: what a rank states about its cache, and the checks that it is consistent (R7)."""
+"""Registrations: the cache that a rank states, and the checks that it is consistent (R7)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_REGION_CHECKS
 
 PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
-
-REGISTRATION_BYTES = 4096
-"""Bytes that a registration takes in memory beside its planes, groups, identity and agent; estimated."""
-
+REGISTRATION_BYTES = 4096  # Bytes that a registration takes beside planes, groups, identity and agent; estimated
 
 Compared = TypeVar("Compared", Group, Plane, "Agent")
 
@@ -39,10 +36,8 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One rank's cache. The constructor refuses a registration that contradicts itself.
-
-    Attributes:
-        num_ranks, identity, groups, partial: of the engine, the same in every rank's registration.
+    """One rank's cache. `num_ranks`, `identity`, `groups` and `partial` are those of the engine, the same for every
+    rank. The constructor refuses a registration that contradicts itself.
 
     Raises:
         InvalidField: the rank's index is not below `num_ranks`, or the agent has too many regions.
@@ -50,13 +45,13 @@ class Registration:
         BadAgentMetadata: the agent's metadata does not match its digest.
     """
 
-    engine: EngineRef  # the engine that the rank belongs to
+    engine: EngineRef
     num_ranks: int
     identity: Mapping[str, str]
     groups: tuple[Group, ...]
-    geometry: RankGeometry  # the rank's planes
-    agent: Agent | None  # the agent that serves the cache; None for a rank that only reads
-    version: Version = OURS  # Of the rank. No part of what a later registration of the rank has to repeat.
+    geometry: RankGeometry
+    agent: Agent | None  # None for a rank that only reads
+    version: Version = OURS  # Of the rank. A later registration of the rank may have another.
     partial: bool = False
 
     def __post_init__(self) -> None:
@@ -81,12 +76,11 @@ class Registration:
 
     @property
     def rank(self) -> int:
-        """The index of the rank."""
         return self.geometry.rank
 
     @property
     def size(self) -> int:
-        """Estimated bytes that it takes in memory. Names count in full: peers choose them, so none are shared."""
+        """Estimated bytes in memory. Names count in full: peers choose them, so none are shared."""
         names = sum(
             len(text.encode()) for plane in self.geometry.planes for text in (plane.layer, plane.format, plane.dtype)
         )
@@ -110,7 +104,7 @@ class Registration:
 
 
 def first_difference(one: Registration, other: Registration) -> str:
-    """Return the name of the first field in which two registrations of one rank differ; empty if they are equal."""
+    """Return the name of the first field in which two registrations of one rank differ; empty if equal."""
     return (
         engine_difference(one, other) or _rank_difference(one.geometry, other.geometry) or _agent_difference(one, other)
     )

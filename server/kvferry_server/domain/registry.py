@@ -1,15 +1,13 @@
 """The registry: which engines a home has, with their incarnations, sessions and ranks, and which of them are alive
 (PROTOCOL, Identities; Watch, liveness).
 
-No I/O; the clock is passed in. `take_effects` returns what has happened since, such as an engine's death.
-
     Watch ──► WATCHED ──(Watch ends)──► LOST ──(engine_ttl)──► DEAD ──(retire)──► forgotten
                  ▲───────(Watch)─────────┴──────────(Watch)─────┤
                                      another incarnation ◄──────┘  and this one is refused for `retire`
 
 A home that has just started cannot tell which of two incarnations of an engine_id is the older one. For one engine_ttl
-it therefore accepts every incarnation that proves its secret, so that nobody can keep an engine out by coming first.
-From then on they are two engines: references name their incarnations.
+the home therefore accepts every incarnation that proves its secret, so that no peer can keep an engine out by coming
+first. From then on they are two engines: references name their incarnations.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ from kvferry_server.domain.watch_feed import RankLost
 @dataclass(frozen=True, slots=True)
 class EngineEnded:
     """An incarnation is `DEAD`: the Watch of its scheduler has been lost for an engine_ttl; or `REPLACED`, so that it
-    cannot come back: it was replaced, has stopped in order, or has been dead for `retire`. Readers are told the reason:
-    an engine that has stopped in order keeps its memory as it is until its leases have ended."""
+    cannot come back: it was replaced, has stopped in order, or has been dead for `retire`. Readers get the reason: an
+    engine that has stopped in order keeps its memory as it is until its leases have ended."""
 
     engine: EngineRef
     standing: Standing
@@ -64,19 +62,17 @@ class RankDied:
 
 
 class _Retired:
-    """Incarnations that ended for good, and are refused for a time, so that a delayed message cannot evict the living
-    (PROTOCOL, Identities).
+    """Incarnations that ended for good, and are refused for `lasts` seconds, so that a delayed message cannot evict the
+    live incarnation (PROTOCOL, Identities).
 
-    Args:
-        lasts: seconds for which each is refused.
-        most: of those that their engines have retired themselves; a host gets at most as many as stay free. Otherwise
-            whoever opens and retires incarnations without an end would fill the memory.
+    At most `most` are kept of those that their engines have retired themselves, of which a host gets at most as many as
+    stay free: otherwise a peer that opens and retires incarnations without end would fill the memory.
     """
 
     def __init__(self, lasts: float, most: int) -> None:
         self._lasts = lasts
         self._by_host = Budget(most)
-        # Until when each is refused, rising, and the host that it counts for.
+        # The end of each refusal, rising, and the host that it counts for.
         self._until: dict[EngineRef, tuple[float, str | None]] = {}
 
     def add(self, ref: EngineRef, now: float, host: str | None = None) -> None:
@@ -88,7 +84,6 @@ class _Retired:
         self._until[ref] = now + self._lasts, host
 
     def has(self, ref: EngineRef, now: float) -> bool:
-        """Whether an incarnation is refused."""
         while self._until:
             first, (until, host) = next(iter(self._until.items()))
             if until > now:
@@ -100,11 +95,8 @@ class _Retired:
 
 
 class Registry:
-    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop.
-
-    Args:
-        memory, journal: those of the home; None: its own.
-    """
+    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop. `memory` and `journal` are
+    those of the home; None: new ones."""
 
     def __init__(
         self,
@@ -137,11 +129,9 @@ class Registry:
         return not self._effects and self._deadlines.next_deadline() > now
 
     def next_deadline(self) -> float:
-        """Return when to call `advance` next."""
         return self._deadlines.next_deadline()
 
     def take_effects(self) -> list[EngineEnded | RankDied]:
-        """Return what has happened since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -179,9 +169,9 @@ class Registry:
         return engine
 
     def find_named(self, engine_ids: Sequence[str]) -> list[Engine]:
-        """Return the living engines of these names, for readers that know no incarnation: mostly one. Which one is
-        meant, only a key can tell: whoever names an engine after another one must not take its readers. Raises
-        `EngineUnknown` or `HomeRecovering` if none has any of these names."""
+        """Return the living engines of these names, for readers that know no incarnation: mostly one. Only a key can
+        tell which of several is meant: an engine that takes another's name must not take its readers. Raises
+        `EngineUnknown` or `HomeRecovering` if no engine has any of these names."""
         named = (engine for engine_id in engine_ids for engine in self._named(engine_id))
         found = [engine for engine in named if not engine.dead]
         if not found:
@@ -210,8 +200,7 @@ class Registry:
     # Watches and registrations of an engine's processes.
 
     def open_engine(self, ref: EngineRef, secret: bytes, host: str = "") -> Engine:
-        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown). Returns
-        its engine.
+        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown).
 
         Raises:
             WrongSession: the secret is not that of the incarnation.
@@ -255,11 +244,11 @@ class Registry:
         if engine is not None and engine.lost_at is None:
             engine.lost_at = now
             self._deadlines.put(engine)
-            # Also how an engine ends that stops in order. If it stays away, engine_dead warns.
+            # An engine that stops in order ends its Watch like this, too. If it stays away, engine_dead warns.
             self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
 
     def evict(self, ref: EngineRef) -> None:
-        """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent. Raises
+        """End an incarnation for good, alive or not, as if another incarnation had taken its place. Idempotent. Raises
         `EngineUnknown` or `HomeRecovering` if this home does not have it."""
         now = self.advance()
         if self._is_retired(ref):
@@ -281,8 +270,8 @@ class Registry:
         self._forget(engine, stopped=True)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
-        """Open the Watch of a rank's process, relayed by a node server at the address `node`; empty: it is a process of
-        the home's own node. Returns its engine.
+        """Open the Watch of a rank's process, relayed by a node server at the address `node`; empty: a process of the
+        home's own node.
 
         Raises:
             InvalidField: the engine has no such rank.
@@ -311,21 +300,21 @@ class Registry:
             self._deadlines.put(engine)
 
     def rank_left(self, ref: EngineRef, rank: int) -> None:
-        """Note that a relayed rank's process has ended, as its node server says. Its Watch ends next. Raises
-        `InvalidField` if no node server relays for this rank."""
+        """Note that a relayed rank's process has ended, as its node server reports just before it ends the Watch.
+        Raises `InvalidField` if no node server relays for this rank."""
         engine = self.find(ref)
         if rank not in engine.nodes:
             raise InvalidField("rank_left.rank", rank, "a rank for which another node server relays")
         engine.left_ranks.add(rank)
 
     def completed_by(self, registration: Registration, secret: bytes) -> EngineDescription | None:
-        """Return the description of an engine with a rank that is the last to register, for what is checked before it
-        does; None: others are missing, or it has registered before. Raises as `register`."""
+        """Return the description of an engine for checks before its last rank registers; None: others are missing, or
+        the rank has registered before. Raises as `register`."""
         self.advance()
         return self._check_registration(registration, secret).completed_by(registration)
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
-        """Register a rank's cache. Idempotent for the same content. Returns its engine.
+        """Register a rank's cache. Idempotent for the same content.
 
         Raises:
             CacheDiffers: the rank, or its engine, was registered with other content.
@@ -339,7 +328,7 @@ class Registry:
         if before is None:
             self._memory.take(engine.ref, registration.size)
         if registration.rank in engine.lost_ranks and registration.rank not in engine.watched_ranks:
-            # It is back without a Watch: it has one engine_ttl to open one.
+            # The rank is back without a Watch: it has one engine_ttl to open a Watch.
             engine.rank_lost_at[registration.rank] = now
         back = registration.rank in engine.lost_ranks
         engine.add(registration)
@@ -352,7 +341,6 @@ class Registry:
                 self._journal.engine("engine_complete", engine.ref, {"ranks": ranks, "cache_bytes": engine.cache_bytes})
         return engine
 
-    # Helpers.
     def _check_registration(self, registration: Registration, secret: bytes) -> Engine:
         engine = self.check_session(registration.engine, secret)
         before = engine.ranks.get(registration.rank)

@@ -1,12 +1,12 @@
-"""Router keys: which publications an engine has under the keys that routers chose, and who waits for one (PROTOCOL,
-Identities: reference).
+"""Router keys: which publications an engine has under the keys that routers chose, and which reads wait for one
+(PROTOCOL, Identities: reference).
 
     wait ─► waiting ─┬─(published)───────────────────────────────────► the publication, and a lease on it
                      └─(declined | time over | engine gone)──────────► a typed error
     publish ─► held ─(released, and acknowledged)─► past, remembered for a while ─► free again
 
-A router's reference has a name, which everybody may know, and a key, which is secret. Before the publication arrives
-nobody can check the key: what is said then, is kept with the key that was said, and counts for the same key only (R13).
+A router's reference has a name, which is public, and a key, which is secret. Before the publication arrives the home
+cannot check the key: early declines and waits are kept with their key, and count for the same key only (R13).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up, released
 from kvferry_server.domain.reads import LeaseRequest
 
-ROUTER_KEY_BYTES = 1024  # Bytes that a remembered key, or a read that waits under one, takes in memory; estimated
+ROUTER_KEY_BYTES = 1024  # Bytes of a remembered key, or of a read that waits under one; estimated
 
 
 @dataclass(slots=True, eq=False)
 class WaitingRead:
     """A call that waits for a publication under a router's key. It has no lease yet."""
 
-    number: int  # names it in listings; rising per start of the home
-    sources: tuple[EngineRef, ...]  # the engines at which it waits: one, but for the first moments of a home
+    number: int  # its name in listings; rising per start of the home
+    sources: tuple[EngineRef, ...]  # the engines at which it waits: mostly one
     router_key: RouterKey
-    request: LeaseRequest = field(repr=False)  # what its reader asks for once the publication is known
-    since: float  # when it began, on the home's clock
+    request: LeaseRequest = field(repr=False)
+    since: float  # seconds on the home's clock
     budget: Budget = field(repr=False)  # the budget of which it takes 1
 
 
@@ -62,19 +62,19 @@ class RouterKeys:
     """The router keys of one incarnation.
 
     Args:
-        waits: budget of reads that wait, by the reader's host. Anybody may wait, with any key: who has a publication's
-            own reference must not lose its turn to them, so the budget is another one.
-        declines: budget of declines that came before their publications, by who declined.
+        waits: budget of waiting reads, by the reader's host. Any caller may wait, with any key, and must not take the
+            turn of readers with a publication's own reference, so those have another budget.
+        declines: budget of declines that came before their publications, by caller.
     """
 
     def __init__(self, source: EngineRef, memory: MemoryBudget, waits: Budget, declines: Budget) -> None:
         self.waits = waits
-        self.waiting: dict[str, set[WaitingRead]] = {}  # By the name that they wait for
+        self.waiting: dict[str, set[WaitingRead]] = {}  # By router_key
         self._source = source
         self._memory = memory
         self._declines = declines
         self._held: dict[str, PublicationRecord] = {}
-        # These are in the order in which they expire.
+        # In the order in which they expire.
         self._past: dict[str, _Past] = {}
         self._declined: dict[RouterKey, _Declined] = {}
 
@@ -87,12 +87,12 @@ class RouterKeys:
         return any(hmac.compare_digest(key, wanted.key) for key in keys)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
-        """Return the publication under a key; None if it has not arrived.
+        """Return the publication under a key; None: it has not arrived.
 
         Raises:
             WrongKey: the publication of this name has another key.
-            PublicationReleased: it was released and forgotten, or declined before it came.
-            NotPublished: its source gave it up before it came.
+            PublicationReleased: the publication was released and forgotten, or declined before it arrived.
+            NotPublished: the source gave the publication up before it arrived.
         """
         self._drop_old(now)
         publication = self._held.get(wanted.name)
@@ -121,7 +121,7 @@ class RouterKeys:
             raise RouterKeyUsed(f"{problem} {then}", engine_id=engine_id, publication=other.number)
 
     def arrived(self, publication: PublicationRecord, now: float) -> bool:
-        """Note that a publication under a key arrived. Returns whether it was declined before."""
+        """Note that a publication arrived. Returns whether its router key was declined before."""
         self._drop_old(now)
         if publication.router_key is None:
             return False
@@ -132,7 +132,7 @@ class RouterKeys:
         return declined is not None
 
     def forgotten(self, publication: PublicationRecord, now: float, until: float) -> None:
-        """Note that a publication was forgotten, and remember its key for a while."""
+        """Note that a publication was forgotten; remember its key for a while."""
         self._drop_old(now)
         key = publication.router_key
         if key is None or self._held.get(key.name) is not publication:
@@ -147,9 +147,9 @@ class RouterKeys:
     def decline(
         self, key: RouterKey, holder: Hashable, now: float, until: float, *, not_published: bool = False
     ) -> None:
-        """Remember until a time that a key was declined by `holder` before its publication arrived; or, with
-        `not_published`, given up by its source. Raises `LimitReached` if this caller has declined too many, or there is
-        no memory for it."""
+        """Remember, until a time, that `holder` declined a key before its publication arrived; or, with
+        `not_published`, that the source gave it up. Raises `LimitReached` if this caller has declined too many, or
+        there is no memory."""
         self._drop_old(now)
         check_budget("waiting_declines", self._declines, holder, until - now)
         self._memory.check(self._source, ROUTER_KEY_BYTES)
@@ -158,11 +158,10 @@ class RouterKeys:
         self._declined[key] = _Declined(until, holder, not_published)
 
     def begin(self, waiting: WaitingRead) -> None:
-        """Add a read that waits."""
         self.waiting.setdefault(waiting.router_key.name, set()).add(waiting)
 
     def end(self, waiting: WaitingRead) -> None:
-        """Remove a read that waits no more. Idempotent."""
+        """Remove a read that has stopped waiting. Idempotent."""
         name = waiting.router_key.name
         others = self.waiting.get(name, set())
         others.discard(waiting)
@@ -175,10 +174,8 @@ class RouterKeys:
         return tuple(waiting for each in found for waiting in each)
 
     def close(self) -> None:
-        """Forget everything but who waits: the engine is gone."""
+        """Forget everything but the waiting reads: the engine is gone."""
         self._drop_old(math.inf)
-
-    # Helpers.
 
     def _check(self, wanted: RouterKey, key: bytes, number: int) -> None:
         if not hmac.compare_digest(wanted.key, key):

@@ -1,5 +1,5 @@
-"""Routing: what readers and routers do with a reference that a router made. It ends where the publication is found:
-from then on everything goes by the publication's number, as with its own reference."""
+"""Routing: calls of readers and routers with a reference that a router made, until the publication is found. From then
+on its number is used, as with its own reference."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ Answer = TypeVar("Answer")
 
 
 class Routing:
-    """The calls with references of routers on a home's records. Not thread-safe: it belongs to its home's event
-    loop.
+    """The calls with references of routers on a home's records. Not thread-safe: it belongs to its home's event loop.
 
     `sources` are the living engines that a reference may mean: mostly one, but two names may fit, and a home that has
-    just started cannot tell which of two incarnations is the older. Whoever has the publication under the router's key
-    is meant. What another one says, or how full it is, does not count against it: it may be an impostor.
+    just started cannot tell which of two incarnations is the older. The source is the engine that has the publication
+    under the router's key. A refusal or a full budget of another engine does not count: that engine may be an impostor.
     """
 
     def __init__(self, records: Records) -> None:
@@ -37,13 +36,13 @@ class Routing:
         self._numbers = itertools.count(1)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
-        """Return the publication under a router's key; None if it has to be waited for.
+        """Return the publication under a router's key; None: it has to be waited for.
 
         Raises:
             EngineUnknown: a source is gone.
             WrongKey: the publication of this name has another key.
-            PublicationReleased, NotPublished: it was released, or declined before it came; or given up.
-            HomeRecovering, ServerDraining: not now; repeat the call.
+            PublicationReleased, NotPublished: the publication was released, declined before it arrived, or given up.
+            HomeRecovering, ServerDraining: repeat the call later.
         """
         found = self._find(sources, wanted, self._records.advance(MAX_ENDED_AT_ONCE))
         if found is not None:
@@ -54,13 +53,13 @@ class Routing:
         return None
 
     def request(self, publication: PublicationRecord, asked: RoutedRequest) -> LeaseRequest:
-        """Return the request for a lease on the publication that was found."""
+        """Return the request for a lease on the publication that `find` returned."""
         read = replace(asked.request.read, source=publication.source, publication=publication.number)
         return replace(asked.request, read=read, key=self._records.key(publication))
 
     def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Changed` tells when it must look again. Raises `LimitReached` if
-        too many reads of this caller wait for publications of the engine, at each of the sources."""
+        """Note that a read waits, until `end_wait`: `Changed` says when it must look again. Raises `LimitReached` if,
+        at each of the sources, too many reads of this caller wait for publications."""
         now, asked = self._records.advance(MAX_ENDED_AT_ONCE), routed.request
 
         def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
@@ -76,16 +75,16 @@ class Routing:
         return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
-        """Note that a read waits no more. To be called once."""
+        """Note that a read has stopped waiting. To be called once."""
         self._records.remove_waiting(waiting)
 
     def decline(
         self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False
     ) -> None:
-        """End a publication that nobody will read, as `Lessor.decline` does. If it has not arrived, reads that wait for
-        it end, and the decline is remembered for `max_wait` seconds. Idempotent.
+        """End a publication that will not be read, as `Lessor.decline` does. If it has not arrived, the reads that wait
+        for it end, and the decline is remembered for `max_wait` seconds. Idempotent.
 
-        With `not_published`, readers are told that the source's client has given the publication up.
+        With `not_published`, readers get the reason that the source's client has given the publication up.
 
         Raises:
             WrongKey: the publication of this name has another key.
@@ -94,7 +93,7 @@ class Routing:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         full: LimitReached | None = None
         for source in sources:
-            # Each by itself: a repeated call must reach the one that was full before.
+            # Sources are tried separately: a repeated call must reach a source whose budget was full before.
             try:
                 publication = self._find((source,), wanted, now)
             except (NotPublished, PublicationReleased):
@@ -120,7 +119,7 @@ class Routing:
             raise full
 
     def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
-        """Whether one of the sources has, or had, a publication under a router's key, or a read waits for one there."""
+        """Whether a source has, or had, a publication under a router's key, or a read waits there for one."""
         return any(self._records.of_engine(source).router_keys.concerned(wanted) for source in sources)
 
     def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:

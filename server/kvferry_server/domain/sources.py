@@ -1,5 +1,5 @@
-"""The sources of a home: what engines may do with their publications, and what becomes of these when engines come and
-go (PROTOCOL, What the source promises, Endings, Home restart).
+"""The sources of a home: calls of engines on their publications, and the end of these when engines come and go
+(PROTOCOL, What the source promises, Endings, Home restart).
 
     publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
     read or declined early ─► AWAITED ─┘          read as often as expected, declined, aborted, unread, final
@@ -63,8 +63,8 @@ class Sources:
     def end_engine(
         self, source: EngineRef, standing: Standing, reason: RevokeReason = RevokeReason.SOURCE_LOST
     ) -> None:
-        """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end when they would have
-        ended anyway; their readers are told the reason."""
+        """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end at the time they had
+        anyway; their readers get the reason."""
         engine, now = self._records.begin(source)
         engine.standing = standing
         self._records.wake_waiting(engine)
@@ -79,8 +79,8 @@ class Sources:
         self._records.close_if_empty(engine)
 
     def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
-        """Set the engine's groups, which its first rank has registered. Publications from a snapshot that arrived
-        before are checked now; those that fail are aborted (R7)."""
+        """Set the engine's groups, which its first rank has registered. Publications from an earlier snapshot are
+        checked now; those that fail are aborted (R7)."""
         engine, now = self._records.begin(source)
         if engine.groups is not None:
             return
@@ -131,8 +131,8 @@ class Sources:
         """Abort a publication: no new leases and no renewals; it is released when its last live lease ends. Idempotent.
 
         A publication that has not arrived is released as well, and cannot arrive any more: its source keeps the blocks
-        until it is told of the release. With `not_published`, readers are told that the source's client has given it
-        up. Raises `LimitReached` if the engine has too many publications.
+        until the release event. With `not_published`, readers get the reason that the source's client has given the
+        publication up. Raises `LimitReached` if the engine has too many publications.
         """
         engine, now = self._records.begin(source)
         publication = self._records.publication(engine, number, now)
@@ -141,7 +141,7 @@ class Sources:
                 engine.check_may_arrive(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
-            # It is kept until its source acknowledges the release, so it counts as a publication.
+            # The record is kept until the source acknowledges the release, so it counts as a publication.
             self._check_room(engine, number, 0)
             publication = publication or self._records.add_awaited(engine, number)
             self._records.arrive(engine, publication, now)
@@ -150,8 +150,8 @@ class Sources:
         self._abort(publication, now)
 
     def withdraw(self, source: EngineRef, number: int) -> PublicationRecord:
-        """Abort a publication for an operator, as `abort` does for its source. Returns its record. Idempotent. Raises
-        `PublicationStale` if it has not arrived, or was forgotten."""
+        """Abort a publication for an operator, as `abort` does for its source. Idempotent. Raises `PublicationStale` if
+        the publication has not arrived, or was forgotten."""
         engine, now = self._records.begin(source)
         publication = self._records.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
@@ -172,18 +172,18 @@ class Sources:
     # Checksums.
 
     def unreleased(self, source: EngineRef, number: int) -> PublicationRecord:
-        """Return a publication that has arrived and is not released: somebody may be reading it.
+        """Return a publication that has arrived and is not released, so that it may have readers.
 
         Raises:
-            PublicationStale, PublicationReleased: there is none with this number any more.
-            HomeRecovering: it has not arrived yet, or the source's snapshot may have it.
+            PublicationStale, PublicationReleased: there is no publication with this number any more.
+            HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
         """
         engine, now = self._records.begin(source)
         publication = self._records.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_recovered()
             engine.check_may_arrive(number, now - self._times.max_ttl)
-            # A scheduler and its ranks talk to the home side by side.
+            # A scheduler and its ranks call the home concurrently.
             raise HomeRecovering(f"publication {number} of {source} has not arrived yet", engine_id=source.engine_id)
         if publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
@@ -193,7 +193,7 @@ class Sources:
         """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent.
 
         Raises:
-            InvalidField: the page contradicts another one.
+            InvalidField: the page contradicts another page.
             LimitReached: the engine has too many checksums.
             KvferryError: all that `unreleased` raises.
         """
@@ -210,19 +210,19 @@ class Sources:
     # Snapshots.
 
     def recovering(self, source: EngineRef) -> bool:
-        """Whether the source must send its snapshot."""
         return self._records.of_engine(source).recovering
 
     def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
-        """Begin a snapshot: from now on the source names everything it holds published. `end_snapshot` must repeat
-        the `name`."""
+        """Begin a snapshot, in which the source names all that it holds published. `end_snapshot` must repeat the
+        `name`."""
         engine, _ = self._records.begin(source)
         engine.snapshot, engine.snapshot_name = set(), name
 
     def end_snapshot(self, source: EngineRef, high_water: int, name: bytes = b"") -> None:
         """End a snapshot: abort the publications with numbers up to `high_water` that the source did not name. Later
-        numbers are left alone: a snapshot that is delivered twice must not end what was published after it. Raises
-        `InvalidField`: this home saw no begin of this snapshot, because it restarted since or another has begun."""
+        numbers are left alone: a snapshot that is delivered twice must not end later publications. Raises
+        `InvalidField` if this home saw no begin of this snapshot, because it restarted since or another snapshot has
+        begun."""
         engine, now = self._records.begin(source)
         if engine.snapshot is None:
             raise InvalidField("resync.phase", "END", "BEGIN first")
@@ -234,8 +234,6 @@ class Sources:
         self._records.close_below(engine, high_water)
         engine.snapshot, engine.recovering = None, False
 
-    # Helpers.
-
     def _check_step(self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep) -> None:
         if step.index == 0:
             if self._records.draining:
@@ -244,7 +242,7 @@ class Sources:
         else:
             self._memory.check(engine.source, step.size)
             if step.index > len(publication.steps):
-                # The steps before it are in the snapshot, of which this home may have heard a part.
+                # The earlier steps are in the snapshot, of which this home may have received a part.
                 engine.check_recovered()
         check_follows(publication, step)
         if engine.groups is not None:
@@ -261,7 +259,6 @@ class Sources:
     def _arrive(
         self, engine: EnginePublications, publication: PublicationRecord, step: PublicationStep, now: float
     ) -> None:
-        """Start a publication with its first step."""
         # The lease of a waiting reader is never cut short, not even by a `final` that is shorter than the ttl.
         waiting = max((lease.expires for lease in publication.leases), default=0.0)
         publication.final_at = max(now + self._times.final, waiting)
@@ -293,8 +290,8 @@ class Sources:
         self._records.end(publication, PublicationOutcome.ABORTED, now)
 
     def _touch(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
-        """Note that the source named a publication: it is part of the current snapshot; and at a restarted home, it is
-        not released while readers from before the restart may still be reading."""
+        """Note that the source named a publication: it is part of the current snapshot; at a restarted home, it is not
+        released while readers from before the restart may still be reading."""
         if engine.snapshot is not None:
             engine.snapshot.add(publication.number)
         if engine.recovering:

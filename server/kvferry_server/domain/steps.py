@@ -1,4 +1,4 @@
-"""Steps of publications: what a source sends, and the rules that a step must keep (R7)."""
+"""Steps of publications as a source sends them, and the rules that a step must keep (R7)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvferry_server.domain.identity import RouterKey
 
 @dataclass(frozen=True, slots=True)
 class PromptMark:
-    """A mark of the prompt that the blocks are computed from, for the readers: a home compares it with nothing."""
+    """A mark of the prompt that the blocks are computed from. Only readers compare it."""
 
-    end: int  # number of tokens that it covers
+    end: int  # number of tokens covered
     digest: bytes = field(repr=False)  # 16 bytes, keyed with the publication's key
 
 
@@ -25,23 +25,22 @@ class PromptMark:
 class PublicationStep:
     """One step of a publication, as its source sent it. Idempotent by publication and index."""
 
-    number: int  # the number of the publication
-    request_id: str  # the request's id at the source
+    number: int  # of the publication
+    request_id: str
     index: int = 0  # from 0, without gaps
-    groups: tuple[BlockRuns, ...] = ()  # the blocks that groups gain with this step
-    last: bool = True  # no step follows
-    expected_reads: int = 1  # reads that will be made
+    groups: tuple[BlockRuns, ...] = ()  # blocks that groups gain with this step
+    last: bool = True
+    expected_reads: int = 1
     payload: bytes = field(default=b"", repr=False)  # opaque bytes for the readers; with the last step only
     checksums: bool = False  # every rank will send the checksums of its blocks
     router_key: RouterKey | None = None  # the key under which readers wait for the publication; in the first step only
     unfinished: Unfinished | None = None  # blocks that readers may read layer by layer; not in the last step
-    marks: tuple[PromptMark, ...] = ()  # marks of the prompt, beside those of the steps before
-    # the `Blocks` message of the step, as every reader gets it
-    encoded: bytes = field(default=b"", repr=False, compare=False)
-    size: int = field(init=False, repr=False, compare=False)  # estimated bytes that it takes in memory
+    marks: tuple[PromptMark, ...] = ()  # marks of the prompt, beside those of earlier steps
+    encoded: bytes = field(default=b"", repr=False, compare=False)  # the `Blocks` message, as every reader gets it
+    size: int = field(init=False, repr=False, compare=False)  # estimated bytes in memory
 
     def __post_init__(self) -> None:
-        # Counted once: a publication may have a hundred thousand steps, which are released together.
+        # Computed once: a publication may have a hundred thousand steps, which are released together.
         object.__setattr__(self, "size", _size(self))
 
 
@@ -58,7 +57,7 @@ def _size(step: PublicationStep) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PublishedExtent:
-    """What the steps of a publication hold of one group: a half-open range of tokens, and how many blocks."""
+    """The half-open range of tokens, and the number of blocks, of one group over all steps of a publication."""
 
     first_token: int
     end_token: int
@@ -109,7 +108,7 @@ def _check_tokens(group: Group, where: str, blocks: BlockRuns, last: bool) -> No
             raise InvalidField(where, f"{blocks.num_blocks} block ids", expected)
     if last:
         return
-    # What the source may still write to comes last (PROTOCOL, What the source promises when it publishes).
+    # Blocks that the source may still write to come last (PROTOCOL, What the source promises when it publishes).
     if group.kind is not GroupKind.TOKENS:
         raise InvalidField(where, group.kind.name, "a group of kind TOKENS, because this is not the last step")
     if blocks.end % group.block_tokens:

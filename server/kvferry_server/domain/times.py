@@ -7,22 +7,22 @@ from dataclasses import dataclass, fields
 from kvferry.errors import InvalidField
 
 RECOVERING_RETRY_AFTER = 0.25
-"""Seconds after which a client repeats a call to a home that still waits for its engines after a restart."""
+"""Retry delay, in seconds, while a home waits for its engines after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
     """Settings of a home, each in seconds. Engines and readers get them in answers; tests shrink them. Raises
-    `InvalidField`: a duration is not positive, or `ttl` is longer than `max_ttl`."""
+    `InvalidField` if a duration is not positive, or `ttl` is longer than `max_ttl`."""
 
     ttl: float = 30.0
     """How long a lease lasts from its acceptance, or from its last renewal."""
     max_ttl: float = 30.0
-    """The longest a lease may last without a renewal. A restarted home releases no re-published request earlier than
-    this after its re-publication."""
+    """The longest a lease may last without a renewal. A restarted home keeps a re-published request for at least as
+    long."""
     engine_ttl: float = 10.0
-    """From the loss of an engine's Watch until the engine counts as dead. A restarted home waits this long for engines
-    it does not know."""
+    """From the loss of an engine's Watch until the engine counts as dead. A restarted home waits as long for unknown
+    engines."""
     hold: float = 120.0
     """How long a publication is held without a live lease before it ends as unread."""
     final: float = 600.0

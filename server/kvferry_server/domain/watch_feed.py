@@ -1,7 +1,5 @@
-"""Feeds: the numbered events that each process of an engine gets on its Watch. A feed keeps a bounded number of them.
-
-The kept events serve a Watch that keeps up, one that resumes and one that lagged.
-"""
+"""Feeds: the numbered events for the Watch of each process of an engine. A feed keeps a bounded number of them, for a
+Watch that keeps up, resumes or has lagged."""
 
 from __future__ import annotations
 
@@ -27,10 +25,9 @@ class Process:
     """One process of an engine."""
 
     engine: EngineRef
-    role: Role  # scheduler or rank
-    rank: int = 0  # the rank; 0 for the scheduler
-    # address of the node server that relays for it; empty: it is a process of the home's own node
-    node: str = field(default="", compare=False)
+    role: Role
+    rank: int = 0  # 0 for the scheduler
+    node: str = field(default="", compare=False)  # address of the relaying node server; empty: the home's own node
 
 
 class RankLost(NamedTuple):
@@ -46,7 +43,8 @@ class Draining(NamedTuple):
 
 
 Event: TypeAlias = PublicationRecord | RankLost | Draining
-"""A publication: its source may reuse the blocks. This is state: part of every full state until acknowledged."""
+"""A publication means that it is released, so that its source may reuse the blocks. This is state: part of every full
+state until acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +56,22 @@ class Numbered:
 
 
 class Feed:
-    """The events of one process. Not thread-safe.
-
-    Args:
-        kept: how many events are kept.
-    """
+    """The events of one process: the last `kept` of them. Not thread-safe."""
 
     def __init__(self, process: Process, kept: int) -> None:
         self.process = process
         self.sequence = 0  # Number of the last event, from 1; 0 before the first
         self.current_watch = 0  # Number of the Watch that the feed serves; older ones were taken over
-        self.full_states = 0  # How many Watches, older ones included, are being sent the full state
+        self.full_states = 0  # Watches, older ones included, that are being sent the full state
         self.evicted = False  # An operator has evicted the engine; its Watches end
         self._kept = kept
         self._dropped = 0
-        # By number, in order.
-        self._events: dict[int, Numbered] = {}
-        # By publication, the numbers of the events that it was released: several if its source was told again.
+        self._events: dict[int, Numbered] = {}  # By number, in order
+        # By publication, the numbers of its release events: several if the event was repeated.
         self._releases: dict[int, list[int]] = {}
 
     def push(self, event: Event) -> None:
-        """Add an event. If the feed is full, the oldest event is dropped."""
+        """Add an event. A full feed drops its oldest event."""
         self.sequence += 1
         if len(self._events) == self._kept:
             self._dropped = next(iter(self._events))
@@ -88,7 +81,7 @@ class Feed:
             self._releases.setdefault(event.number, []).append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
-        """Remove the releases of these publications: the process knows of them."""
+        """Remove the release events of these publications: the process has received them."""
         for number in numbers:
             for sequence in self._releases.pop(number, ()):
                 del self._events[sequence]
@@ -99,14 +92,13 @@ class Feed:
         return self.current_watch
 
     def dropped_after(self, sequence: int) -> int | None:
-        """Return how many events after this one are not kept any more; None if there has been no such event."""
+        """Return how many events after this one were dropped; None if there has been no such event."""
         if sequence > self.sequence:
             return None
         return max(0, self._dropped - sequence)
 
     def after(self, sequence: int) -> list[Numbered]:
-        """Return the kept events after this one, in order."""
-        # From the end: a process that keeps up has all but the last ones, of maybe a thousand.
+        # From the end: a process that keeps up lacks only the last of maybe a thousand events.
         found = list(takewhile(lambda numbered: numbered.sequence > sequence, reversed(self._events.values())))
         found.reverse()
         return found

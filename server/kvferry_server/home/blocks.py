@@ -18,28 +18,27 @@ from kvferry_server.home.home import Home
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadAnswer:
-    """What a reader is told: what there is of the publication from `next_step` on. Encode it at once, since the
-    publication may change later."""
+    """A reader's answer: the steps of the publication from `next_step` on. Encode it at once, since the publication may
+    change later."""
 
     lease: Lease
-    next_step: int = 0  # index of the first step that the reader has not got
-    accepted: bool = False  # the reader does not have the lease yet
-    # the publication's own reference, if the reader does not have the lease and asked with a reference that a router
-    # made; else empty
+    next_step: int = 0  # index of the first step that the reader lacks
+    accepted: bool = False  # the reader lacks the lease
+    # The publication's own reference, if the reader lacks the lease and asked with a router's reference; else empty.
     reference: str = field(default="", repr=False)
 
 
 async def read_blocks(
     home: Home, request: LeaseRequest | RoutedRequest, wait: float, lease_id: bytes = b"", next_step: int = 0
 ) -> ReadAnswer:
-    """Grant a lease on a publication, or find the lease that the reader has, and answer as soon as there is something
-    that the reader has not got; or with nothing new when the wait is over. Cancelling it does not end the lease.
+    """Grant a lease on a publication, or find the reader's lease, and answer as soon as there is something that the
+    reader lacks; with nothing new when the wait is over. Cancelling the call does not end the lease.
 
     Args:
         wait: seconds to wait for something new.
-        lease_id: the lease that the reader has. If it is empty, or another lease's, the answer has the lease and all
-            steps, and is not waited for.
-        next_step: index of the first step that the reader has not got under that lease.
+        lease_id: the reader's lease. If it is empty, or another lease's, the answer has the lease and all steps, and
+            comes at once.
+        next_step: index of the first step that the reader lacks under that lease.
 
     Raises:
         InvalidField: `next_step` is above the number of steps.
@@ -77,8 +76,8 @@ async def read_blocks(
 
 
 async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until: float, wait: float) -> LeaseRequest:
-    """Return the request for a lease. A read with a reference that a router made first waits for its publication: here,
-    without a lease, because nothing is pinned for it yet."""
+    """Return the request for a lease. A read with a router's reference first waits here for its publication, without a
+    lease, because nothing is pinned for it yet."""
     if isinstance(request, LeaseRequest):
         return request
     wanted = request.reference.router_key
@@ -108,13 +107,13 @@ async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until:
 
 
 def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
-    """Return those incarnations that live. Raises `PeerRestarted` or `EngineUnknown` if none does."""
+    """Return the incarnations that are alive. Raises `PeerRestarted` or `EngineUnknown` if none is."""
     return unless_all_refuse(sources, lambda ref: home.engines.find_live(ref.engine_id, ref.incarnation).ref)
 
 
 def _granted(home: Home, request: LeaseRequest, lease_id: bytes) -> Lease:
-    """Grant a lease. A reader that shows the lease's id goes on whatever has become of the source. Raises what
-    `Lessor.grant` and `Engine.check_readable` do."""
+    """Grant a lease. A reader that shows the lease_id goes on even if its source is gone. Raises as `Lessor.grant` and
+    `Engine.check_readable`."""
     source = request.read.source
     with home.turn():
         if not (lease_id and home.lessor.has_lease(request.read, lease_id)):

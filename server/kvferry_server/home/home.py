@@ -1,7 +1,7 @@
 """The home: engines, publications, leases and feeds on one clock, and the loop that acts on their deadlines.
 
 Every access is a turn, `with home.turn(): ...`. It first acts on deadlines that have passed; then the caller uses
-`engines`, `sources`, `lessor` or `records`; at the end the effects are passed on to feeds and calls that wait. Between
+`engines`, `sources`, `lessor` or `records`; at the end the effects are passed on to feeds and waiting calls. Between
 turns nothing is pending, so these only see settled states.
 """
 
@@ -35,21 +35,18 @@ from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, Rol
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 
-EVENT_BYTES = 160  # Bytes that an event takes in memory while it is kept or waits to be sent; estimated
+EVENT_BYTES = 160  # Bytes of an event that is kept or waits to be sent, estimated
 
 FEED_BYTES = 2048
-"""Bytes that the feed of a process takes in memory beside its events, estimated. A rank's feed has hardly any."""
+"""Bytes of a process's feed beside its events, estimated. A rank's feed has hardly any events."""
 
 SHORTEST_SLEEP = 0.001
-"""Seconds that the loop sleeps at least, so that a timer that fires a little early does not make it spin."""
+"""Shortest sleep of the loop, in seconds, so that a timer that fires a little early does not make it spin."""
 
 
 class Home(AbstractContextManager[float]):
-    """One home. Not thread-safe: it belongs to the event loop that runs it.
-
-    Args:
-        advertise: the address to put into references, at which others reach this home.
-    """
+    """One home. Not thread-safe: it belongs to the event loop that runs it. `advertise` is the address in references,
+    at which others reach this home."""
 
     def __init__(self, clock: Clock, times: Times, advertise: str, limits: Limits | None = None) -> None:
         self.clock, self.times, self.limits = clock, times, limits or Limits()
@@ -57,14 +54,14 @@ class Home(AbstractContextManager[float]):
         self.epoch = secrets.token_bytes(16)  # Random per start
         self.memory = MemoryBudget(self.limits.memory, self.limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
-        # These are to be used within a `turn`.
+        # To be used within a `turn`.
         self.engines = Registry(clock, times, self.limits, self.memory, self.journal)
         self.records = Records(clock, times, self.limits, self.memory, self.journal)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records)
         self.time_slices = TimeSlices()
-        self.wakeups = Wakeups()  # Topics are publications, reads that wait under a router's key, and feeds
+        self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         self.draining = False  # No new work is accepted
         self.stopping = False  # The node server is about to end, and Watches with it
         self._started = clock.now()
@@ -74,8 +71,8 @@ class Home(AbstractContextManager[float]):
         self._sleeps_until = -math.inf
 
     def turn(self) -> AbstractContextManager[float]:
-        """Act on deadlines, then give the present in seconds on the home's clock. What is done within takes effect
-        when the context ends, also by an error."""
+        """Act on deadlines, then give the present in seconds on the home's clock. Changes within the context take
+        effect when it ends, also by an error."""
         return self  # The same for all turns: they have no state, and each call makes several.
 
     def __enter__(self) -> float:
@@ -88,7 +85,6 @@ class Home(AbstractContextManager[float]):
             self._driver.set()
 
     def next_deadline(self) -> float:
-        """Return when the next turn is due, in seconds on the home's clock."""
         return min(self.engines.next_deadline(), self.records.next_deadline())
 
     async def run(self) -> None:
@@ -102,9 +98,9 @@ class Home(AbstractContextManager[float]):
             await self._driver.wait(None if math.isinf(sleep) else max(SHORTEST_SLEEP, sleep))
 
     def drain(self) -> None:
-        """Accept no new work. Renewals are still answered and reports taken. Readers that wait are told DRAINING.
-        Watches are told and go on: a source must hear of the reads that end meanwhile, or it would publish their blocks
-        again after the restart, and nobody would read them. Idempotent."""
+        """Accept no new work. Renewals are still answered and reports taken. Waiting readers are answered DRAINING.
+        Watches get `draining` and go on: a source must learn of the reads that end meanwhile, or it would publish their
+        blocks again after the restart, without readers. Idempotent."""
         if self.draining:
             return
         self.draining = True
@@ -123,20 +119,16 @@ class Home(AbstractContextManager[float]):
 
     @property
     def uptime(self) -> float:
-        """Seconds since the start."""
         return self.clock.now() - self._started
 
     def check_may_watch(self, process: Process) -> None:
-        """Raise `ServerDraining` unless a process may open a Watch: in a drain, only those that had one."""
+        """Raise `ServerDraining` unless a process may open a Watch: in a drain, only processes that had one."""
         if self.stopping or process not in self._feeds:
             self.check_not_draining()
 
     def check_not_draining(self) -> None:
-        """Raise `ServerDraining` if no new work is accepted."""
         if self.draining:
             raise ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
-
-    # Processes of engines.
 
     def open_watch(self, process: Process, secret: bytes, host: str = "") -> Feed:
         """Open a process's Watch, within a turn. Returns its feed.
@@ -182,7 +174,7 @@ class Home(AbstractContextManager[float]):
             self.wakeups.wake(feed)
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
-        """Register a rank's cache, within a turn. Returns its engine. Raises as `Registry.register`."""
+        """Register a rank's cache, within a turn. Raises as `Registry.register`."""
         engine = self.engines.register(registration, secret)
         self.sources.set_groups(registration.engine, registration.groups)
         publications = self.records.of_engine(registration.engine)
@@ -197,12 +189,12 @@ class Home(AbstractContextManager[float]):
             feed.acknowledged(numbers)
 
     def reuse_after(self, engine: EngineRef) -> float:
-        """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source
-        that restarts over the same memory).
+        """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
+        restarts over the same memory).
 
-        A home that has been up for less than max_ttl does not know all of them; but none was granted after it started.
-        Leases on an older incarnation that still seems to be alive may be extended until it is found dead, at most to
-        their final deadline.
+        A home that has been up for less than max_ttl does not know all of these leases; but none was granted after it
+        started. Leases on an older incarnation that still seems alive may be extended until its death is noticed, at
+        most to their final deadline.
         """
         if self.engines.has_rival(engine):
             return self.times.final
@@ -217,14 +209,13 @@ class Home(AbstractContextManager[float]):
         return process.rank not in engine.ranks or process.rank in engine.lost_ranks
 
     def state(self, process: Process) -> list[Event]:
-        """Return the full state for a process, as events, whatever it was told before."""
+        """Return the full state for a process, as events, whatever it received before."""
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
         return [*self.records.released(process.engine), *map(engine.rank_lost, sorted(engine.lost_ranks))]
 
     def reference(self, publication: PublicationRecord) -> str:
-        """Return the reference of a publication."""
         return format_reference(
             kv_transfer_pb2.Reference(
                 home=self.advertise,
@@ -256,8 +247,6 @@ class Home(AbstractContextManager[float]):
                 self._push(scheduler, effect.publication)
             else:
                 self.wakeups.wake(effect)
-
-    # Helpers.
 
     def _push(self, process: Process, event: Event) -> None:
         feed = self._feeds.get(process)

@@ -1,9 +1,9 @@
-"""Time slices: how long calls work on the event loop before everything else on it has its turn, and whose turn is next.
+"""Time slices: how long calls work on the event loop before everything else on it has its turn, and which call is next.
 
 A thousand heavy notifications take tenths of a second, and a host may send many such calls at once. In each pass of the
 event loop, calls work for one time slice together. Calls that find it used up wait, and get one slice each: hosts in
 turns, so that the calls of one host, however many and large, delay another host's by one slice. Short calls (renewals,
-mostly) have a rotation of their own, which alternates with that of the others: neither waits for all of the other.
+mostly) and long calls have rotations of their own, which alternate: neither waits for all of the other.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from collections import deque
 from collections.abc import Callable
 
 TIME_SLICE = 0.002
-"""Seconds that calls work in one pass of the event loop. A short call takes about five passes from its arrival to its
-answer, and waits for a slice of others in each."""
+"""Seconds of work in one pass of the event loop. A short call takes about five passes from its arrival to its answer,
+and waits for a slice of others in each."""
 
 
 class Rotation:
-    """Who waits for something that one caller has at a time, by host. Hosts come in turns, so that a host that asks for
-    much delays only itself. Belongs to one event loop.
-
-    Args:
-        pass_on: called when a caller was woken and has left instead of going on.
-    """
+    """Callers, by host, that wait for something that only one of them has at a time. Hosts come in turns, so that a
+    host that asks for much delays only itself. Belongs to one event loop. `pass_on` is called when a caller was woken
+    but has left."""
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
         self._pass_on = pass_on
-        # By host, in the order in which hosts come; only hosts that have callers.
+        # By host, in order of their turns; only hosts that have callers.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._last = ""
 
@@ -37,8 +34,7 @@ class Rotation:
         return bool(self._waiting)
 
     async def wait(self, host: str) -> None:
-        """Wait until it is this caller's turn. The callers of one host come in the order in which they began to
-        wait."""
+        """Wait for this caller's turn. The callers of one host come in the order in which they began to wait."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(host, deque()).append(turn)
         try:
@@ -51,7 +47,7 @@ class Rotation:
     def wake(self) -> bool:
         """Wake the first caller of the host that has waited longest. Returns whether there was one."""
         if again := self._waiting.pop(self._last, None):
-            # Only now: behind hosts that began to wait while it was this one's turn.
+            # Behind hosts that began to wait during the last host's turn.
             self._waiting[self._last] = again
         while self._waiting:
             self._last, turns = next(iter(self._waiting.items()))
@@ -69,10 +65,8 @@ class TimeSlices:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # When the slice of this pass of the loop ends; infinity: none has begun.
-        self._until = math.inf
-        # A call that waited was given the next slice, and has not begun it.
-        self._given = False
+        self._until = math.inf  # End of the slice of this pass of the loop; infinity: none has begun
+        self._given = False  # A call that waited has the next slice, and has not begun it
         self._short, self._long = Rotation(self._next), Rotation(self._next)
         self._short_first = True
 
@@ -82,15 +76,14 @@ class TimeSlices:
         return self._clock() > self._until
 
     async def begin(self, host: str, *, short: bool) -> None:
-        """Begin to work: at once if the slice of this pass has time left, otherwise when it is this host's turn."""
+        """Begin to work: at once if the slice of this pass has time left, otherwise at this host's turn."""
         if self._given or self._short or self._long or self.over:
             await self.wait(host, short=short)
         elif math.isinf(self._until):
             self._start()
 
     async def wait(self, host: str, *, short: bool) -> None:
-        """Let other calls work, and begin the next slice that is this host's; arguments as of `begin`. To be called
-        when a slice is over."""
+        """Let other calls work, and begin this host's next slice. To be called when a slice is over."""
         await (self._short if short else self._long).wait(host)
         self._given = False
         self._start()
@@ -100,7 +93,7 @@ class TimeSlices:
         asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        """Give a slice to a call that waits; if none does, the next call begins one."""
+        """Give a slice to a waiting call; without one, the next call to come begins a slice."""
         first, second = (self._short, self._long) if self._short_first else (self._long, self._short)
         self._given = first.wake() or second.wake()
         self._short_first = not self._short_first
@@ -109,12 +102,8 @@ class TimeSlices:
 
 
 class TimeSlice:
-    """The time slices of one call.
-
-    Args:
-        recheck: called after other calls have worked, because what was checked before may no longer hold; an error that
-            it raises ends the call.
-    """
+    """The time slices of one call. `recheck` is called after other calls have worked, because earlier checks may no
+    longer hold; an error that it raises ends the call."""
 
     def __init__(self, slices: TimeSlices, host: str, *, short: bool, recheck: Callable[[], object]) -> None:
         self._slices = slices
@@ -122,7 +111,6 @@ class TimeSlice:
         self._recheck = recheck
 
     async def begin(self) -> None:
-        """Wait for the first slice; then check."""
         await self._slices.begin(self._host, short=self._short)
         self._recheck()
 

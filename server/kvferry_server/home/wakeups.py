@@ -9,12 +9,13 @@ from typing import Literal
 
 
 class Waker(asyncio.Event):
-    """What one call waits on. Clear it, look, then wait: a change after the look sets it and ends the wait."""
+    """The event on which one call waits. Clear it, look, then wait: a change after the look sets it and ends the
+    wait."""
 
     async def wait(self, seconds: float | None = None) -> Literal[True]:
         """Wait until something has changed, or until `seconds` have passed."""
-        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the change: whoever
-        # cancels a call or the home's loop would wait for it for ever. When the time is over the waiter only looks.
+        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the change: a task that
+        # cancels a call or the home's loop would wait for ever. When the time is over the waiter only looks.
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.set)
         try:
             return await super().wait()
@@ -24,7 +25,7 @@ class Waker(asyncio.Event):
 
 
 class Wakeups:
-    """The wakers of calls, by what they watch. Belongs to one event loop."""
+    """The wakers of calls, by topic. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._wakers: dict[Hashable, set[Waker]] = {}
@@ -43,11 +44,9 @@ class Wakeups:
                 del self._wakers[topic]
 
     def wake(self, topic: Hashable) -> None:
-        """Set the wakers of a topic, which has changed."""
         for waker in self._wakers.get(topic, ()):
             waker.set()
 
     def wake_all(self) -> None:
-        """Set all wakers."""
         for topic in self._wakers:
             self.wake(topic)

@@ -20,13 +20,13 @@ async def watch(
     """Serve a process's Watch: yield its full state, or the events after `resume_sequence`, then events as they happen.
 
     Args:
-        resume_epoch: epoch of the home that the process last watched; empty: it watches for the first time.
-        resume_sequence: number of the last event that it got.
+        resume_epoch: epoch of the home that the process last watched; empty: its first Watch.
+        resume_sequence: number of the last event that it received.
 
     Raises:
         WatchTakenOver: a newer Watch of the process has opened.
         PeerRestarted: the engine was replaced or evicted.
-        ServerDraining: the node server ends, which the process was told; or it is draining and the process is new.
+        ServerDraining: the node server ends, after the `draining` event; or it is draining and the process is new.
         KvferryError: all that `Home.open_watch` raises.
     """
     with home.turn():
@@ -36,7 +36,7 @@ async def watch(
         home.wakeups.wake(feed)
         sent = resume_sequence
         resumed = resume_epoch == home.epoch and feed.dropped_after(sent) == 0
-        # A home that needs a resync must send the full state: only `synced`, at its end, can say so.
+        # A home that needs a resync must send the full state: only `synced`, at its end, can ask for the resync.
         resumed = resumed and not home.need_resync(process)
     try:
         yield pb.WatchOpened(resumed=resumed)
@@ -66,7 +66,7 @@ async def watch(
                     raise ServerDraining("this node server is draining")
                 await waker.wait()
     finally:
-        # A stream that ended with the node server says nothing about its process.
+        # A stream that ended with the node server is no sign that its process ended.
         if feed.current_watch == number and not home.stopping:
             with home.turn():
                 home.close_watch(process)
@@ -77,8 +77,8 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
     events = home.state(process)
     size = EVENT_BYTES * len(events)
     if feed.full_states:
-        # Only the first is sent unchecked, since without one the engine dies. Watches that were taken over may never
-        # take what is sent, so further ones count.
+        # Only the first full state is sent unchecked, since without one the engine dies. Watches that were taken over
+        # may never take theirs, so further full states count.
         home.memory.check(process.engine, size)
     feed.full_states += 1
     home.memory.take(process.engine, size)

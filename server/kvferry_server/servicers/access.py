@@ -1,8 +1,8 @@
-"""Access: which role each method takes, and for which engines. This is the only table of it, and a method that is not
-in it is refused. The guard asks before a handler sees the request, so that nobody learns what exists by being refused.
+"""Access: the only table of the roles that each method needs, and for which engines. A method that is not in the table
+is refused. The guard asks before a handler sees the request, so that a refusal does not reveal what exists.
 
-Secrets are another matter: whoever a policy lets publish or read still has to show the session secret, the reference's
-key or the lease_id that the call takes.
+A role replaces no secret: a caller still has to show the session secret, the reference's key or the lease_id that the
+call needs.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a method takes."""
+    """The roles that a method needs."""
 
-    # whoever has all of these for every engine may call it, whatever the request says; none: everybody may
+    # A caller with all of these for every engine may send any request; none: every caller may.
     roles: tuple[PolicyRole, ...]
-    # returns what one request takes; all of it must be granted
-    needs: Callable[[Any], Iterable[Need]]
-    # Other roles that are enough for some requests. Whoever has neither these nor one of `roles` is refused before the
+    needs: Callable[[Any], Iterable[Need]]  # returns the needs of one request, all of which must be granted
+    # Other roles that are enough for some requests. A caller with none of these and of `roles` is refused before the
     # request is read.
     or_roles: tuple[PolicyRole, ...] = ()
 
 
 def _in_an_engines_name(request: pb.RegisterCacheRequest | pb.WatchRequest) -> tuple[Need]:
-    # Nobody relays for a scheduler, whose Watch opens the engine: otherwise a relay could take engine_ids.
+    # A scheduler's Watch, which opens the engine, is never relayed: otherwise a relay could take engine_ids.
     opens = isinstance(request, pb.WatchRequest) and request.role == pb.WATCH_ROLE_SCHEDULER
     role = RELAY if request.relayed_by and not opens else ENGINE
     return (Need((role,), request.engine.engine_id),)
@@ -47,9 +46,9 @@ def _in_an_engines_name(request: pb.RegisterCacheRequest | pb.WatchRequest) -> t
 
 def _handshake(request: pb.HandshakeRequest) -> tuple[Need]:
     if request.reader.engine_id == request.engine_id:
-        # An engine learns its own geometry, and no agents.
+        # An engine gets its own geometry, and no agents.
         return (Need((READER, ENGINE), request.engine_id),)
-    # With a reference it is told agents. Geometry alone is what Introspection tells, too.
+    # With a reference the answer has agents. Geometry alone is also in answers of Introspection.
     return (Need((READER,) if request.reference else (READER, OBSERVER), request.engine_id),)
 
 
@@ -58,35 +57,35 @@ def _named(reference: str) -> tuple[str, ...]:
     try:
         named = parse_reference(reference)
     except BadReference:
-        # The handler says what is wrong with it.
+        # The handler raises a detailed error.
         return ()
     return engine_ids(named.engine_id, named.data_parallel_rank) if named.router_key else (named.engine_id,)
 
 
 def _read(reference: str) -> tuple[Need, ...]:
-    # Whichever of these lives is read from, so the role is needed for each.
+    # The read is from whichever of these engines is alive, so the role is needed for each.
     return tuple(Need((READER,), engine_id) for engine_id in _named(reference)) or (Need((READER,)),)
 
 
 def _decline(decline: pb.Decline) -> tuple[Need]:
-    # A source declines as well, when it will not publish under a router's key; it could abort what it has published.
-    # A node server sends it on under its own certificate, and has asked its own policy about the caller.
+    # A source declines as well, when it will not publish under a router's key; it could abort its publication. A node
+    # server sends a decline on under its own certificate, after asking its own policy about the caller.
     roles = (READER, ENGINE, RELAY) if decline.relayed_by else (READER, ENGINE)
     return (Need(roles, *_named(decline.reference)),)
 
 
 def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
     if len(request.notifications) > MAX_NOTIFICATIONS:
-        # The handler refuses it whole. To look at each of half a million would hold up everybody else for seconds.
+        # The handler refuses the whole batch. Looking at half a million notifications would block the loop for seconds.
         yield Need((ENGINE, READER, RELAY))
         return
     kinds = {notification.WhichOneof("kind") for notification in request.notifications}
     for kind in kinds - {"decline"}:
         if kind in OF_A_SOURCE:
-            # A node server says for a rank whose Watch it relays that the rank has left.
+            # `rank_left` comes from the node server that relays the rank's Watch.
             yield Need((ENGINE, RELAY) if kind == "rank_left" else (ENGINE,), request.sender.engine_id)
         else:
-            # The lease_id names the read, and the lease obeys only the identity that acquired it.
+            # The lease_id names the read, and a lease accepts only the identity that acquired it.
             yield Need((READER,))
     if "decline" in kinds:
         declines = (n.decline for n in request.notifications if n.HasField("decline"))
@@ -96,11 +95,11 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
 
 
 def _always(role: PolicyRole) -> Entry:
-    """Return the entry of a method that takes a role, whatever its request says."""
+    """Return the entry of a method that needs a role, whatever the request."""
     return Entry((role,), lambda _: (Need((role,)),))
 
 
-EVERYBODY = Entry((), lambda _: ())  # The entry of methods that everybody may call who can connect
+EVERYBODY = Entry((), lambda _: ())  # The entry of methods that every connected caller may call
 
 TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
@@ -117,22 +116,18 @@ TABLE: Mapping[str, Entry] = {
         f"/kvferry.v1.Admin/{method}": _always(ADMIN)
         for method in ("EndLease", "AbortPublication", "EvictEngine", "Drain")
     },
-    # Probes and load balancers ask these, and tools for what the contract is, which is public.
+    # For probes, load balancers, and tools that ask for the contract, which is public.
     "/grpc.health.v1.Health/Check": EVERYBODY,
     "/grpc.health.v1.Health/List": EVERYBODY,
     "/grpc.health.v1.Health/Watch": EVERYBODY,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": EVERYBODY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": EVERYBODY,
 }
-"""What each method takes, by its path."""
+"""By path of the method."""
 
 
 class Access:
-    """Decides over the calls of one listener.
-
-    Args:
-        identities: returns the identities of a caller. It is asked only where they count.
-    """
+    """Decides over the calls of one listener. `identities` is called only where identities count."""
 
     def __init__(
         self, policy: Callable[[], Policy], identities: Callable[[Context], tuple[str, ...]] = identities_of
@@ -143,7 +138,7 @@ class Access:
         self._granted_by: Policy | None = None
 
     def admit(self, method: str, context: Context) -> None:
-        """Raise `NotAllowed` if the caller may make no call of a method, whatever the request says."""
+        """Raise `NotAllowed` if the caller may not call a method, whatever the request."""
         entry, policy = TABLE.get(method), self._policy()
         if entry is None:
             raise NotAllowed(f"{method} is not open to anybody here", identity="", role="", engine_id="", method=method)
@@ -168,7 +163,7 @@ class Access:
                 raise _refusal(method, identities, need)
 
     def _grant(self, policy: Policy, identities: tuple[str, ...]) -> Grant:
-        """Return what the policy grants. Kept for later calls, since a policy may have many rules."""
+        """Return the caller's grant. Kept for later calls, since a policy may have many rules."""
         if policy is not self._granted_by or len(self._granted) >= MAX_KEPT:
             self._granted.clear()
             self._granted_by = policy
@@ -182,7 +177,7 @@ def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed
     role = " or ".join(role.value for role in need.roles)
     caller = ", ".join(identities)
     who = f"a caller with the identity {caller}" if caller else "a caller without an identity in a certificate"
-    # Nothing has looked at it yet, so it may be as long as a message.
+    # No handler has checked the engine_id yet, so it may be as long as a message.
     engine_id = (need.engine_id or "")[:MAX_TEXT]
     what = f" for engine {engine_id!r}" if need.engine_id is not None else ""
     if need.roles == (ADMIN,):
@@ -203,7 +198,7 @@ def _nobody_in_particular(_: Context) -> tuple[str, ...]:
 
 
 TRUSTED = Access(lambda: Policy(OPERATOR), _nobody_in_particular)
-"""For UNIX sockets: who may enter the directory is trusted like the node."""
+"""For UNIX sockets: a caller that may enter the directory is trusted like the node."""
 
 UNKNOWN_CALLERS = Access(lambda: Policy(MEMBER), _nobody_in_particular)
-"""For TCP without client certificates: whoever can connect, and nobody is an admin."""
+"""For TCP without client certificates: every caller is a member, none an admin."""

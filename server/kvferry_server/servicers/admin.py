@@ -1,4 +1,4 @@
-"""The service `kvferry.v1.Admin`: what operators do to a home. Every call is written to the audit log."""
+"""The service `kvferry.v1.Admin`: operations on a home, each of which is written to the audit log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry_server.servicers.callers import Context, NamesOf, caller
 from kvferry_server.servicers.limits import MAX_TEXT
 
 audit = logging.getLogger("kvferry_server.audit")
-"""A line for each call of an operator: who made it, what it names, and how it ended."""
+"""A line for each call of an operator: the caller, the named objects and the result."""
 
 
 class Admin(AdminServicer):
@@ -34,7 +34,6 @@ class Admin(AdminServicer):
         self._names_of = names_of
 
     async def Drain(self, request: apb.DrainRequest, context: Context) -> apb.DrainResponse:
-        """Take no new work, and say how many leases are live."""
         home = self._home
         with self._audited("Drain", context, {}):
             epoch = checks.random_bytes("home_epoch", request.home_epoch)
@@ -48,7 +47,6 @@ class Admin(AdminServicer):
         return apb.DrainResponse(home_epoch=home.epoch, leases=leases, leases_remaining=remaining)
 
     async def EndLease(self, request: apb.EndLeaseRequest, context: Context) -> apb.EndLeaseResponse:
-        """Renew a lease no more."""
         home = self._home
         values = {**_named(request.source.engine_id, request.source.incarnation), "lease_number": request.lease_number}
         with self._audited("EndLease", context, values):
@@ -67,7 +65,6 @@ class Admin(AdminServicer):
     async def AbortPublication(
         self, request: apb.AbortPublicationRequest, context: Context
     ) -> apb.AbortPublicationResponse:
-        """Abort a publication."""
         home = self._home
         values = {**_named(request.source.engine_id, request.source.incarnation), "publication": request.publication}
         with self._audited("AbortPublication", context, values):
@@ -85,7 +82,6 @@ class Admin(AdminServicer):
         )
 
     async def EvictEngine(self, request: apb.EvictEngineRequest, context: Context) -> apb.EvictEngineResponse:
-        """End an incarnation for good."""
         home = self._home
         with self._audited("EvictEngine", context, _named(request.engine.engine_id, request.engine.incarnation)):
             engine: EngineRef = checks.engine_ref("engine", request.engine)
@@ -97,8 +93,8 @@ class Admin(AdminServicer):
 
     @contextmanager
     def _audited(self, method: str, context: Context, values: dict[str, object]) -> Iterator[None]:
-        """Write to the audit log how a call ended. Whatever is raised within is the result, and goes on to the caller.
-        Callers without the role admin do not come here: the guard refuses them."""
+        """Write a call's result to the audit log; an error within goes on to the caller. The guard refuses callers
+        without the role admin before this."""
         result = "INTERNAL"
         try:
             yield
@@ -114,5 +110,5 @@ class Admin(AdminServicer):
 
 
 def _named(engine_id: str, incarnation: bytes) -> dict[str, object]:
-    """Return an incarnation for the audit log, cut to the length that a right one has: callers send what they like."""
+    """Return an incarnation for the audit log, cut to its right length: callers may send anything."""
     return {"engine_id": engine_id[:MAX_TEXT], "incarnation": incarnation[:16].hex()}

@@ -1,4 +1,4 @@
-"""Callers: who makes a call, as gRPC has verified it."""
+"""Callers, as gRPC has verified them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPBACK_6 = "::/64"  # The network of ::1, as `host_of` writes it
 
 
 def on_end(context: Context, act: Callable[[], None]) -> None:
-    """Call `act` when a call has ended: its answer was sent, or nobody waits for it any more."""
+    """Call `act` when a call has ended: its answer was sent, or its caller has left."""
     # The stubs want a callback without arguments, but gRPC passes the context.
     added: Any = context
     added.add_done_callback(lambda _: act())
@@ -31,27 +31,27 @@ NamesOf: TypeAlias = Callable[[Context], Names]
 
 
 def nobody(_: Context) -> Names:
-    """Return no names: for addresses without TLS. To ask gRPC costs as much as a small request."""
+    """Return no names: for addresses without TLS. Asking gRPC costs as much as a small request."""
     return NOBODY
 
 
 def names_of(context: Context) -> Names:
     """Return the names in the caller's certificate: its subject alternative names, else its common name, else its
-    digest. None without mutual TLS, and none on a UNIX socket."""
+    digest. Empty without mutual TLS and on a UNIX socket."""
     found = context.auth_context()
     for kind in ("x509_subject_alternative_name", "x509_common_name"):
-        # gRPC gives an empty name where there is none.
+        # gRPC gives an empty name for a missing one.
         if names := frozenset(filter(None, found.get(kind, ()))):
             return names
     return frozenset(hashlib.sha256(pem).digest() for pem in found.get("x509_pem_cert", ())) or NOBODY
 
 
 def identities_of(context: Context) -> tuple[str, ...]:
-    """Return the identities that a policy knows a caller by: the DNS names and the URIs among the subject alternative
-    names of its certificate. None without mutual TLS, and none on a UNIX socket."""
+    """Return the caller's identities for a policy: the DNS names and URIs among the subject alternative names of its
+    certificate. Empty without mutual TLS and on a UNIX socket."""
     found = context.auth_context()
     names = (("peer_dns", False), ("peer_uri", True))
-    # A name of the wrong form could be taken for one of the other kind.
+    # A name of the wrong form could be taken for a name of the other kind.
     return tuple(
         name.decode()
         for kind, is_uri in names
@@ -61,7 +61,7 @@ def identities_of(context: Context) -> tuple[str, ...]:
 
 
 def traceparent_of(context: Context) -> str:
-    """Return the traceparent that a call came with; empty: none."""
+    """Return a call's traceparent; empty: none."""
     return next(
         (
             value
@@ -73,26 +73,26 @@ def traceparent_of(context: Context) -> str:
 
 
 def relaying(context: Context) -> AbstractContextManager[None]:
-    """Make the calls to other node servers within the ``with`` block part of the trace that a call belongs to: below
-    this server's span of it, if it records one."""
+    """Make calls to other node servers within the ``with`` block part of the call's trace: below this server's span of
+    it, if it records one."""
     return calling_under(passed_on(traceparent_of(context)))
 
 
 def on_unix_socket(context: Context) -> bool:
-    """Whether a call came over a UNIX socket, whose directory's mode says who may connect."""
+    """Whether a call came over a UNIX socket. The mode of the socket's directory decides who may connect."""
     return context.peer().startswith("unix:")
 
 
 def caller(context: Context, names: Names) -> str:
-    """Return who makes a call, for the audit log: the names in the certificate if there is one, and the address. Names
-    come from whoever has signed the certificate, so they are escaped."""
+    """Return the caller for the audit log: the names in the certificate if there is one, and the address. Names are
+    chosen by the certificate's issuer, so they are escaped."""
     where = "the UNIX socket" if on_unix_socket(context) else context.peer()
     who = ", ".join(sorted(repr(name.decode(errors="backslashreplace")) for name in names))
     return f"{who} at {where}" if who else where
 
 
 def remote_host(context: Context) -> str:
-    """Return the host that a call is counted against in budgets, as `host_of` does; empty for a caller on this host,
-    whose processes cannot be told apart."""
+    """Return the host that budgets count a call against, as `host_of` does; empty for a caller on this host, whose
+    processes cannot be told apart."""
     host = host_of(context.peer())
     return "" if host.startswith("127.") or host == LOOPBACK_6 else host

@@ -16,7 +16,7 @@ from kvferry_server.servicers.limits import MAX_SECONDS, MAX_TEXT
 
 def text(field: str, value: str, least: int = 1, most: int = MAX_TEXT) -> str:
     """Return a name: a string of `least` to `most` bytes that can be shown; raises `InvalidField` for others. A line
-    end in a name could make it look like two, or pass for one that a policy's pattern means."""
+    end in a name could make it look like two names, or match a policy's pattern for another."""
     size = len(value.encode())
     if not least <= size <= most:
         raise InvalidField(field, f"{size} bytes", f"{least} to {most} bytes")
@@ -26,14 +26,12 @@ def text(field: str, value: str, least: int = 1, most: int = MAX_TEXT) -> str:
 
 
 def random_bytes(field: str, value: bytes, *, optional: bool = False) -> bytes:
-    """Return 16 bytes, or none if `optional`; raises `InvalidField`, whose message leaves out the bytes, since they may
-    be secret."""
+    """Return 16 bytes, or none if `optional`; raises `InvalidField`, without the bytes, since they may be secret."""
     return exactly(field, value, 16, optional=optional)
 
 
 def session_secret(value: bytes, *, optional: bool = False) -> bytes:
-    """Return a session secret of the right length; raises `InvalidField`. Whether it is the right one, the home
-    decides."""
+    """Return a session secret of the right length; raises `InvalidField`. The home decides whether it is right."""
     return exactly("session_secret", value, SECRET_BYTES, optional=optional)
 
 
@@ -59,7 +57,7 @@ def seconds(field: str, value: Duration) -> float:
 
 
 def exactly(field: str, value: bytes, size: int, *, optional: bool = False) -> bytes:
-    """Return so many bytes, or none if `optional`; raises `InvalidField`, whose message leaves out the bytes."""
+    """Return `size` bytes, or none if `optional`; raises `InvalidField`, whose message leaves out the bytes."""
     if len(value) != size and not (optional and not value):
         raise InvalidField(field, f"{len(value)} bytes", f"{size} bytes" + (", or none" if optional else ""))
     return value

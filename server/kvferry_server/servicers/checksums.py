@@ -18,13 +18,12 @@ from kvferry_server.servicers.worker import Worker
 
 
 async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, time_slice: TimeSlice) -> None:
-    """Accept checksums of a source's rank, part by part, since each part is compared with hundreds of others.
-
-    If a part is refused, the parts before it are kept; sending them again is harmless.
+    """Accept checksums of a source's rank, part by part, since each part is compared with hundreds of others. If a part
+    is refused, the parts before it are kept; sending them again is harmless.
 
     Raises:
         InvalidField: a rank, plane, unit or block does not exist, or a part contradicts an earlier one.
-        PublicationStale, PublicationReleased: nobody needs checksums of this publication any more.
+        PublicationStale, PublicationReleased: checksums of this publication are not needed any more.
         HomeRecovering: the publication, the step with these blocks, or the rank's registration has not arrived yet.
         LimitReached: the engine has too many checksums.
     """
@@ -71,7 +70,7 @@ async def read_checksums(
     Raises:
         InvalidField: a query is malformed, or the answer does not fit one message.
         LeaseEnded: the lease is not live.
-        WrongIdentity: the lease was acquired by another caller.
+        WrongIdentity: another caller acquired the lease.
     """
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
@@ -109,7 +108,7 @@ def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:
         blocks = sum(message.place_counts)
         planes += len(message.planes)
         sums += len(message.planes) * blocks * max(0, message.unit_end - message.unit_begin)
-        # Checked before runs are expanded: a few bytes of them can stand for any number of block indexes.
+        # Checked before runs are expanded: a few bytes of runs can stand for any number of block indexes.
         if sums > MAX_ASKED_SUMS or planes > MAX_ASKED_PLANES or blocks > MAX_ASKED_SUMS:
             most = f"at most {MAX_ASKED_SUMS} sums of {MAX_ASKED_PLANES} planes"
             raise InvalidField("queries", f"{sums} sums of {planes} planes", most)

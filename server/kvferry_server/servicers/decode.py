@@ -41,8 +41,8 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
     """Decode a rank's cache. Takes milliseconds for many planes.
 
     Raises:
-        InvalidField: a field is malformed, the rank does not fit the messages that readers get, or its agent has the
-            name of another rank's.
+        InvalidField: a field is malformed, the rank does not fit the messages for readers, or its agent has the name of
+            another rank's.
         BadGeometry, BadAgentMetadata: see `Registration`.
     """
     if not request.HasField("rank"):
@@ -92,14 +92,8 @@ def reader_digest(request: pb.HandshakeRequest) -> bytes:
 def lease_request(
     request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = ""
 ) -> LeaseRequest | RoutedRequest:
-    """Decode a ReadBlocks call; a `RoutedRequest` if a router made its reference.
-
-    Args:
-        max_parties: how many parties a read may have.
-
-    Raises:
-        InvalidField, BadReference: a field is malformed.
-    """
+    """Decode a ReadBlocks call, with at most `max_parties`; a `RoutedRequest` if a router made its reference. Raises
+    `InvalidField` or `BadReference` if a field is malformed."""
     if not 1 <= request.parties <= max_parties:
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
     named = reference(request.reference)
@@ -130,17 +124,16 @@ def reference(given: str) -> Named | RouterReference:
 
 
 def decline(message: pb.Decline) -> tuple[Named | RouterReference, str]:
-    """Decode a decline into what it names, and the home that the reference names. Raises as `reference`."""
+    """Decode a decline into its reference, and the home that the reference names. Raises as `reference`."""
     return reference(message.reference), parse_reference(message.reference).home
 
 
 def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
-    """Decode the reference that entitles a handshake to agents, as `reference` does. None if the handshake has no
-    reference.
+    """Decode the reference that entitles a handshake to agents, as `reference` does; None: the handshake has none.
 
     Raises:
-        BadReference: it is malformed.
-        InvalidField: it is to another engine, or a router made it, so that it names no incarnation.
+        BadReference: the reference is malformed.
+        InvalidField: the reference is to another engine, or a router made it, so that it names no incarnation.
     """
     if not request.reference:
         return None
@@ -230,7 +223,7 @@ def _router_key(message: pb.Publish) -> RouterKey | None:
 
 
 def _blocks(message: pb.Publish) -> bytes:
-    """Return the step as readers get it: what the source sent, without fields that this server does not know."""
+    """Return the step as readers get it: as the source sent it, without fields that this server does not know."""
     blocks = pb.Blocks(step=message.step, groups=message.groups, marks=message.marks)
     if message.HasField("unfinished"):
         blocks.unfinished.CopyFrom(message.unfinished)
@@ -239,7 +232,7 @@ def _blocks(message: pb.Publish) -> bytes:
 
 
 def reports(message: pb.ReadDone, max_parties: int) -> tuple[RankReport, ...]:
-    """Decode the reports of a notification: at least one, at most as many as a read may have parties."""
+    """Decode the reports of a notification: at least one, at most `max_parties`."""
     if not 1 <= len(message.reports) <= max_parties:
         raise InvalidField("read_done.reports", f"{len(message.reports)}", f"1 to {max_parties}")
     return tuple(_report(report) for report in message.reports)
@@ -267,7 +260,7 @@ def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
         raise InvalidField("agent.metadata", f"{len(message.metadata)} bytes", f"1 to {MAX_METADATA} bytes")
     name = text("agent.name", message.name, most=MAX_AGENT_NAME)
     if not proves_agent(exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
-        # NIXL knows agents by name: with this one, readers would take it for the agent of the rank that has the key.
+        # NIXL knows agents by name: readers would take this agent for the agent of the rank that has the key.
         raise InvalidField("agent_key", f"{len(key)} bytes", f"the key that agent {name[:80]!r} is named after")
     return Agent(
         name=name,

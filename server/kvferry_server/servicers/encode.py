@@ -45,8 +45,8 @@ def times(values: Times) -> pb.Times:
 
 
 def read_answer(epoch: bytes, read: ReadAnswer, values: Times, now: float) -> bytes:
-    """Encode an answer to ReadBlocks: as many of the steps as it may take. A step came in one Notify, so that one more
-    and the payload fit a message when the limits are reached. `now` is when it is sent, on the home's clock."""
+    """Encode an answer to ReadBlocks, with as many steps as it may take. Each step came in one Notify, so one more step
+    and the payload fit a message when the limits are reached. `now`: when the answer is sent, on the home's clock."""
     lease, publication = read.lease, read.lease.publication
     answer = pb.ReadBlocksResponse(home_epoch=epoch, version=OURS_ENCODED)
     if read.accepted:
@@ -97,12 +97,13 @@ def read_state(lease: Lease) -> pb.ReadState.ValueType:
 
 
 def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
-    """Encode the state of a publication that has arrived. One that was forgotten meanwhile was released before."""
+    """Encode the state of a publication that has arrived. A publication that was forgotten meanwhile was released
+    before."""
     return _STAGES.get(publication.stage, ipb.REQUEST_STATE_RELEASED)
 
 
 def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
-    """Encode the summary of an engine, with how many unreleased publications and live leases it has."""
+    """Encode the summary of an engine; `publications` are the unreleased ones, `leases` the live ones."""
     state = ipb.ENGINE_STATE_READY
     if engine.lost_at is not None:
         state = ipb.ENGINE_STATE_LOST
@@ -184,7 +185,7 @@ def _accepted(lease: Lease, reference: str, values: Times, now: float) -> pb.Acc
 
 
 def _released(publication: PublicationRecord) -> pb.Released:
-    # Valid reads first: failed ones may be any number, since every bearer of the reference may try.
+    # Valid reads first: there may be any number of failed ones, since every bearer of the reference may try.
     reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not LeaseState.VALID)
     listed = reads[:MAX_RELEASED_READS]
     return pb.Released(

@@ -51,7 +51,7 @@ CAPABILITIES = (
     "router_references",
     "unfinished_blocks",
 )
-"""What callers may ask for before they rely on it, because servers in other languages may not have it."""
+"""Optional features, for callers to check: servers in other languages may lack them."""
 
 OF_FIELDS = {
     "message_bytes": MAX_MESSAGE_BYTES,
@@ -72,12 +72,12 @@ OF_FIELDS = {
     "metadata": limits.MAX_METADATA,
     "page_size": limits.MAX_PAGE_SIZE,
 }
-"""The limits on the fields of requests that are the same for every node server of this version."""
+"""Limits on fields of requests, the same for every node server of this version."""
 
 
 class Introspection(IntrospectionServicer):
-    """The service of one home. Runs on the home's event loop; plans are made in a thread of its own. `call_limits` are
-    the node server's own limits, by name, which GetServerInfo tells."""
+    """The service of one home. Runs on the home's event loop; plans are made in a thread of their own. `call_limits`,
+    by name, are the node server's own limits for GetServerInfo."""
 
     def __init__(self, home: Home, worker: Worker, call_limits: Mapping[str, int]) -> None:
         self._home = home
@@ -87,7 +87,6 @@ class Introspection(IntrospectionServicer):
         self._planner = ThreadPoolExecutor(1, "kvferry-plan")
 
     async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
-        """Describe this node server."""
         home = self._home
         with home.turn():
             of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
@@ -145,8 +144,6 @@ class Introspection(IntrospectionServicer):
         return await self._worker.run(remote_host(context), 0, answer)
 
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
-        """List the publications of one engine or of all, in pages."""
-
         def described(publication: PublicationRecord) -> tuple[str, Sequence[Lease]]:
             return publication.request_id, publication.reads
 
@@ -155,8 +152,6 @@ class Introspection(IntrospectionServicer):
         return ipb.ListRequestsResponse(home_epoch=self._home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
-        """List the reads of one engine's publications or of all, in pages."""
-
         def described(read: Lease | WaitingRead) -> tuple[str, Sequence[Lease | WaitingRead]]:
             return "" if isinstance(read, WaitingRead) else read.publication.request_id, (read,)
 
@@ -171,8 +166,8 @@ class Introspection(IntrospectionServicer):
         summary: Callable[[Entry, float], Summary],
         described: Callable[[Entry], tuple[str, Sequence[Lease | WaitingRead]]],
     ) -> tuple[list[Summary], str]:
-        """Return a page of a listing, and the token of the next one. `described` returns the request_id and the reads
-        of an entry, which the request's filters ask for; each filter may be empty. Raises `InvalidField`."""
+        """Return a page of a listing, and the token of the next page. `described` returns an entry's request_id and
+        reads, for the request's filters; each filter may be empty. Raises `InvalidField`."""
         engine_id = checks.text("engine_id", request.engine_id, least=0)
         request_id = checks.text("request_id", request.request_id, least=0)
         reader = checks.text("reader_engine_id", request.reader_engine_id, least=0)
@@ -189,7 +184,7 @@ class Introspection(IntrospectionServicer):
             return page(entries, lambda entry: summary(entry, now), request.page_size, request.page_token, among)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
-        """Plan a read without making it, for the ranks asked; those that do not fit the answer are named."""
+        """Plan a read without making it, for the ranks in the request; ranks that do not fit the answer are named."""
         source = await self._geometry("source", request.source_engine_id, request, remote_host(context))
         destination = await self._geometry("destination", request.destination_engine_id, request, remote_host(context))
 
@@ -228,7 +223,7 @@ class Introspection(IntrospectionServicer):
     async def _geometry(
         self, side: str, engine_id: str, request: ipb.PlanReadRequest, host: str
     ) -> EngineGeometry | None:
-        """Return the geometry of an engine at this home; None if the request brings a geometry."""
+        """Return the geometry of an engine at this home; None if the request has a geometry."""
         given = request.WhichOneof("source" if side == "source" else "destination")
         if given is None:
             raise InvalidField(side, None, "an engine_id or a geometry")

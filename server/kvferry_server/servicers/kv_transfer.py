@@ -1,5 +1,5 @@
-"""The service `kvferry.v1.KVTransfer`: each method validates, calls the home and encodes. Errors are raised as they
-are; the server's guard turns them into statuses."""
+"""The service `kvferry.v1.KVTransfer`: each method validates, calls the home and encodes. The server's guard turns
+errors into statuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class KVTransfer(KVTransferServicer):
         self._worker = worker
 
     async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Context) -> pb.RegisterCacheResponse:
-        """Register a rank's cache at this home, or relay it to the engine's home."""
         home = self._home
         check_caller(request.version, request.relayed_by)
         home.check_not_draining()
@@ -49,7 +48,8 @@ class KVTransfer(KVTransferServicer):
         with home.turn():
             whole = home.engines.completed_by(registration, secret)
         if whole is not None:
-            # Before it counts, so that the rank may correct itself. Meanwhile no other rank can become the last.
+            # Checked before the registration counts, so that the rank may correct itself. Meanwhile no other rank can
+            # become the last.
             await self._worker.run(host, size, whole.check_complete)
         with home.turn():
             engine = home.register(registration, secret)
@@ -66,7 +66,6 @@ class KVTransfer(KVTransferServicer):
     async def Handshake(  # type: ignore[override]  # It yields encoded messages.
         self, request: pb.HandshakeRequest, context: Context
     ) -> AsyncGenerator[bytes, None]:
-        """Send a reader the engine's topology, planes and, if it shows a reference, agent metadata."""
         home = self._home
         version = check_caller(request.version)
         home.check_not_draining()
@@ -106,7 +105,6 @@ class KVTransfer(KVTransferServicer):
     async def ReadBlocks(  # type: ignore[override]  # It returns an encoded message.
         self, request: pb.ReadBlocksRequest, context: Context
     ) -> bytes:
-        """Grant a lease on a publication, and answer those of its blocks that the reader has not got."""
         home = self._home
         check_caller(request.version)
         host = remote_host(context)
@@ -117,23 +115,20 @@ class KVTransfer(KVTransferServicer):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
         found = await read_blocks(home, lease_request, wait, lease_id, request.next_step)
         answer = encode.read_answer(home.epoch, found, home.times, home.clock.now())
-        # Counted against the host of this call, which need not be that of the lease's first one.
+        # Counted against the host of this call, not that of the lease's first call.
         on_end(context, home.memory.answer(host or found.lease.request.read.reader, host, len(answer)).close)
         return answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
-        """Act on a batch of notifications; see `notify`."""
         check_caller(request.version)
         with relaying(context):
             caller = self._caller(context)
             return await notify(self._home, self._relays, request, _time_to_wait(context), caller)
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
-        """Send the checksums of a leased publication's blocks; see `read_checksums`."""
         return await read_checksums(self._home, self._worker, request, self._names_of(context), remote_host(context))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
-        """Send a process its engine's events, from this home or relayed from the engine's home."""
         home = self._home
         check_caller(request.version, request.relayed_by)
         process = decode.process(request)

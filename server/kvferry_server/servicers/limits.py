@@ -1,4 +1,4 @@
-"""The limits on messages: how much a request may hold, and an answer. The proto files state those on requests."""
+"""The limits on requests and answers. The proto files state those on requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvferry.geometry import blocks
 from kvferry_server.domain.limits import MAX_RANK_BYTES
 
 MAX_TEXT = 256  # Bytes of a name in a request, such as an engine_id or request_id
-MAX_AGENT_NAME = 512  # Bytes of an agent's name, which holds an engine_id, an incarnation and more
+MAX_AGENT_NAME = 512  # Bytes of an agent's name, which has an engine_id, an incarnation and more
 MAX_METADATA = 2 << 20  # Bytes of a NIXL agent's metadata
 MAX_IDENTITY = 256  # Entries of an identity
 MAX_GROUPS = 256  # Groups of one step of a publication
 
 MAX_RUNS, MAX_UNFINISHED, MAX_LAYERS = blocks.MAX_RUNS, blocks.MAX_UNFINISHED, blocks.MAX_LAYERS
-"""Of one step of a publication: runs of block ids, unfinished blocks, and layers that it names of them. See there."""
+"""Of one step of a publication: runs of block ids, unfinished blocks, and their complete layers. See `blocks`."""
 
 MAX_MARKS = _prompt.MAX_MARKS  # Marks of a publication's prompt, in all its steps
 MAX_SECONDS = 1e9  # Seconds of a duration in a request
@@ -30,12 +30,12 @@ MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """Bytes of an answer: answers that can grow are paged or refused. The margin is for what gRPC adds."""
 
 MAX_RELEASED_READS = 256  # Reads that a `released` event lists
-DEFAULT_PAGE_SIZE = 100  # Entries of a listing's page if the request does not say
+DEFAULT_PAGE_SIZE = 100  # Entries of a listing's page by default
 MAX_PAGE_SIZE = 1000  # Entries of a listing's page
 
 MAX_LOOKS = 1 << 14
-"""Entries that are looked at for one filtered page, reads of a publication included. That takes a few milliseconds on
-the event loop."""
+"""Entries that one filtered page looks at, reads of a publication included. Takes a few milliseconds on the event
+loop."""
 
 MAX_PAGE_TOKEN = 4096  # Characters of a page token
 
@@ -49,15 +49,15 @@ MAX_INLINE_BYTES = 16 * 1024
 """Bytes of a message that is decoded on the event loop. Larger ones go to the worker thread."""
 
 MAX_DIGESTED_BYTES = 64 * 1024
-"""Bytes of a handshake's request up to which its geometry is looked up by its digest. That takes a tenth of a
-millisecond on the event loop; larger ones are always compared."""
+"""Bytes of a Handshake request up to which its geometry is looked up by its digest, in a tenth of a millisecond on the
+event loop; larger ones are always compared."""
 
-MAX_WAITING_BYTES = 128 << 20  # Bytes of the messages that wait for the worker thread or are on it. Hosts share them.
+MAX_WAITING_BYTES = 128 << 20  # Bytes of the messages that wait for the worker thread or are on it; shared by hosts
 MAX_HOMES = 256  # Homes that the relays are connected to at once
 
 MAX_DECLINE_HOMES = MAX_HOMES // 4
-"""Homes that the relays are connected to up to which declines may add one: whoever has a reference sends those, and
-ranks that register must not wait for them."""
+"""Connected homes up to which declines may add another. Every bearer of a reference sends declines, and ranks that
+register must not wait for them."""
 
 READ_BYTES = 1 << 20  # Bytes of blocks after which an answer to ReadBlocks takes no more steps
 READ_STEPS = 1024  # Steps after which an answer to ReadBlocks takes no more

@@ -21,24 +21,22 @@ from kvferry_server.servicers.relay import Caller, Relays
 from kvferry_server.servicers.times import DECLINE_TIMEOUT
 
 OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left", "retire"})
-"""Kinds that are sent in an engine's name, and so need its session secret."""
+"""Kinds in an engine's name, which need its session secret."""
 
 
 async def notify(
     home: Home, relays: Relays, request: pb.NotifyRequest, time_left: float, caller: Caller
 ) -> pb.NotifyResponse:
-    """Act on a batch of notifications, in order. An error of one becomes its result; the others are acted on. Declines
-    of other homes' publications are sent on at the end.
+    """Act on a batch of notifications, in order. An error of one notification becomes its result; the others are acted
+    on. Declines of other homes' publications are sent on at the end.
 
-    The answer fits one message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`.
-
-    Args:
-        time_left: seconds until the call's deadline.
+    The answer fits one message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`. `time_left`: seconds until
+    the call's deadline.
 
     Raises:
         InvalidField: there are too many notifications, or the sender is malformed.
-        WrongSession, PeerRestarted, EngineUnknown, Unavailable: the sender is not the source it claims to be, or not
-            known now.
+        WrongSession, PeerRestarted, EngineUnknown, Unavailable: the sender is not the source it claims to be, or is
+            unknown at present.
     """
     if len(request.notifications) > MAX_NOTIFICATIONS:
         raise InvalidField("notifications", f"{len(request.notifications)}", f"at most {MAX_NOTIFICATIONS}")
@@ -81,7 +79,7 @@ async def notify(
 
 
 class _Elsewhere(Exception):
-    """A decline is for another home, which is to be told."""
+    """A decline is for another home, and must be sent on."""
 
     def __init__(self, home: str) -> None:
         super().__init__()
@@ -182,21 +180,20 @@ def _from_reader(
 
 
 def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult:
-    """Act on a decline of `holder`."""
     found, named = decode.decline(decline)
     with home.turn():
         try:
             if isinstance(found, RouterReference):
                 names = engine_ids(found.engine_id, found.data_parallel_rank)
                 engines = home.engines.find_named(names)
-                # It names no incarnation, and an engine of another home may have the same name.
+                # The reference names no incarnation, and an engine of another home may have the same name.
                 ours = home.routing.concerned([engine.ref for engine in engines], found.router_key)
                 if not (ours or decline.relayed_by) and relays.applies(named, ""):
                     raise _Elsewhere(named)
             else:
                 engines = [home.engines.find_live(found.source.engine_id, found.source.incarnation)]
         except (EngineUnknown, HomeRecovering):
-            # Only then: a home knows its engines whatever address a reference names it by.
+            # Sent on only if unknown here: a home may be known by several addresses.
             if relays.applies(named, decline.relayed_by):
                 raise _Elsewhere(named) from None
             raise
@@ -211,7 +208,7 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
 async def _sent_on(
     relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float, caller: Caller
 ) -> list[pb.NotificationResult]:
-    """Send declines on to their home; its results, or an error for each."""
+    """Send declines on to their home. Returns its results, or an error for each."""
     try:
         return [_checked(relays, home, result) for result in await relays.decline(home, declines, timeout, caller)]
     except KvferryError as error:
@@ -219,7 +216,7 @@ async def _sent_on(
 
 
 def _checked(relays: Relays, home: str, result: pb.NotificationResult) -> pb.NotificationResult:
-    """Return what another home answered, if it is an answer to a decline that fits this home's own."""
+    """Return another home's answer if it is an answer to a decline that fits this home's own answer; else an error."""
     if result.WhichOneof("kind") in ("done", "error") and result.ByteSize() <= NOTIFICATION_ERROR_BYTES:
         return result
     error = relays.unreachable(home, "it answered a decline with something else")

@@ -1,8 +1,8 @@
 """Pages of a listing (AIP-158). A token is the key of the last entry of the page before, so a listing may change
 between pages.
 
-The entries of a listing are grouped by incarnation. Only those that are on the page are looked at, since listings are
-long and pages are made on the event loop.
+The entries of a listing are grouped by incarnation. Only entries on the page are looked at, since listings are long and
+pages are made on the event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def page(
     Args:
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
-        wanted: whether an entry belongs to the listing, and how many looks it took to find out; None: all do.
+        wanted: returns whether an entry belongs to the listing, and how many looks that took; None: all do.
 
     Raises:
         InvalidField: the page size or the token is malformed.
@@ -56,7 +56,7 @@ def page(
     for engine_key, ref in sorted(((ref.engine_id.encode(), ref.incarnation), ref) for ref in listed):
         if engine_key < after[:2]:
             continue
-        # Only the incarnation at which the page before ended has entries that were on it.
+        # Only the incarnation at which the page before ended has entries that were on that page.
         begun = tuple(int.from_bytes(part, "big") for part in after[2:]) if engine_key == after[:2] else None
         for numbers, entry in listed[ref].after(begun):
             key = (*engine_key, *map(number_key, numbers))

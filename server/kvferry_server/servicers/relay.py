@@ -50,26 +50,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a relayed call is counted against: the host that it came from (empty: this one), and the names in the
-    caller's certificate."""
+    """The holder that a relayed call counts against: its host (empty: this host), and the names in the caller's
+    certificate."""
 
     host: str
     names: Names
 
     def holders(self) -> Iterator[str]:
-        """Who shares a budget: hosts with one another, and identities."""
+        """Yield the holders in budgets: the host, and the identity if there is one."""
         yield f"host {self.host}" if self.host else ""
         if self.names:
             yield "identity " + ", ".join(sorted(repr(name.decode(errors="backslashreplace")) for name in self.names))
 
 
 class _Places:
-    """The connections that one kind of call may open. Silent homes that one caller names must not take them from
-    others.
-
-    Args:
-        most: connections to homes, of any kind, up to which a call may open another one.
-    """
+    """The connections that one kind of call may open, so that silent homes named by one caller do not take all of them.
+    A call may open another connection while fewer than `most`, of any kind, are open."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -88,8 +84,8 @@ class _Places:
 
 @dataclass(slots=True)
 class _HomeChannel:
-    """A channel to a home, the TLS files that it was made with, who it was opened for and of whose places, and the
-    number of calls that use it."""
+    """A channel to a home, the TLS files that it was made with, the caller that it was opened for, the places that it
+    counts in, and the number of calls that use it."""
 
     channel: grpc.aio.Channel
     tls: TlsConfig | TlsContent | None
@@ -105,11 +101,11 @@ class Relays:
         advertise: the address at which others reach this server.
         tls: TLS files for connections to homes. With a CA (`tls.ca`) any home may be dialled, since only homes with a
             certificate of that CA are accepted.
-        anywhere: whether any home may be dialled also without that; otherwise only homes on this host.
+        anywhere: any home may be dialled also without a CA; otherwise only homes on this host.
         patterns: shell patterns of ``host:port``; if there are any, they alone decide which homes may be dialled.
-        content: returns what the TLS files hold now: later calls use it, and those in progress keep their connections.
-            None: `tls` is read for each connection.
-        events: where it is written why a home cannot be reached, which callers are not told; None: nowhere.
+        content: returns the present content of the TLS files, for later connections. None: `tls` is read for each
+            connection.
+        events: the log of why a home cannot be reached, which callers do not get; None: no log.
     """
 
     def __init__(
@@ -136,11 +132,10 @@ class Relays:
 
     @property
     def num_homes(self) -> int:
-        """How many homes it is connected to."""
         return len(self._connections)
 
     def stop(self) -> None:
-        """Note that this node server stops: no home is told that a rank has left when its Watch ends from now on."""
+        """Note that this node server stops: from now on the end of a Watch is not reported as a rank that has left."""
         self._stopping = True
 
     async def close(self) -> None:
@@ -149,10 +144,10 @@ class Relays:
             await asyncio.wait(tuple(self._endings.values()))
 
     def applies(self, home: str, relayed_by: str) -> bool:
-        """Whether a call must be relayed, because it is for another home.
+        """Whether a call is for another home and must be relayed.
 
         Raises:
-            RelayLoop: it is for another home, but another node server has relayed it to this one.
+            RelayLoop: the call is for another home, but another node server has relayed it to this one.
             InvalidField: an address is malformed or too long.
         """
         checks.text("home", home, least=0)
@@ -170,11 +165,11 @@ class Relays:
         """Relay a registration to its home and return the home's answer.
 
         Raises:
-            Unreachable: the home does not answer as a node server. It does not say more: strangers name homes, and
+            Unreachable: the home does not answer as a node server. The error has no details: strangers name homes, and
                 must not learn which ports of other hosts are open.
-            LimitReached: too many homes are connected to.
+            LimitReached: too many homes are connected.
             InvalidField: this server may not dial the home.
-            KvferryError: whatever the home answers.
+            KvferryError: any error of the home.
         """
         home = request.home
         request.relayed_by = self._advertise
@@ -188,14 +183,8 @@ class Relays:
     async def decline(
         self, home: str, declines: Sequence[pb.Decline], timeout: float, caller: Caller
     ) -> Sequence[pb.NotificationResult]:
-        """Send declines on to the home that their references name, marked, so that it does not send them on again.
-        Returns its results, in order.
-
-        Args:
-            timeout: seconds that it may take.
-
-        Raises: as `register_cache`.
-        """
+        """Send declines on to the home that their references name, marked, so that the home does not send them on
+        again. Returns its results, in order. `timeout` is in seconds. Raises as `register_cache`."""
         notifications = [pb.Notification(decline=decline) for decline in declines]
         for sent in notifications:
             sent.decline.relayed_by = self._advertise
@@ -216,7 +205,7 @@ class Relays:
         request.relayed_by = self._advertise
         request.version.relay.CopyFrom(OURS_AS_RELAY)
         if ending := self._endings.get(process):
-            # The home must hear that the rank left before it hears that it is back.
+            # The home must learn that the rank left before it learns that the rank is back.
             await asyncio.wait([ending])
         stub, connection = self._enter(home, self._of_ranks, caller)
         call = stub.Watch(request)
@@ -228,7 +217,7 @@ class Relays:
                 raise self.unreachable(home, "it began a Watch with another event than opened")
             _check_home(opened.version, home)
             opened.opened.advertise = self._advertise
-            # From now on, a Watch that ends here while it goes on there is that of a rank that has left.
+            # From now on, if the Watch ends here and not at the home, the rank has left.
             left = True
             yield opened
             async for message in messages:
@@ -240,7 +229,7 @@ class Relays:
         except (asyncio.TimeoutError, StopAsyncIteration):
             raise self.unreachable(home, f"it did not open a Watch within {OPEN_TIMEOUT:g} s") from None
         finally:
-            # In a task of its own: this one is cancelled if the rank is gone.
+            # In a separate task: this task is cancelled if the rank is gone.
             ending = self._endings[process] = asyncio.create_task(
                 self._end_watch(stub, connection, call, request, left=left)
             )
@@ -255,7 +244,7 @@ class Relays:
         *,
         left: bool,
     ) -> None:
-        """End a rank's Watch at the home. If the rank `left`, tell the home so first: otherwise it assumes that the
+        """End a rank's Watch at the home. If the rank `left`, first notify the home: otherwise it assumes that the
         whole node is lost."""
         notice = pb.NotifyRequest(
             version=OURS_ENCODED,
@@ -278,7 +267,7 @@ class Relays:
             del self._endings[process]
 
     def unreachable(self, home: str, problem: str) -> Unreachable:
-        """Return the error of a home that does not answer as a node server, and write the problem to the log."""
+        """Return the error for a home that does not answer as a node server, and write the problem to the log."""
         if self._events is not None:
             self._events.write(logging.WARNING, "home_unreachable", {"home": home, "problem": problem})
         return Unreachable(
@@ -289,7 +278,7 @@ class Relays:
         found = error_of_peer(error)
         if found is None:
             return self.unreachable(home, from_rpc_error(error, home, self._tls).message)
-        # That of a home of a later release is passed on without its reason, which this one does not know.
+        # An unknown reason, from a home of a later release, is not passed on.
         found.reason = found.reason or "UNSPECIFIED"
         return found
 
@@ -318,7 +307,7 @@ class Relays:
             places.check(caller)
         tls = self._tls if self._content is None else self._content()
         if connection is None or connection.tls != tls:
-            # Calls that use an older one keep it until they end.
+            # Calls that use an older channel keep it until they end.
             connection = _HomeChannel(connect_async(str(address), tls), tls, caller, places)
             self._connections[address] = connection
             places.take(caller)
@@ -328,7 +317,7 @@ class Relays:
 
     def _checked(self, home: str) -> Address:
         """Return the address of a home; raise `InvalidField` unless this server may dial it. Every caller that can
-        register names one, so without this check strangers could make this server dial any address."""
+        register names a home, so without this check strangers could make this server dial any address."""
         address = parse_address(home, "home")
         if address.is_unix:
             # Any service of this host may listen at a path, and other nodes cannot reach a home there.
@@ -355,6 +344,6 @@ class Relays:
 
 
 def _check_home(version: pb.Version, home: str) -> None:
-    """Check the version in a home's answer, and add this relay's to it, for the rank."""
+    """Check the version in a home's answer, and add this relay's version to it, for the rank."""
     check_server(version, home, "this relay")
     version.relay.CopyFrom(OURS_AS_RELAY)

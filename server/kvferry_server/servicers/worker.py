@@ -30,17 +30,9 @@ class Worker:
         self._waiting = Rotation(self._pass_on)
 
     async def run(self, host: str, size: int, call: Callable[[], Result]) -> Result:
-        """Run a call on the thread and return its result. Calls of one host run in order; a call that is cancelled
-        while it waits is not run.
-
-        Args:
-            host: the host that asks for it.
-            size: bytes of the message that it works on.
-            call: what to run; it must not touch the home.
-
-        Raises:
-            LimitReached: too many bytes of this host wait already.
-        """
+        """Run a call, which must not touch the home, on the thread and return its result. Calls of one host run in
+        order; a call that is cancelled while it waits is not run. `size` is the bytes of the message that the call
+        works on. Raises `LimitReached` if too many bytes of this host wait already."""
         check_budget("worker_bytes", self._waiting_bytes, host, WORKER_RETRY_AFTER, size)
         self._waiting_bytes.take(host, size)
         try:
@@ -54,12 +46,12 @@ class Worker:
         return call() if size <= MAX_INLINE_BYTES else await self.run(host, size, call)
 
     def close(self, *, wait: bool = False) -> None:
-        """Stop the thread; waiting calls are cancelled. With `wait`, it has ended when this returns. Idempotent."""
+        """Stop the thread; waiting calls are cancelled. With `wait`, the thread has ended on return. Idempotent."""
         self._executor.shutdown(wait=wait, cancel_futures=True)
 
     @asynccontextmanager
     async def _thread(self, host: str) -> AsyncIterator[None]:
-        """Have the thread while the context lasts, after waiting for it."""
+        """Wait for the thread, and have it while the context lasts."""
         if self._busy:
             await self._waiting.wait(host)
         self._busy = True
@@ -69,5 +61,4 @@ class Worker:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the thread to the next call."""
         self._busy = self._waiting.wake()

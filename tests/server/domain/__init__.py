@@ -1,1 +1,1 @@
-"""The rules of a home, on a clock that tests turn: no gRPC, no asyncio."""
+"""The rules of a home, on a clock that tests move: no gRPC, no asyncio."""

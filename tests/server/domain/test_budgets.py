@@ -1,4 +1,4 @@
-"""Budgets: what their errors say."""
+"""Errors of budgets."""
 
 from __future__ import annotations
 

@@ -24,17 +24,17 @@ from tests.support.parties import D, E, P, Scene
         (PublicationOutcome, pb.ReleaseOutcome),
     ],
 )
-def test_numbers_are_those_of_the_contract(ours: type[LeaseState], theirs: type[pb.ReadState]) -> None:
+def test_enum_numbers_equal_those_of_the_contract(ours: type[LeaseState], theirs: type[pb.ReadState]) -> None:
     named = {name.rpartition(f"{_prefix(theirs.keys())}_")[2]: number for name, number in theirs.items() if number}
     assert {one.name: one.value for one in ours} == named
 
 
 def _prefix(names: list[str]) -> str:
-    """What the names of a proto's enum have in common."""
+    """Return the common prefix of the names of a proto's enum."""
     return names[0].removesuffix("_UNSPECIFIED")
 
 
-def test_what_a_lease_is_on_is_told_while_it_lives_and_no_longer() -> None:
+def test_leased_publication_is_returned_while_the_lease_is_live() -> None:
     scene = Scene()
     publication = scene.publish()
     lease = scene.grant()
@@ -46,7 +46,7 @@ def test_what_a_lease_is_on_is_told_while_it_lives_and_no_longer() -> None:
         scene.lessor.leased(lease.lease_id, D)
 
 
-def test_what_has_not_come_is_not_offered() -> None:
+def test_awaited_publication_is_not_offered() -> None:
     scene = Scene()
     scene.grant(2)
     with pytest.raises(HomeRecovering, match="has not arrived yet"):
@@ -55,7 +55,7 @@ def test_what_has_not_come_is_not_offered() -> None:
     assert scene.sources.unreleased(P, 2) is publication
 
 
-def test_reads_announced_by_a_waiting_reader_are_waited_for() -> None:
+def test_expected_reads_of_a_waiting_reader_count() -> None:
     scene = Scene()
     first = scene.grant(expected_reads=2)
     publication = scene.publish(expected_reads=1)
@@ -65,7 +65,7 @@ def test_reads_announced_by_a_waiting_reader_are_waited_for() -> None:
     assert scene.told() == [(publication.number, PublicationOutcome.READ)]
 
 
-def test_the_stream_of_a_lease_that_ends_by_its_time_is_woken() -> None:
+def test_expiry_of_a_lease_wakes_its_waiting_call() -> None:
     scene = Scene()
     publication = scene.publish()
     scene.grant()
@@ -88,14 +88,14 @@ def test_a_read_whose_outcome_is_forgotten_is_a_new_read() -> None:
     assert new.lease_id != old.lease_id
 
 
-def test_a_number_that_was_just_passed_over_may_come() -> None:
+def test_number_that_was_just_skipped_may_arrive() -> None:
     scene = Scene()
     scene.publish(1)
     scene.publish(3)
     assert scene.publish(2).number == 2
 
 
-def test_after_a_snapshot_no_number_up_to_its_high_water_comes() -> None:
+def test_numbers_up_to_the_high_water_of_a_snapshot_are_closed() -> None:
     scene = Scene()
     scene.publish(1)
     scene.publish(4)
@@ -107,7 +107,7 @@ def test_after_a_snapshot_no_number_up_to_its_high_water_comes() -> None:
     assert scene.publish(3).number == 3
 
 
-def test_every_read_that_waits_counts_against_the_limit() -> None:
+def test_waiting_reads_all_count_against_the_limit() -> None:
     scene = Scene(limits=Limits(waiting_reads=3))
     # Each reader gets as many as stay free: two of three are the most.
     scene.grant(1, name="one")
@@ -116,8 +116,8 @@ def test_every_read_that_waits_counts_against_the_limit() -> None:
         scene.grant(2, name="three")
 
 
-def test_nothing_told_again_is_released_before_a_max_ttl() -> None:
-    """At a restarted home, readers that it does not know may still be reading (R2)."""
+def test_republished_publication_is_released_after_a_max_ttl() -> None:
+    """Readers that a restarted home does not know may still be reading (R2)."""
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish()
@@ -129,7 +129,7 @@ def test_nothing_told_again_is_released_before_a_max_ttl() -> None:
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
-def test_of_a_replaced_incarnation_nothing_is_kept_after_its_last_lease() -> None:
+def test_records_of_a_replaced_incarnation_end_with_its_last_lease() -> None:
     scene = Scene()
     scene.publish()
     scene.grant()

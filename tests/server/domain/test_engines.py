@@ -1,4 +1,4 @@
-"""PROTOCOL, Identities; Watch, liveness: who is an engine, until when, and what its ranks may say."""
+"""PROTOCOL, Identities; Watch, liveness: engines, their ends, and the registrations of their ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def scene() -> Scene:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_only_the_secret_of_an_incarnation_speaks_for_it_whoever_comes_first(scene: Scene, known: bool) -> None:
+def test_session_secret_of_an_incarnation_is_needed_for_its_first_watch_too(scene: Scene, known: bool) -> None:
     if known:
         scene.open()
     own = SECRETS[P]
@@ -89,7 +89,7 @@ def test_only_the_secret_of_an_incarnation_speaks_for_it_whoever_comes_first(sce
     assert scene.registry.check_session(P, own).ref == P
 
 
-def test_another_incarnation_is_refused_while_a_watch_lives_or_its_ttl_runs(scene: Scene) -> None:
+def test_incarnation_is_refused_while_another_is_watched_or_within_its_ttl(scene: Scene) -> None:
     scene.open()
     with pytest.raises(EngineIdInUse) as caught:
         scene.open(P2)
@@ -106,7 +106,7 @@ def test_another_incarnation_is_refused_while_a_watch_lives_or_its_ttl_runs(scen
     assert scene.wait(0) == [EngineEnded(P, Standing.REPLACED)]
 
 
-def test_a_retired_incarnation_is_refused_so_that_it_cannot_evict_the_living(scene: Scene) -> None:
+def test_replaced_incarnation_is_refused_and_cannot_evict_the_live_one(scene: Scene) -> None:
     secret = scene.open()
     scene.registry.close_engine(P)
     scene.wait(TIMES.engine_ttl)
@@ -121,7 +121,7 @@ def test_a_retired_incarnation_is_refused_so_that_it_cannot_evict_the_living(sce
         with pytest.raises(PeerRestarted) as caught:
             call()
         assert caught.value.values["current"] == P2.incarnation.hex()
-    # Also once its successor is dead.
+    # Also after the death of its successor.
     scene.registry.close_engine(P2)
     scene.wait(TIMES.engine_ttl)
     with pytest.raises(PeerRestarted):
@@ -129,7 +129,7 @@ def test_a_retired_incarnation_is_refused_so_that_it_cannot_evict_the_living(sce
     scene.open(P3)
 
 
-def test_retirement_ends(scene: Scene) -> None:
+def test_refusal_of_a_retired_incarnation_ends(scene: Scene) -> None:
     scene.open()
     scene.registry.close_engine(P)
     scene.wait(TIMES.engine_ttl)
@@ -139,7 +139,7 @@ def test_retirement_ends(scene: Scene) -> None:
     scene.open(P)
 
 
-def test_a_watch_that_comes_back_in_time_changes_nothing(scene: Scene) -> None:
+def test_watch_that_is_back_in_time_changes_nothing(scene: Scene) -> None:
     scene.open()
     scene.registry.close_engine(P)
     scene.wait(TIMES.engine_ttl - 1)
@@ -166,7 +166,7 @@ def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Sc
         scene.registry.find(P)
 
 
-def test_an_unknown_engine_is_awaited_while_a_home_is_new() -> None:
+def test_unknown_engine_is_awaited_at_a_new_home() -> None:
     clock = FakeClock()
     registry = Registry(clock, TIMES, Limits())
     with pytest.raises(HomeRecovering):
@@ -207,7 +207,7 @@ def test_an_engine_is_readable_once_all_ranks_are_in(scene: Scene) -> None:
         engine.check_readable()
 
 
-def test_registering_the_same_content_again_changes_nothing(scene: Scene) -> None:
+def test_registration_of_the_same_content_changes_nothing(scene: Scene) -> None:
     secret = scene.open()
     first = scene.registry.register(registration(), secret)
     description = first.description
@@ -262,7 +262,7 @@ def _with_agent(name: str) -> Callable[[Registration], Registration]:
         ("agent", lambda given: dataclasses.replace(given, agent=None)),
     ],
 )
-def test_another_content_for_a_rank_names_the_field(
+def test_registration_of_other_content_names_the_field_that_differs(
     scene: Scene, field: str, change: Callable[[Registration], Registration]
 ) -> None:
     secret = scene.open()
@@ -314,7 +314,7 @@ def test_a_registration_that_contradicts_itself_cannot_be_made() -> None:
         dataclasses.replace(given, agent=dataclasses.replace(given.agent, regions=many))
 
 
-def test_an_engine_has_not_too_many_ranks() -> None:
+def test_ranks_of_an_engine_are_limited() -> None:
     scene = Scene(Limits(ranks=8))
     secret = scene.open()
     with pytest.raises(InvalidField):
@@ -333,12 +333,12 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     with pytest.raises(EngineIncomplete) as caught:
         engine.check_readable()
     assert caught.value.values["missing_ranks"] == "1"
-    # Another process with the same token is not the rank that died: its memory is another.
+    # Another process with the same token is not the rank that died: it has other memory.
     with pytest.raises(CacheDiffers):
         scene.registry.register(_with_agent("another")(registration(rank=1, ranks=2)), secret)
     scene.registry.register(registration(rank=1, ranks=2), secret)
     engine.check_readable()
-    # Without a Watch it ends after one ttl.
+    # Without a Watch the rank ends after one ttl.
     assert scene.wait(TIMES.engine_ttl) == [RankDied(P, RankLost(1, "", node_lost=False))]
 
 
@@ -352,7 +352,7 @@ def test_a_rank_that_comes_back_in_time_is_not_lost(scene: Scene) -> None:
     assert scene.wait(100) == []
 
 
-def test_a_rank_that_the_engine_does_not_have_has_no_watch(scene: Scene) -> None:
+def test_watch_of_a_rank_that_the_engine_lacks_is_refused(scene: Scene) -> None:
     secret = scene.open()
     with pytest.raises(InvalidField):
         scene.registry.open_rank(P, secret, Limits().ranks)
@@ -361,10 +361,10 @@ def test_a_rank_that_the_engine_does_not_have_has_no_watch(scene: Scene) -> None
         scene.registry.open_rank(P, secret, 2)
 
 
-def test_who_is_refused_a_name_retires_nobody() -> None:
+def test_refused_incarnation_retires_no_other() -> None:
     clock = FakeClock()
     registry = Registry(clock, TIMES, Limits())
-    # In a new home both live; then one of them is lost for long.
+    # In a new home both incarnations live; then one of them is lost for long.
     for ref in (P, P2):
         registry.open_engine(ref, SECRETS[ref])
     registry.close_engine(P)
@@ -393,19 +393,19 @@ def test_a_successor_takes_the_place_of_its_predecessor_in_a_full_home() -> None
     assert registry.open_engine(P2, SECRETS[P2], "192.0.2.1").ref == P2
 
 
-def test_the_nodes_of_missing_ranks_are_told_and_those_that_are_lost_with_them(scene: Scene) -> None:
+def test_nodes_of_missing_ranks_are_named_and_so_are_lost_nodes(scene: Scene) -> None:
     secret = scene.open()
     engine = scene.registry.find(P)
     for rank, node in ((1, "one:1"), (2, "two:1"), (3, "")):
         scene.registry.open_rank(P, secret, rank, node)
     for rank in (0, 1, 2, 3):
         scene.registry.register(registration(rank=rank, ranks=5), secret)
-    # One that never came is of no node.
+    # A rank that never registered has no node.
     with pytest.raises(EngineIncomplete) as caught:
         engine.check_readable()
     assert (caught.value.values["missing_ranks"], caught.value.values["missing"]) == ("4", "1")
     assert not {"nodes", "lost_nodes"} & set(caught.value.values)
-    # Of the second, its node server says that it has ended: then its node has not.
+    # The node server of the second rank reports its end, so that node is alive.
     scene.registry.rank_left(P, 2)
     scene.registry.rank_left(P, 2)
     for own in (0, 3, 4):
@@ -424,7 +424,7 @@ def test_the_nodes_of_missing_ranks_are_told_and_those_that_are_lost_with_them(s
     values = caught.value.values
     assert (values["missing_ranks"], values["missing"]) == ("1,2,3,4", "4")
     assert (values["nodes"], values["lost_nodes"]) == ("one:1,two:1", "one:1")
-    # What was said of a rank's end is over when it is back, and so is the node that it had.
+    # A rank that is back has neither its old node nor the report of its end.
     scene.registry.open_rank(P, secret, 2, "two:1")
     scene.registry.open_rank(P, secret, 1)
     for rank in (1, 2):
@@ -437,7 +437,7 @@ def test_the_nodes_of_missing_ranks_are_told_and_those_that_are_lost_with_them(s
 
 
 @pytest.mark.parametrize(("missing", "ending"), [(MAX_NAMED_RANKS, "63, 64"), (MAX_NAMED_RANKS + 1, "63, 64 ...")])
-def test_so_many_missing_ranks_are_named(scene: Scene, missing: int, ending: str) -> None:
+def test_missing_ranks_are_named_up_to_a_limit(scene: Scene, missing: int, ending: str) -> None:
     secret = scene.open()
     engine = scene.registry.register(registration(ranks=missing + 1, geometry=rank_geometry()), secret)
     with pytest.raises(EngineIncomplete) as caught:
@@ -448,9 +448,9 @@ def test_so_many_missing_ranks_are_named(scene: Scene, missing: int, ending: str
 
 
 @pytest.mark.parametrize("grows", ["planes", "names", "groups", "identity", "regions", "metadata"])
-def test_a_registration_is_accounted_as_about_what_it_takes(grows: str) -> None:
+def test_registration_is_accounted_with_about_the_memory_it_uses(grows: str) -> None:
     def made(count: int) -> Registration:
-        """One that has about so much of something; nothing of it is shared."""
+        """A registration with about this much of one thing, sharing no objects."""
         given = registration()
         planes, agent = given.geometry.planes, given.agent
         assert agent is not None
@@ -483,7 +483,7 @@ def test_a_registration_is_accounted_as_about_what_it_takes(grows: str) -> None:
     assert more.size - less.size <= 4 * taken
 
 
-def test_an_engines_cache_is_that_of_its_ranks_once_each(scene: Scene) -> None:
+def test_cache_bytes_of_an_engine_count_each_rank_once(scene: Scene) -> None:
     secret = scene.open()
     first, second = registration(ranks=2), registration(rank=1, ranks=2)
     # Key and value of two layers, 4 heads of 16 tokens each.
@@ -493,7 +493,7 @@ def test_an_engines_cache_is_that_of_its_ranks_once_each(scene: Scene) -> None:
     assert scene.registry.find(P).cache_bytes == 2 * first.cache_bytes
 
 
-def test_regions_are_checked_as_far_as_one_registration_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_of_a_registration_are_limited_by_the_cost_of_their_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry_server.domain.registrations.MAX_REGION_CHECKS", 12)
     given = registration()
     agent = given.agent
@@ -517,7 +517,7 @@ def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> 
     with pytest.raises(PeerRestarted) as caught:
         scene.registry.retire(P)
     assert caught.value.values["current"] == P2.incarnation.hex()
-    # Its Watch ends after its last word.
+    # The Watch ends after `retire`.
     scene.registry.close_engine(P)
     with pytest.raises(PeerRestarted):
         scene.open(P)
@@ -525,7 +525,7 @@ def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> 
     assert scene.registry.find_live(P.engine_id).ref == P2
 
 
-def test_a_host_that_retires_without_an_end_leaves_room_for_others() -> None:
+def test_host_that_keeps_retiring_engines_leaves_room_for_others() -> None:
     scene = Scene(Limits(retired=8))
     refs = [start("storm", chr(ord("a") + index)) for index in range(8)]
 
@@ -538,7 +538,7 @@ def test_a_host_that_retires_without_an_end_leaves_room_for_others() -> None:
         retire(new, ref.incarnation * 2, "10.0.0.1")
     with pytest.raises(LimitReached, match="retired"):
         retire(made[4], refs[4].incarnation * 2, "10.0.0.1")
-    # What could not be retired ends by its ttl.
+    # Engines that could not be retired end by their ttl.
     scene.registry.close_engine(made[4])
     scene.wait(TIMES.engine_ttl)
     secret = scene.open()

@@ -1,4 +1,4 @@
-"""What a Watch is told: numbered, bounded, resumable."""
+"""Feeds of Watches: events are numbered, bounded and resumable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_sequences_rise_from_one() -> None:
     assert [numbered.sequence for numbered in feed_with(3).after(0)] == [1, 2, 3]
 
 
-def test_what_was_seen_is_not_told_again() -> None:
+def test_events_that_were_received_are_not_sent_again() -> None:
     feed = feed_with(3)
     assert [numbered.sequence for numbered in feed.after(2)] == [3]
     assert feed.after(3) == []
@@ -35,11 +35,11 @@ def test_events_are_bounded_and_a_gap_is_counted() -> None:
     assert [numbered.sequence for numbered in feed.after(6)] == [7, 8, 9, 10]
 
 
-def test_a_sequence_that_never_was_cannot_be_resumed() -> None:
+def test_sequence_that_was_never_used_cannot_be_resumed() -> None:
     assert feed_with(3).dropped_after(4) is None
 
 
-def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() -> None:
+def test_acknowledged_release_is_dropped_without_a_gap() -> None:
     publication = PublicationRecord(P, 7)
     feed = feed_with(1)
     feed.push(publication)
@@ -51,7 +51,7 @@ def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() ->
     assert feed.dropped_after(0) == 0
 
 
-def test_a_release_that_was_told_again_goes_with_one_acknowledgement() -> None:
+def test_repeated_release_is_dropped_by_one_acknowledgement() -> None:
     feed, publication = feed_with(0), PublicationRecord(P, 7)
     for event in (publication, RankLost(0), publication):
         feed.push(event)
@@ -60,7 +60,7 @@ def test_a_release_that_was_told_again_goes_with_one_acknowledgement() -> None:
     assert [numbered.sequence for numbered in feed.after(0)] == [2]
 
 
-def test_a_release_that_was_dropped_can_be_acknowledged() -> None:
+def test_dropped_release_can_be_acknowledged() -> None:
     feed, publication = feed_with(0, kept=2), PublicationRecord(P, 7)
     for event in (publication, publication, RankLost(0), RankLost(1)):
         feed.push(event)

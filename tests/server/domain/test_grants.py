@@ -1,4 +1,4 @@
-"""What a policy decides: pure, without certificates."""
+"""Grants of a policy, without certificates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_pattern_fits_names_part_by_part(pattern: str, fits: list[str], does_n
     assert [name for name in does_not if identity_matches(pattern, name)] == []
 
 
-def test_all_rules_that_fit_count_together() -> None:
+def test_rules_that_fit_count_together() -> None:
     policy = Policy(
         Grant(),
         (
@@ -64,7 +64,7 @@ def test_a_role_is_for_the_engines_that_its_patterns_fit() -> None:
     assert not granted.allows(Need((ENGINE,), "d-1"))
     assert not granted.allows(Need((ENGINE,), ""))
     assert not granted.allows(Need((READER,), "p-1"))
-    # For some engine, whichever.
+    # For any engine.
     assert granted.allows(Need((ENGINE,)))
     assert not granted.allows(Need((RELAY,)))
     assert granted.allows(Need((PolicyRole.OBSERVER,)))
@@ -72,7 +72,7 @@ def test_a_role_is_for_the_engines_that_its_patterns_fit() -> None:
     assert Grant(engine=("p-*", "*")).covers((ENGINE,))
 
 
-def test_a_member_may_all_but_administer_and_an_operator_all() -> None:
+def test_member_has_every_role_but_admin_and_an_operator_all() -> None:
     roles = set(PolicyRole)
     assert {role for role in roles if MEMBER.covers((role,))} == roles - {PolicyRole.ADMIN}
     assert OPERATOR.covers(roles)

@@ -1,5 +1,4 @@
-"""The journal's numbers are what a recount of all records would give, whatever happens; and its log is what an operator
-needs and no more."""
+"""The journal's metrics equal a recount of all records after any calls, and its log is what an operator needs."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ DOINGS = (
 
 
 def recount(scene: Scene) -> None:
-    """Compare what is counted as it happens with what is there."""
+    """Compare the counters with a count of the records."""
     records, journal = scene.records, scene.records.journal
     publications = [one for engine in records.engines.values() for one in engine.publications.values()]
     assert +journal.stages == Counter(one.stage for one in publications)
@@ -42,7 +41,7 @@ def recount(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_numbers_are_those_of_a_recount(seed: int) -> None:
+def test_metrics_equal_a_recount_of_all_records(seed: int) -> None:
     chance = random.Random(seed)
     scene = Scene(Times(ttl=2, max_ttl=2, hold=3, final=20, max_wait=4))
     leases = list[Lease]()
@@ -82,7 +81,7 @@ def test_numbers_are_those_of_a_recount(seed: int) -> None:
     assert sum(scene.records.journal.ended.values()) > 5
 
 
-def test_the_last_hundred_reads_are_kept() -> None:
+def test_last_hundred_reads_are_kept() -> None:
     scene = Scene()
     for number in range(1, LAST_READS + 31):
         scene.publish(number)
@@ -95,7 +94,7 @@ def test_the_last_hundred_reads_are_kept() -> None:
     assert {read.state for read in kept} == {LeaseState.VALID}
 
 
-def test_an_expired_lease_is_a_warning_that_says_whose_it_was(caplog: pytest.LogCaptureFixture) -> None:
+def test_expired_lease_is_logged_as_a_warning_with_its_ids(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
     scene.publish(1)
@@ -116,7 +115,7 @@ def test_an_expired_lease_is_a_warning_that_says_whose_it_was(caplog: pytest.Log
     assert lease.lease_id.hex() not in record.getMessage()
 
 
-def test_a_good_day_writes_nothing_per_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_successful_requests_are_not_logged_at_info(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
     for number in range(1, 51):
@@ -137,11 +136,11 @@ def test_a_good_day_writes_nothing_per_request(caplog: pytest.LogCaptureFixture)
         "publication_ended",
         "publication_released",
     ]
-    # The same request id in each of them.
+    # All events have the same request_id.
     assert len({getattr(record, FIELDS)["request_id"] for record in caplog.records}) == 1
 
 
-def test_a_bad_day_is_told_without_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_one_kind_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
     for number in range(1, 101):
@@ -159,7 +158,7 @@ def test_a_bad_day_is_told_without_end(caplog: pytest.LogCaptureFixture) -> None
     assert getattr(last, FIELDS)["lease_number"] == lease.number
 
 
-def test_refused_renewals_and_late_reports_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_renewals_and_late_reports_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
     scene.publish(1)
@@ -183,7 +182,7 @@ def test_refused_renewals_and_late_reports_are_told(caplog: pytest.LogCaptureFix
     assert scene.records.journal.renewals["refused"] == 2
 
 
-def test_names_of_strangers_make_up_neither_lines_nor_fields(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_chosen_by_strangers_forge_neither_log_lines_nor_fields(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, EVENTS)
     evil = 'x" lease_number=7\n2026-01-01 ERROR \x1b[31mroot: pwned\u2028'
     EventLog(FakeClock()).write(logging.INFO, "engine_opened", {"engine_id": evil, "peer": "10.0.0.1"})
@@ -193,7 +192,7 @@ def test_names_of_strangers_make_up_neither_lines_nor_fields(caplog: pytest.LogC
     )
 
 
-def test_refusals_name_ids_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_refusals_have_ids_and_no_other_values(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, EVENTS)
     log = EventLog(FakeClock())
     log.refusal("Notify.renew", "LEASE_ENDED", {"lease_number": "3", "value": "secret", "incarnation": "ab" * 16}, {})

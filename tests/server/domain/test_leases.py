@@ -1,4 +1,4 @@
-"""PROTOCOL, Leases: who may read until when."""
+"""PROTOCOL, Leases: grants, renewals, reports and ends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_lease_runs_for_its_ttl_and_not_a_moment_longer(scene: Scene) -> None:
+def test_lease_lasts_exactly_its_ttl(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
     scene.clock.pass_by(TIMES.ttl - 0.001)
     assert scene.renew(lease) > 0
     scene.clock.pass_by(TIMES.ttl)
-    # No timer has fired: whoever asks is told the truth all the same.
+    # No timer has fired; the answer is right all the same.
     assert scene.report(lease, 0).verdict is Verdict.EXPIRED
     assert lease.state is LeaseState.EXPIRED
 
@@ -60,7 +60,7 @@ def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
     scene.wait(TIMES.ttl)
     assert scene.renew(expired) == 0
     assert (expired.state, expired.expires) == (LeaseState.EXPIRED, expires)
-    # Not even after its source is gone.
+    # Nor after the lease's source is gone.
     scene.sources.end_engine(P, Standing.REPLACED)
     assert scene.renew(expired) == 0
     with pytest.raises(LeaseEnded):
@@ -76,7 +76,7 @@ def test_a_replay_gets_the_same_lease_unextended(scene: Scene) -> None:
     assert lease.expires == expires
 
 
-def test_a_read_that_has_ended_is_not_had_again(scene: Scene) -> None:
+def test_ended_read_gets_no_new_lease(scene: Scene) -> None:
     scene.publish(expected_reads=2)
     lease = scene.grant()
     scene.report(lease, 0)
@@ -84,7 +84,7 @@ def test_a_read_that_has_ended_is_not_had_again(scene: Scene) -> None:
         scene.grant()
 
 
-def test_calls_of_one_read_agree_on_their_parties(scene: Scene) -> None:
+def test_calls_of_a_read_state_the_same_number_of_participants(scene: Scene) -> None:
     scene.publish()
     scene.grant(parties=2)
     with pytest.raises(PartiesMismatch) as caught:
@@ -92,7 +92,7 @@ def test_calls_of_one_read_agree_on_their_parties(scene: Scene) -> None:
     assert caught.value.values == {"lease_number": "1", "field": "parties", "value": "3", "expected": "2"}
 
 
-def test_no_lease_reaches_past_the_final_deadline(scene: Scene) -> None:
+def test_lease_is_never_extended_past_the_final_deadline(scene: Scene) -> None:
     publication = scene.publish()
     scene.grant(name="early")
     lease = scene.grant(name="kept", reader=E)
@@ -141,7 +141,7 @@ def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("standing", [Standing.DEAD, Standing.REPLACED])
-def test_the_end_of_the_source_shortens_no_lease(scene: Scene, standing: Standing) -> None:
+def test_lease_is_not_shortened_by_the_end_of_its_source(scene: Scene, standing: Standing) -> None:
     scene.publish()
     lease = scene.grant()
     expires = lease.expires
@@ -152,7 +152,7 @@ def test_the_end_of_the_source_shortens_no_lease(scene: Scene, standing: Standin
     assert scene.report(lease, 0).verdict is Verdict.VALID
 
 
-def test_a_lost_rank_shortens_no_lease_and_ends_nothing_that_was_published(scene: Scene) -> None:
+def test_lease_and_publication_outlast_a_lost_rank(scene: Scene) -> None:
     publication = scene.publish()
     lease = scene.grant()
     expires = lease.expires
@@ -164,7 +164,7 @@ def test_a_lost_rank_shortens_no_lease_and_ends_nothing_that_was_published(scene
     assert scene.report(lease, 0).verdict is Verdict.VALID
 
 
-def test_readers_who_come_after_a_rank_was_lost_hear_of_it_and_those_who_wait_go_on(scene: Scene) -> None:
+def test_renewals_after_a_rank_was_lost_are_revoked_except_for_waiting_readers(scene: Scene) -> None:
     # A reader that has handshaken once asks for no agents again, and a home that drains has lost the rank as well.
     scene.records.of_engine(P).lost_ranks = {0}
     waiting = scene.grant(2)
@@ -179,7 +179,7 @@ def test_readers_who_come_after_a_rank_was_lost_hear_of_it_and_those_who_wait_go
     assert waiting.revoked is None
 
 
-def test_a_lost_watch_stops_renewals_until_it_is_back(scene: Scene) -> None:
+def test_renewals_pause_while_the_watch_of_the_source_is_lost(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
     scene.sources.lose(P)
@@ -239,7 +239,7 @@ def test_a_waiting_reader_keeps_its_lease_even_where_the_final_deadline_is_short
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_a_key_is_checked_at_once_also_before_its_publication_comes(scene: Scene, published: bool) -> None:
+def test_key_is_checked_before_its_publication_arrives(scene: Scene, published: bool) -> None:
     if published:
         scene.publish(2)
     held = scene.grant(2, reader=E)
@@ -252,7 +252,7 @@ def test_a_key_is_checked_at_once_also_before_its_publication_comes(scene: Scene
     assert [lease for lease in scene.records.leases() if lease.live] == [held]
 
 
-def test_reports_are_a_set_by_rank_and_not_a_counter(scene: Scene) -> None:
+def test_reports_are_a_set_by_rank(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant(parties=3)
     assert scene.report(lease, 0).reported == 1
@@ -265,7 +265,7 @@ def test_reports_are_a_set_by_rank_and_not_a_counter(scene: Scene) -> None:
     assert lease.state is LeaseState.VALID
 
 
-def test_the_first_report_of_a_rank_counts(scene: Scene) -> None:
+def test_first_report_of_a_rank_counts(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant(parties=2)
     scene.report(lease, 0, outcome=RankOutcome.FAILED)
@@ -274,7 +274,7 @@ def test_the_first_report_of_a_rank_counts(scene: Scene) -> None:
     assert lease.state is LeaseState.FAILED
 
 
-def test_a_read_has_no_more_reporting_ranks_than_parties(scene: Scene) -> None:
+def test_reports_come_from_at_most_as_many_ranks_as_a_read_has_participants(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant(parties=2)
     with pytest.raises(PartiesMismatch):
@@ -285,13 +285,13 @@ def test_a_read_has_no_more_reporting_ranks_than_parties(scene: Scene) -> None:
         scene.report(lease, 2)
 
 
-def test_one_rank_in_time_and_one_too_late_is_expired(scene: Scene) -> None:
+def test_report_of_a_rank_that_is_too_late_is_answered_expired(scene: Scene) -> None:
     publication = scene.publish()
     lease = scene.grant(parties=2)
     assert scene.report(lease, 0).verdict is Verdict.VALID
     scene.wait(TIMES.ttl)
     assert scene.report(lease, 1).verdict is Verdict.EXPIRED
-    # Replays are answered as they were.
+    # Replays get the same answers.
     assert scene.report(lease, 0).verdict is Verdict.VALID
     assert scene.report(lease, 0, 1).verdict is Verdict.EXPIRED
     assert publication.valid_reads == 0
@@ -305,7 +305,7 @@ def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) 
     scene.wait(2 * TIMES.max_ttl - 1)
     assert scene.report(lease, 0).verdict is Verdict.VALID
     scene.wait(1)
-    # There is no record of it; but it has ended, since this home was up before it was granted.
+    # There is no record of the lease; but it has ended, since this home was up before the grant.
     assert scene.report(lease, 0).verdict is Verdict.EXPIRED
     assert not list(scene.records.leases())
 
@@ -313,14 +313,14 @@ def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) 
 def test_a_lease_without_a_record_has_ended_unless_the_home_has_just_started(
     scene: Scene,
 ) -> None:
-    """A reader whose machine was paused for long, and its clock with it, takes its lease for live."""
+    """A reader whose machine was paused for long, and its clock with it, believes that its lease is live."""
     scene.wait(TIMES.max_ttl - 0.1)
     assert scene.lessor.report(b"?" * 16, D, done(0)).verdict is Verdict.UNKNOWN
     scene.wait(0.1)
     assert scene.lessor.report(b"?" * 16, D, done(0)).verdict is Verdict.EXPIRED
 
 
-def test_a_lease_obeys_its_reader_only(scene: Scene) -> None:
+def test_lease_accepts_calls_of_its_reader_only(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
     assert scene.lessor.report(lease.lease_id, E, []).verdict is Verdict.UNKNOWN
@@ -380,7 +380,7 @@ def test_a_read_of_a_publication_that_is_not_complete_does_not_end_it(scene: Sce
     assert scene.told() == [(1, PublicationOutcome.READ)]
 
 
-def test_the_last_of_the_live_leases_releases(scene: Scene) -> None:
+def test_publication_is_released_with_the_last_live_lease(scene: Scene) -> None:
     scene.publish()
     first, second = scene.grant(), scene.grant(reader=E)
     scene.report(first, 0)
@@ -392,7 +392,7 @@ def test_the_last_of_the_live_leases_releases(scene: Scene) -> None:
     assert scene.told() == [(1, PublicationOutcome.READ)]
 
 
-def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scene) -> None:
+def test_numbers_of_forgotten_publications_are_stale(scene: Scene) -> None:
     scene.publish()
     scene.report(scene.grant(), 0)
     with pytest.raises(PublicationReleased) as released:
@@ -421,7 +421,7 @@ def test_waiting_reads_and_leases_are_limited() -> None:
     assert caught.value.values["limit"] == "reads"
 
 
-def test_leases_are_numbered_in_public_and_a_repr_holds_no_secret(scene: Scene) -> None:
+def test_lease_numbers_are_public_and_a_repr_has_no_secret(scene: Scene) -> None:
     scene.publish(expected_reads=2)
     leases = [scene.grant(), scene.grant(reader=E)]
     assert [lease.number for lease in leases] == [1, 2]
@@ -431,7 +431,7 @@ def test_leases_are_numbered_in_public_and_a_repr_holds_no_secret(scene: Scene) 
         assert secret.hex() not in shown
 
 
-def test_under_mutual_tls_a_lease_obeys_the_certificate_that_acquired_it(scene: Scene) -> None:
+def test_lease_under_mutual_tls_accepts_only_the_certificate_that_acquired_it(scene: Scene) -> None:
     scene.publish()
     ours, theirs = frozenset({b"node-1", b"decode"}), frozenset({b"node-2"})
     lease = scene.grant(names=ours)
@@ -452,7 +452,7 @@ def test_under_mutual_tls_a_lease_obeys_the_certificate_that_acquired_it(scene: 
     assert scene.report(lease, 0).verdict is Verdict.VALID
 
 
-def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_comes() -> None:
+def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> None:
     scene = Scene(limits=Limits(reads=10_000))
     scene.publish(1, expected_reads=2)
     scene.publish(2)
@@ -463,7 +463,7 @@ def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
     assert scene.records.next_deadline() <= scene.clock.now()
-    # Not one moment longer than its time, all the same.
+    # The lease has ended exactly at its time, although no timer has acted on it.
     assert scene.report(alone, 0).verdict is Verdict.EXPIRED
     assert scene.renew(leases[-1]) == 0
     with pytest.raises(LeaseEnded):
@@ -476,7 +476,7 @@ def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_
     assert {lease.state for lease in leases} == {LeaseState.EXPIRED}
 
 
-def test_a_publication_is_over_at_its_time_though_others_are_due_before_it() -> None:
+def test_publication_that_is_due_counts_as_ended_before_the_timer_reaches_it() -> None:
     scene = Scene(limits=Limits(publications=10_000))
     for number in range(1, 4 * MAX_ENDED_AT_ONCE):
         scene.publish(number)

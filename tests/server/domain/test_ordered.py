@@ -17,7 +17,7 @@ keys = st.tuples(st.integers(0, 3), st.integers(0, 2))
     st.none() | st.lists(st.integers(0, 3), max_size=3).map(tuple),
     st.sampled_from([0, 3, module.FEW]),
 )
-def test_what_is_there_is_listed_in_order_from_any_key_on(
+def test_entries_are_listed_in_order_from_any_key_on(
     steps: list[tuple[bool, tuple[int, int]]], after: tuple[int, ...] | None, few: int
 ) -> None:
     ordered, there = Ordered[str](), dict[tuple[int, ...], str]()
@@ -34,7 +34,7 @@ def test_what_is_there_is_listed_in_order_from_any_key_on(
     assert list(ordered.after(after)) == sorted((k, v) for k, v in there.items() if after is None or k > after)
 
 
-def test_of_entries_that_come_and_go_few_keys_are_kept() -> None:
+def test_keys_of_removed_entries_are_dropped() -> None:
     ordered = Ordered[int]()
     for number in range(100_000):
         ordered.add((number,), number)
@@ -44,7 +44,7 @@ def test_of_entries_that_come_and_go_few_keys_are_kept() -> None:
     assert len(ordered._keys) <= 2 * module.FEW
 
 
-def test_what_is_not_there_cannot_be_removed() -> None:
+def test_missing_entry_cannot_be_removed() -> None:
     ordered = Ordered[str]()
     ordered.add((1,), "one")
     with pytest.raises(KeyError):

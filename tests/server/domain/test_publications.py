@@ -1,4 +1,4 @@
-"""PROTOCOL, Endings, Home restart, and what a source may publish: R3, and R7 at the home."""
+"""PROTOCOL, Endings, Home restart, and the steps of publications: R3, and R7 at the home."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_publication_that_nobody_reads_is_released_after_the_hold(scene: Scene) -> None:
+def test_unread_publication_is_released_after_the_hold(scene: Scene) -> None:
     scene.publish()
     scene.wait(TIMES.hold - 1)
     assert not scene.told()
@@ -47,7 +47,7 @@ def test_a_publication_that_nobody_reads_is_released_after_the_hold(scene: Scene
     assert scene.told() == [(1, PublicationOutcome.UNREAD)]
 
 
-def test_the_hold_does_not_run_while_a_lease_does(scene: Scene) -> None:
+def test_hold_pauses_while_a_lease_is_live(scene: Scene) -> None:
     scene.publish()
     scene.wait(TIMES.hold - 1)
     lease = scene.grant()
@@ -59,7 +59,7 @@ def test_the_hold_does_not_run_while_a_lease_does(scene: Scene) -> None:
     assert scene.told() == [(1, PublicationOutcome.UNREAD)]
 
 
-def test_the_final_deadline_ends_even_what_is_still_published_to(scene: Scene) -> None:
+def test_final_deadline_ends_a_publication_in_progress(scene: Scene) -> None:
     scene.publish(last=False)
     for step in range(1, 7):
         scene.wait(TIMES.hold - 20)
@@ -68,7 +68,7 @@ def test_the_final_deadline_ends_even_what_is_still_published_to(scene: Scene) -
     assert scene.told() == [(1, PublicationOutcome.FINAL)]
 
 
-def test_released_is_state_until_it_is_acknowledged(scene: Scene) -> None:
+def test_release_is_state_until_acknowledged(scene: Scene) -> None:
     publication = scene.publish()
     scene.report(scene.grant(), 0)
     assert scene.records.released(P) == [publication]
@@ -83,13 +83,13 @@ def test_released_is_state_until_it_is_acknowledged(scene: Scene) -> None:
     assert not scene.told()
 
 
-def test_acknowledging_what_is_not_released_changes_nothing(scene: Scene) -> None:
+def test_acknowledgement_of_an_unreleased_publication_changes_nothing(scene: Scene) -> None:
     publication = scene.publish()
     scene.sources.acknowledge(P, [1])
     assert publication.stage is PublicationStage.PUBLISHED
 
 
-def test_a_publication_has_one_outcome_the_first(scene: Scene) -> None:
+def test_publication_outcome_is_the_first(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
     scene.sources.abort(P, 1)
@@ -125,7 +125,7 @@ def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
     assert scene.told() == [(1, PublicationOutcome.DECLINED)]
 
 
-def test_a_decline_that_overtakes_the_publication_is_remembered(scene: Scene) -> None:
+def test_decline_before_its_publication_is_remembered(scene: Scene) -> None:
     with pytest.raises(WrongKey):
         scene.lessor.decline(P, 1, b"x" * 16)
     scene.publish(1)
@@ -135,14 +135,14 @@ def test_a_decline_that_overtakes_the_publication_is_remembered(scene: Scene) ->
     assert scene.told() == [(2, PublicationOutcome.DECLINED)]
 
 
-def test_a_decline_of_what_never_comes_is_forgotten(scene: Scene) -> None:
+def test_decline_of_a_publication_that_never_arrives_is_forgotten(scene: Scene) -> None:
     scene.lessor.decline(P, 1, key(1))
     scene.wait(TIMES.max_wait)
     scene.publish(1)
     assert not scene.told()
 
 
-def test_an_abort_that_overtakes_the_publication_is_released_and_final(scene: Scene) -> None:
+def test_abort_before_its_publication_is_released_and_final(scene: Scene) -> None:
     scene.sources.abort(P, 1)
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     with pytest.raises(PublicationReleased):
@@ -154,7 +154,7 @@ def test_an_abort_that_overtakes_the_publication_is_released_and_final(scene: Sc
     assert not scene.told()
 
 
-def test_an_abort_of_what_a_reader_waits_for_waits_for_its_lease(scene: Scene) -> None:
+def test_abort_of_an_awaited_publication_waits_for_the_lease(scene: Scene) -> None:
     lease = scene.grant()
     scene.sources.abort(P, 1)
     assert not scene.told()
@@ -223,7 +223,7 @@ def test_steps_have_no_gaps_and_end_with_the_last(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"request_id": "other"}, {"groups": (blocks(5, start=5),)}])
-def test_a_step_goes_on_where_the_one_before_ended(scene: Scene, changes: dict[str, Any]) -> None:
+def test_step_begins_where_the_previous_step_ended(scene: Scene, changes: dict[str, Any]) -> None:
     publication = scene.publish(last=False)
     with pytest.raises(InvalidField):
         scene.publish(step=1, **changes)
@@ -288,14 +288,14 @@ def test_a_group_comes_once_per_step(scene: Scene) -> None:
         BlockRuns("state", state_token=3, starts=(1,), counts=(1,)),
     ],
 )
-def test_what_may_still_be_written_to_comes_with_the_last_step(scene: Scene, early: BlockRuns) -> None:
+def test_blocks_that_may_still_be_written_come_with_the_last_step(scene: Scene, early: BlockRuns) -> None:
     with pytest.raises(InvalidField):
         scene.publish(groups=(early,), last=False)
     scene.publish(groups=(early,))
 
 
 def named(*layers: str, begun: Sequence[BlockRuns] = ()) -> dict[str, Any]:
-    """A step that names layers of these blocks, or of those of the step before."""
+    """A step that names complete layers of its blocks, or of the previous step's blocks."""
     return {"groups": (), "unfinished": Unfinished(tuple(begun), layers), "last": False}
 
 
@@ -304,7 +304,7 @@ def test_blocks_may_be_published_layer_by_layer(scene: Scene) -> None:
     scene.publish(step=1, **named("a", begun=[blocks(4, start=5)]))
     scene.publish(step=2, **named("b", "c"))
     found = scene.publish(step=3, groups=(blocks(4, start=5, count=6),), last=False)
-    # The next part may begin in the step that completes the one before.
+    # The next unfinished blocks may begin in the step that completes the earlier ones.
     both: dict[str, Any] = {"groups": (blocks(10, count=2, start=20),), "last": False}
     scene.publish(step=4, **named("a", begun=[blocks(10, count=1, start=20)]))
     scene.publish(step=5, **{**both, "unfinished": Unfinished((blocks(12, count=1),), ("a",))})
@@ -329,7 +329,7 @@ def test_blocks_may_be_published_layer_by_layer(scene: Scene) -> None:
         {**named("a", begun=[blocks(4)]), "last": True},
     ],
 )
-def test_unfinished_blocks_that_cannot_be_are_refused(scene: Scene, bad: dict[str, Any]) -> None:
+def test_invalid_unfinished_blocks_are_refused(scene: Scene, bad: dict[str, Any]) -> None:
     before = scene.publish(last=False)
     with pytest.raises((InvalidField, BadBlock)):
         scene.publish(step=1, **bad)
@@ -358,7 +358,7 @@ def test_layers_of_unfinished_blocks_are_counted_over_all_steps(scene: Scene, mo
     monkeypatch.setattr(publications, "MAX_LAYERS", 3)
     scene.publish(last=False)
     scene.publish(step=1, **named("a", "b", begun=[blocks(4, start=5)]))
-    # The same ones again are no more layers.
+    # Repeated layers do not count twice.
     scene.publish(step=2, **named("b", "a", "c"))
     with pytest.raises(InvalidField, match="at most 3"):
         scene.publish(step=3, **named("d"))
@@ -366,7 +366,7 @@ def test_layers_of_unfinished_blocks_are_counted_over_all_steps(scene: Scene, mo
     scene.publish(step=4, **named("d", "e", "f", begun=[blocks(8, start=9)]))
 
 
-def test_so_many_blocks_may_be_unfinished(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_blocks_are_limited(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publications, "MAX_UNFINISHED", 4)
     scene.publish(last=False)
     with pytest.raises(InvalidField, match="at most 4"):
@@ -381,7 +381,7 @@ def marked(*ends: int, digest: bytes = b"d" * 16) -> tuple[PromptMark, ...]:
     return tuple(PromptMark(end, digest) for end in ends)
 
 
-def test_marks_are_told_with_the_step_that_stated_them(scene: Scene) -> None:
+def test_marks_are_kept_with_the_step_that_stated_them(scene: Scene) -> None:
     scene.publish(last=False, marks=marked(100, 64))
     found = scene.publish(step=1, marks=marked(128))
     told = [pb.Blocks.FromString(step.encoded).marks for step in found.steps]
@@ -402,7 +402,7 @@ def test_a_repeated_step_with_another_digest_is_refused(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_an_end_is_marked_once(scene: Scene, step: int) -> None:
+def test_mark_of_an_end_comes_once(scene: Scene, step: int) -> None:
     if step:
         scene.publish(last=False, marks=marked(64))
     twice = marked(64) if step else marked(64, 128, 64)
@@ -411,19 +411,19 @@ def test_an_end_is_marked_once(scene: Scene, step: int) -> None:
     assert scene.publish(step=step, marks=marked(128)).mark_ends == [*([64] * step), 128]
 
 
-def test_a_publication_has_so_many_marks_over_all_steps(scene: Scene) -> None:
+def test_marks_of_a_publication_are_limited_over_all_steps(scene: Scene) -> None:
     scene.publish(last=False, marks=marked(*range(1, MAX_MARKS)))
     with pytest.raises(InvalidField, match=f"at most {MAX_MARKS}"):
         scene.publish(step=1, marks=marked(500, 501))
     assert len(scene.publish(step=1, marks=marked(500)).mark_ends) == MAX_MARKS
 
 
-def test_marks_are_accounted_as_about_what_they_take(scene: Scene) -> None:
+def test_marks_are_accounted_with_about_the_memory_they_use(scene: Scene) -> None:
     numbers = range(1, 51)
     tracemalloc.start()
     try:
         for number in numbers:
-            # Nothing of them is shared.
+            # The marks share no objects.
             ends = range(number << 20, (number << 20) + MAX_MARKS)
             scene.publish(number, marks=tuple(PromptMark(end, end.to_bytes(16, "big")) for end in ends))
         taken, _ = tracemalloc.get_traced_memory()
@@ -433,13 +433,13 @@ def test_marks_are_accounted_as_about_what_they_take(scene: Scene) -> None:
     assert taken <= 1.2 * counted <= 4 * taken
 
 
-def test_digests_are_not_shown(scene: Scene) -> None:
+def test_mark_digests_are_not_in_a_repr(scene: Scene) -> None:
     publication = scene.publish(marks=marked(64))
     assert "end=64" in repr(publication)
     assert "dddd" not in repr(publication)
 
 
-def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
+def test_blocks_of_unregistered_groups_are_refused() -> None:
     sources = Sources(Records(FakeClock(), TIMES, Limits()))
     sources.open(P, SECRETS[P])
     sources.begin_snapshot(P)
@@ -451,7 +451,7 @@ def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
 # Numbers.
 
 
-def test_publishers_overtake_each_other_by_a_little(scene: Scene) -> None:
+def test_publication_numbers_may_arrive_slightly_out_of_order(scene: Scene) -> None:
     waits = scene.grant(2)
     scene.publish(5)
     scene.publish(3)
@@ -464,7 +464,7 @@ def test_publishers_overtake_each_other_by_a_little(scene: Scene) -> None:
         scene.grant(4)
 
 
-def test_what_came_late_and_is_gone_does_not_come_again(scene: Scene) -> None:
+def test_late_publication_that_is_forgotten_does_not_arrive_again(scene: Scene) -> None:
     scene.publish(5)
     scene.publish(3)
     scene.lessor.decline(P, 3, key(3))
@@ -473,7 +473,7 @@ def test_what_came_late_and_is_gone_does_not_come_again(scene: Scene) -> None:
         scene.publish(3)
 
 
-def test_a_jump_of_numbers_costs_nothing(scene: Scene) -> None:
+def test_jump_of_numbers_takes_bounded_memory(scene: Scene) -> None:
     scene.publish(2**63)
     with pytest.raises(PublicationStale):
         scene.publish(2**63 - MAX_SKIPPED - 1)
@@ -493,15 +493,15 @@ def test_publications_and_their_bytes_are_limited() -> None:
     for number in (1, 2):
         scene.lessor.decline(P, number, key(number))
     with pytest.raises(LimitReached):
-        scene.publish(3)  # Released, but its source has not said that it knows.
+        scene.publish(3)  # Released, but its source has not acknowledged the release.
     scene.sources.acknowledge(P, [1, 2])
     scene.publish(3, payload=b"x" * 4000)
 
 
-# A home that restarted.
+# Restart of the home.
 
 
-def test_nothing_is_granted_until_the_snapshot_is_complete() -> None:
+def test_grants_wait_for_the_end_of_the_snapshot() -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish(3)
@@ -518,11 +518,11 @@ def test_nothing_is_granted_until_the_snapshot_is_complete() -> None:
     assert scene.grant(6).live
 
 
-def test_a_step_that_overtakes_the_snapshot_waits_for_it() -> None:
+def test_step_before_the_snapshot_waits_for_the_snapshot() -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish(last=False)
-    # The step before it is in the part of the snapshot that has not come yet.
+    # The previous step is in the part of the snapshot that has not arrived yet.
     with pytest.raises(HomeRecovering):
         scene.publish(step=2)
     scene.publish(step=1, last=False)
@@ -534,7 +534,7 @@ def test_a_step_that_overtakes_the_snapshot_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("end", ["read", "abort", "decline", "lease"])
-def test_what_was_published_again_is_not_released_within_max_ttl(end: str) -> None:
+def test_republished_publication_is_not_released_within_max_ttl(end: str) -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish(1)
@@ -565,7 +565,7 @@ def test_a_publish_before_the_snapshot_may_be_a_repeated_one(scene: Scene) -> No
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
-def test_what_a_snapshot_does_not_hold_is_not_published(scene: Scene) -> None:
+def test_publication_missing_in_a_snapshot_is_aborted(scene: Scene) -> None:
     scene.publish(1)
     scene.publish(2)
     scene.sources.begin_snapshot(P)
@@ -599,7 +599,7 @@ def test_a_late_end_of_an_earlier_snapshot_ends_nothing_in_a_later_one(scene: Sc
     assert scene.grant(1).live
 
 
-def test_a_decline_keeps_no_door_open_for_what_the_snapshot_did_not_hold() -> None:
+def test_decline_does_not_let_a_publication_missing_in_the_snapshot_arrive() -> None:
     scene = Scene(recovering=True)
     scene.lessor.decline(P, 3, key(3))
     scene.sources.begin_snapshot(P)
@@ -610,7 +610,7 @@ def test_a_decline_keeps_no_door_open_for_what_the_snapshot_did_not_hold() -> No
     assert not scene.told()
 
 
-def test_the_end_of_a_snapshot_that_another_home_saw_begin_is_refused() -> None:
+def test_end_of_a_snapshot_that_this_home_saw_no_begin_of_is_refused() -> None:
     scene = Scene(recovering=True)
     with pytest.raises(InvalidField):
         scene.sources.end_snapshot(P, 5)
@@ -637,7 +637,7 @@ def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> N
 # The source's end.
 
 
-def test_a_dead_source_that_comes_back_hears_of_its_releases(scene: Scene) -> None:
+def test_dead_source_that_comes_back_gets_its_releases(scene: Scene) -> None:
     scene.publish(1)
     lease = scene.grant(2)
     scene.sources.end_engine(P, Standing.DEAD)
@@ -649,7 +649,7 @@ def test_a_dead_source_that_comes_back_hears_of_its_releases(scene: Scene) -> No
     scene.publish(2)
 
 
-def test_nobody_is_told_of_the_releases_of_a_replaced_incarnation(scene: Scene) -> None:
+def test_releases_of_a_replaced_incarnation_are_not_sent(scene: Scene) -> None:
     scene.publish(1)
     scene.publish(2)
     scene.report(scene.grant(2), 0)
@@ -666,7 +666,7 @@ def test_nobody_is_told_of_the_releases_of_a_replaced_incarnation(scene: Scene) 
     assert scene.records.others_until(P2) == 0
 
 
-def test_incarnations_do_not_share_numbers(scene: Scene) -> None:
+def test_publication_numbers_are_per_incarnation(scene: Scene) -> None:
     scene.publish(7)
     scene.sources.end_engine(P, Standing.DEAD)
     scene.sources.open(P2, SECRETS[P2])
@@ -680,7 +680,7 @@ def test_incarnations_do_not_share_numbers(scene: Scene) -> None:
 # Bounds.
 
 
-def test_after_many_requests_nothing_is_left(scene: Scene) -> None:
+def test_records_are_empty_after_many_requests(scene: Scene) -> None:
     for number in range(1, 500):
         scene.publish(number)
         lease = scene.grant(number, name=f"r{number}")

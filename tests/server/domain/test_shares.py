@@ -1,4 +1,4 @@
-"""How a home's room is shared out: a flood by some engines takes it from no other."""
+"""Budgets and limits of a home: a flood by some engines leaves room for the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FLOOD = [start(f"flood-{letter}", letter) for letter in "abc"]
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The limit that a call met."""
+    """Return the limit at which a call is refused."""
     with pytest.raises(LimitReached) as caught:
         call()
     assert caught.value.retry_after
@@ -49,7 +49,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def flood(call: Callable[[int], object], most: int = 100_000) -> int:
-    """Repeat until refused; how often it worked."""
+    """Repeat a call until it is refused; return how often it succeeded."""
     for count in range(most):
         try:
             call(count + 1)
@@ -65,7 +65,7 @@ def opened(sources: Sources, engine: EngineRef) -> None:
     sources.set_groups(engine, GROUPS)
 
 
-def test_one_holder_gets_half_and_many_leave_a_share_free() -> None:
+def test_budget_gives_one_holder_half_and_keeps_a_share_free_from_many() -> None:
     budget = Budget(1000, 0)
     while budget.fits("a"):
         budget.take("a")
@@ -79,7 +79,7 @@ def test_one_holder_gets_half_and_many_leave_a_share_free() -> None:
     assert budget.fits("b", 100)
 
 
-def test_a_flood_by_three_engines_leaves_a_fourth_its_share_and_the_home_its_budget() -> None:
+def test_memory_flooded_by_three_engines_has_room_for_a_fourth() -> None:
     budget = 4 << 20
     scene = Scene(limits=Limits(memory=budget, engine_memory=64 << 10))
     for engine in FLOOD:
@@ -96,7 +96,7 @@ def test_a_flood_by_three_engines_leaves_a_fourth_its_share_and_the_home_its_bud
         scene.sources.acknowledge(P, [number])
 
 
-def test_the_floor_of_an_engine_is_not_refused_when_the_budget_is_used_up() -> None:
+def test_memory_floor_of_an_engine_is_granted_beyond_a_used_up_budget() -> None:
     scene = Scene(limits=Limits(memory=1 << 20, engine_memory=64 << 10))
     for letter in "abcdefghijklmnopqrstuvwxyz":
         engine = start(f"flood-{letter}", letter)
@@ -110,7 +110,7 @@ def test_the_floor_of_an_engine_is_not_refused_when_the_budget_is_used_up() -> N
         scene.publish(number, payload=b"x" * 4096)
 
 
-def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
+def test_engines_of_one_host_share_the_memory_of_one_engine() -> None:
     memory = MemoryBudget(1000, 10, retry_after=1)
     for engine in FLOOD[:2]:
         memory.comes_from(engine, "192.0.2.1")
@@ -123,7 +123,7 @@ def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
     assert 490 <= memory.used <= 520
     memory.comes_from(P, "192.0.2.2")
     memory.check(P, 200)
-    # A peer's account follows its engine, and is empty when that is.
+    # The bytes counted for a host move with its engine, and are freed with the engine's bytes.
     memory.comes_from(FLOOD[0], "192.0.2.3")
     memory.give(FLOOD[0], memory.held(FLOOD[0]))
     memory.give(FLOOD[1], memory.held(FLOOD[1]))
@@ -131,16 +131,16 @@ def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
     memory.check(FLOOD[1], 400)
 
 
-def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked() -> None:
+def test_untaken_answers_count_against_their_reader_and_not_the_engine_asked() -> None:
     memory = MemoryBudget(1 << 20, 0, retry_after=1)
     memory.take(P, 1 << 16)
     with ExitStack() as stack:
-        # He calls himself like his victim.
+        # The reader uses the engine_id of its victim.
         assert flood(lambda _: stack.enter_context(memory.answer(P, "", 4096))) < 150
         assert memory.held(P) == 1 << 16
         memory.check(P, 1 << 17)
         for number in range(100):
-            # Those who cannot be told apart have one share together, but for a floor.
+            # Callers that cannot be told apart share one budget, but for a floor.
             stack.enter_context(memory.answer(f"reader {number}", "", 1000))
         assert refused(lambda: stack.enter_context(memory.answer("many", "", 1 << 19))) == "memory"
     assert memory.used == 1 << 16
@@ -148,7 +148,7 @@ def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked(
         pass
 
 
-def test_the_floor_is_had_to_the_last_of_the_room() -> None:
+def test_budget_floor_is_granted_down_to_the_last_of_the_capacity() -> None:
     shares = Budget(4, 4)
     assert flood_of(shares, "a") == 4
     assert Budget(4).floor == 1
@@ -161,7 +161,7 @@ def test_the_floor_is_had_to_the_last_of_the_room() -> None:
 
 
 def flood_of(shares: Budget, holder: str) -> int:
-    """How much one takes, one by one."""
+    """Return how much a holder can take, one at a time."""
     count = 0
     while shares.fits(holder):
         shares.take(holder)
@@ -169,7 +169,7 @@ def flood_of(shares: Budget, holder: str) -> int:
     return count
 
 
-def test_those_who_ask_from_one_peer_share_what_one_gets() -> None:
+def test_readers_of_one_host_share_the_answers_of_one_reader() -> None:
     size = 1 << 17
     memory = MemoryBudget(8 * size, 0, retry_after=1)
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ def test_those_who_ask_from_one_peer_share_what_one_gets() -> None:
         assert flood(ask_one) == 4
 
 
-def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:
+def test_host_opens_at_most_half_of_the_engines() -> None:
     registry = Registry(FakeClock(), TIMES, Limits(engines=8))
 
     def open_one(number: int, host: str = "192.0.2.1") -> None:
@@ -195,7 +195,7 @@ def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:
     open_one(1, "192.0.2.2")
 
 
-def test_every_byte_that_was_taken_is_given_back() -> None:
+def test_memory_that_was_taken_is_all_given_back() -> None:
     clock = FakeClock()
     home = Home(clock, TIMES, "home:1")
     scheduler = Process(P, Role.SCHEDULER)
@@ -210,7 +210,7 @@ def test_every_byte_that_was_taken_is_given_back() -> None:
         clock.pass_by(TIMES.max_ttl)
         sources.acknowledge(P, [1])
         sources.end_snapshot(P, 1)
-        sources.publish(P, offer(5, payload=b"x" * 100))  # Passes over some.
+        sources.publish(P, offer(5, payload=b"x" * 100))  # Skips numbers 2 to 4.
         lease = lessor.grant(ask(5, parties=2))
         lessor.report(lease.lease_id, D, done(0))
         lessor.grant(ask(9))
@@ -226,7 +226,7 @@ def test_every_byte_that_was_taken_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted", "skipped"])
-def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
+def test_memory_accounted_is_about_the_memory_used(kind: str) -> None:
     scene = Scene(limits=Limits(reads=10**6, waiting_reads=10**6))
     memory = scene.records.memory
     scene.publish(1)
@@ -262,16 +262,16 @@ def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
     assert memory.held(P) - before <= 4 * taken
 
 
-def test_aborts_of_what_never_came_are_limited_like_publications() -> None:
+def test_aborts_of_publications_that_never_arrived_are_limited() -> None:
     scene = Scene(limits=Limits(publications=100))
     assert flood(lambda number: scene.sources.abort(P, number)) == 100
-    # Of what came they are not: the source must be able to stop.
+    # Aborts of publications that arrived are not limited: the source must be able to stop.
     scene.sources.acknowledge(P, [1])
     scene.publish(500)
     scene.sources.abort(P, 500)
 
 
-def test_an_abort_that_the_home_has_no_room_for_may_be_sent_again() -> None:
+def test_abort_refused_for_lack_of_room_may_be_repeated() -> None:
     scene = Scene(limits=Limits(publications=1))
     scene.sources.abort(P, 1)
     assert refused(lambda: scene.sources.abort(P, 2)) == "publications"
@@ -280,7 +280,7 @@ def test_an_abort_that_the_home_has_no_room_for_may_be_sent_again() -> None:
     assert scene.told() == [(1, PublicationOutcome.ABORTED), (2, PublicationOutcome.ABORTED)]
 
 
-def test_declines_take_no_room_of_waiting_reads_nor_the_other_way_round() -> None:
+def test_declines_and_waiting_reads_have_separate_limits() -> None:
     scene = Scene(limits=Limits(waiting_reads=4, waiting_declines=3))
     assert flood(lambda number: scene.lessor.decline(P, number, key(number))) == 3
     scene.grant(10)
@@ -292,14 +292,14 @@ def test_declines_take_no_room_of_waiting_reads_nor_the_other_way_round() -> Non
     scene.lessor.decline(P, 5, key(5))
 
 
-def test_one_reader_never_takes_all_places_of_those_that_wait() -> None:
+def test_reader_takes_at_most_half_of_the_waiting_reads() -> None:
     scene = Scene(limits=Limits(waiting_reads=100))
     assert flood(lambda number: scene.grant(number)) == 50
     scene.grant(1000, reader=E)
-    # Readers name themselves as they like; the peer that they come from does not.
+    # Readers choose their own names, but not their host.
     assert flood(lambda number: scene.grant(2000 + number, reader=start(f"r{number}", "r"), host="192.0.2.1")) == 24
     scene.grant(3000, reader=E)
-    # What came, or was given up, waits no more.
+    # Reads whose publication arrived do not wait any more.
     for number in range(1, 51):
         scene.publish(number)
     assert flood(lambda number: scene.grant(4000 + number)) > 20
@@ -316,7 +316,7 @@ def test_leases_on_one_engine_leave_room_for_those_on_others() -> None:
     assert flood(lambda number: scene.lessor.grant(ask(1, name=f"b{number}", source=FLOOD[0]))) == 50
 
 
-def test_a_reader_raises_expected_reads_to_a_bound_and_a_source_beyond_it() -> None:
+def test_expected_reads_are_raised_by_a_reader_to_a_bound_and_by_a_source_beyond() -> None:
     scene = Scene(limits=Limits(raised_reads=3))
     scene.grant(1, expected_reads=2**32 - 1)
     publication = scene.publish(1)
@@ -327,13 +327,13 @@ def test_a_reader_raises_expected_reads_to_a_bound_and_a_source_beyond_it() -> N
     assert scene.grant(2, expected_reads=2).publication.expected_reads == 1000
 
 
-# A home that restarted, or whose clock jumped.
+# Restarts, and jumps of the clock.
 
 
-def test_while_a_home_recovers_a_decline_is_kept_until_its_publication_comes() -> None:
+def test_decline_is_kept_for_its_publication_during_recovery() -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
-    # A new request overtakes the snapshot, by more numbers than a home keeps apart.
+    # A new request overtakes the snapshot by more than MAX_SKIPPED numbers.
     scene.publish(5000)
     scene.lessor.decline(P, 7, key(7))
     assert scene.publish(7).outcome is PublicationOutcome.DECLINED
@@ -342,7 +342,7 @@ def test_while_a_home_recovers_a_decline_is_kept_until_its_publication_comes() -
     assert scene.told() == [(7, PublicationOutcome.DECLINED)]
 
 
-def test_a_snapshot_that_a_new_request_overtakes_is_complete() -> None:
+def test_snapshot_overtaken_by_a_new_publication_is_complete() -> None:
     scene = Scene(recovering=True)
     scene.publish(5000)
     scene.sources.begin_snapshot(P)
@@ -352,7 +352,7 @@ def test_a_snapshot_that_a_new_request_overtakes_is_complete() -> None:
     assert [scene.grant(number).live for number in (1, 2, 4999, 5000)] == [True] * 4
 
 
-def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
+def test_snapshot_without_an_end_remembers_only_present_publications() -> None:
     scene = Scene()
     scene.sources.begin_snapshot(P)
     for number in range(1, 100):
@@ -365,7 +365,7 @@ def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
     assert scene.grant(100).live
 
 
-def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> None:
+def test_publication_that_is_forgotten_does_not_arrive_again_during_recovery() -> None:
     scene = Scene(recovering=True)
     scene.publish(1)
     scene.sources.abort(P, 1)
@@ -379,7 +379,7 @@ def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> No
 
 @pytest.mark.parametrize("early", [1.0, 0.5, 0.001])
 @pytest.mark.parametrize("end", ["abort", "decline", "last lease"])
-def test_nothing_is_released_just_before_the_floor_of_a_restart(early: float, end: str) -> None:
+def test_release_after_a_restart_waits_for_the_whole_max_ttl(early: float, end: str) -> None:
     scene = Scene(recovering=True)
     scene.sources.begin_snapshot(P)
     scene.publish(1)
@@ -401,7 +401,7 @@ def test_nothing_is_released_just_before_the_floor_of_a_restart(early: float, en
     assert len(scene.told()) == 1
 
 
-def test_after_a_long_sleep_what_is_over_ends_before_anything_is_granted() -> None:
+def test_overdue_leases_and_publications_end_before_a_grant() -> None:
     scene = Scene()
     publication = scene.publish(1)
     lease = scene.grant(1)

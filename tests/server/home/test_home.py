@@ -1,4 +1,4 @@
-"""The home as a whole: deadlines that fire by themselves, and what its Watches tell."""
+"""The home as a whole: deadlines that fire without calls, and the events of its Watches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def next_event(home: Home, feed: Feed) -> Numbered:
     return feed.after(0)[0]
 
 
-async def test_deadlines_fire_by_themselves_also_ones_that_come_before_the_awaited_one() -> None:
+async def test_deadlines_fire_without_calls_and_also_before_the_awaited_deadline() -> None:
     home = Home(BootClock(), Times(ttl=0.05, max_ttl=0.05, hold=0.05, final=60), "node:1")
     async with driven(home) as feed:
         with home.turn():
@@ -99,7 +99,7 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     with home.turn():
         home.open_watch(successor, SECRETS[P2])
         assert lease.live
-        # What a new home cannot know counts as long as it may last.
+        # Leases that a new home does not know count as long as they may last.
         assert home.reuse_after(successor.engine) == home.times.ttl - home.times.engine_ttl
     clock.pass_by(home.times.ttl)
     with home.turn():
@@ -115,7 +115,7 @@ async def test_leases_on_an_engine_that_stops_in_order_run_to_their_ends() -> No
         lease = home.lessor.grant(ask(reader=D))
         home.engines.retire(P)
     with home.turn():
-        # Its memory stays as it is for so long: nobody has to stop reading.
+        # The engine's memory stays unchanged for as long: no reader has to stop.
         assert home.lessor.renew(lease.lease_id, D).revoked is RevokeReason.ABORTED
         assert lease.live
 
@@ -144,7 +144,7 @@ async def test_a_rank_that_is_back_before_its_readers_ask_was_not_lost() -> None
             assert granted.remaining(clock.now()) == TIMES.ttl
 
 
-async def test_who_is_told_a_full_state_again_before_it_took_the_first_needs_room_for_it() -> None:
+async def test_full_state_beside_an_unfinished_one_needs_memory() -> None:
     home = Home(FakeClock(), TIMES, "node:1", Limits(memory=1 << 20, engine_memory=0))
     with home.turn():
         opened(home)
@@ -174,7 +174,7 @@ async def test_who_is_told_a_full_state_again_before_it_took_the_first_needs_roo
             with pytest.raises(WatchTakenOver):
                 await anext(taken_over)
         assert home.memory.held(P) == held
-        # One that nothing is being told to is never refused.
+        # A process to which no full state is being sent is never refused one.
         last = await again()
         assert [type(await anext(last)) for _ in range(4)] == [Numbered] * 3 + [pb.WatchSynced]
         assert home.memory.held(P) == held

@@ -1,6 +1,6 @@
 """Calls share the event loop: a host that sends much delays another host by one time slice.
 
-What is asserted is the order of the work. The clock of these tests counts notifications, and each is as much work as a
+The tests assert the order of the work. The clock of these tests counts notifications, and each is as much work as a
 slice, however fast the machine.
 """
 
@@ -40,7 +40,7 @@ class Shared:
         return asyncio.create_task(notify(self.home, self._relays, request, 60.0, Caller(host, NOBODY)))
 
     def worked(self) -> int:
-        """Notifications that were acted on."""
+        """Return how many notifications were acted on."""
         return sum(self.home.journal.notifications.values())
 
 
@@ -50,20 +50,19 @@ def shared() -> Shared:
 
 
 def invented(number: int) -> pb.Notification:
-    """A decline that anybody can make up."""
+    """A decline with a made-up reference."""
     reference = pb.Reference(home="10.0.0.9:1", engine_id="e", router_key=f"r{number}", key=b"k" * 16)
     return pb.Notification(decline=pb.Decline(reference=format_reference(reference)))
 
 
 async def passes(shared: Shared, worked: int) -> None:
-    """Let others work until so many notifications were acted on."""
+    """Let other calls work until `worked` notifications were acted on."""
     while shared.worked() < worked:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
 async def worked_meanwhile(shared: Shared, flood: Sequence[pb.Notification], host: str = GREEDY) -> int:
-    """How many of the flood's notifications are acted on from the moment a renewal of `OTHER` comes until it is
-    answered."""
+    """Return how many of the flood's notifications are acted on between a renewal of `OTHER` and its answer."""
     calls = [shared.send(host, *flood) for _ in range(CALLS)]
     await passes(shared, 2 * CALLS)
     before = shared.worked()
@@ -73,7 +72,7 @@ async def worked_meanwhile(shared: Shared, flood: Sequence[pb.Notification], hos
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)
-    # The renewal itself is not of the flood.
+    # The renewal itself is not part of the flood.
     return shared.worked() - before - 1
 
 
@@ -82,7 +81,7 @@ async def test_a_flood_of_one_host_delays_a_renewal_of_another_by_one_slice(shar
 
 
 async def test_a_flood_of_renewals_delays_a_renewal_of_another_host_by_one_slice(shared: Shared) -> None:
-    # In the rotation of the short calls, in which the flood is, too.
+    # In the rotation of the short calls, as the flood.
     assert await worked_meanwhile(shared, [RENEWAL] * EACH) <= 1
 
 
@@ -118,8 +117,8 @@ async def test_calls_that_come_together_share_one_slice() -> None:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("short", [True, False])
-async def test_who_comes_later_does_not_overtake_who_waits(*, short: bool, at_once: bool) -> None:
-    """Also if the slice of this pass has time left, and if the next one was given to who waits a moment ago."""
+async def test_later_call_does_not_overtake_a_waiting_call(*, short: bool, at_once: bool) -> None:
+    """Also if the slice of this pass has time left, and if a waiting call was given the next slice a moment ago."""
     worked: list[str] = []
     slices = TimeSlices(lambda: 2 * TIME_SLICE * ("a" in worked))
     later: list[asyncio.Task[None]] = []
@@ -137,11 +136,11 @@ async def test_who_comes_later_does_not_overtake_who_waits(*, short: bool, at_on
     assert worked == ["a", "b", "c", "late"]
 
 
-async def test_a_call_that_leaves_when_it_was_given_a_slice_hands_it_on(shared: Shared) -> None:
+async def test_call_that_leaves_with_a_slice_passes_the_slice_on(shared: Shared) -> None:
     first = shared.send(GREEDY, RENEWAL, RENEWAL)
     leaving, stays = shared.send(GREEDY, RENEWAL), shared.send(OTHER, RENEWAL)
     await passes(shared, 1)
-    # Its turn is next, and was given in this pass of the loop at the earliest.
+    # The call's turn is next; it was given in this pass of the loop at the earliest.
     leaving.cancel()
     await asyncio.wait([first])
     await asyncio.wait([leaving, stays])

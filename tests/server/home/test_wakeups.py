@@ -11,7 +11,7 @@ from kvferry_server.home.wakeups import Waker
 
 @pytest.mark.parametrize("seconds", [None, 600.0])
 @pytest.mark.parametrize("turns", range(5))
-async def test_a_wait_that_is_cancelled_as_it_is_rung_is_cancelled(turns: int, seconds: float | None) -> None:
+async def test_wait_that_is_cancelled_while_it_is_woken_is_cancelled(turns: int, seconds: float | None) -> None:
     waker = Waker()
 
     async def look() -> None:

@@ -1,4 +1,4 @@
-"""Who leaves while it waits for its turn: nobody's turn is lost, and nobody has one too many."""
+"""Callers that leave while they wait for a turn: no turn is lost, and none is given twice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvferry_server.home.time_slices import Rotation
 
 
 @pytest.mark.parametrize("woken", [True, False])
-async def test_a_caller_that_leaves_hands_on_its_turn_if_it_has_it(*, woken: bool) -> None:
-    """A lost turn would stop the worker thread of a node server for ever; with one too many, two would have it."""
+async def test_caller_that_leaves_passes_on_only_its_own_turn(*, woken: bool) -> None:
+    """A lost turn would stop a node server's worker thread for ever; a turn too many would give it to two calls."""
     handed_on: list[bool] = []
     rotation = Rotation(lambda: handed_on.append(rotation.wake()))
     leaving, stays = (asyncio.create_task(rotation.wait(host)) for host in ("a", "b"))

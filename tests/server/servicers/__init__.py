@@ -1,1 +1,1 @@
-"""What each RPC answers, over a real gRPC server in this process."""
+"""The answers of each RPC, over a real gRPC server in this process."""

@@ -1,4 +1,4 @@
-"""Registrations that take exactly so many bytes."""
+"""Registrations of an exact size in bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.support.parties import rank_geometry
 
 
 def size_of(request: pb.RegisterCacheRequest) -> int:
-    """Bytes of a rank and its agent as they are told."""
+    """Bytes of a rank and its agent as sent to readers."""
     made = decode.registration(request)
     return len(rank_bytes(made)) + len(agent_bytes(made.agent))
 
 
 def of_size(size: int, rank: int = 0, ranks: int = 1) -> pb.RegisterCacheRequest:
-    """A registration whose rank and agent take exactly so many bytes, by the length of a label's name."""
+    """A registration whose rank and agent take exactly `size` bytes, by the length of a label's name."""
     request = register_request(rank, ranks, geometry=rank_geometry(rank, ranks, heads=max(8, ranks)))
     request.rank.labels["x" * max(1, size - size_of(request) - 20)] = 1
     for _ in range(4):

@@ -27,7 +27,7 @@ def made(name: str = "room-7", key: bytes = KEY, engine_id: str = P.engine_id, r
 
 
 async def waiting_at(node: Node, count: int) -> None:
-    """Wait until so many reads wait under keys of routers."""
+    """Wait until `count` reads wait under keys of routers."""
     for _ in range(int(TIMEOUT / 0.001)):
         listed = await node.introspection.ListTransfers(ipb.ListTransfersRequest(), timeout=TIMEOUT)
         if sum(transfer.HasField("waited") for transfer in listed.transfers) == count:
@@ -37,7 +37,7 @@ async def waiting_at(node: Node, count: int) -> None:
 
 
 async def begin(node: Node, given: str, before: int = 0, **changes: Any) -> Reading:
-    """Begin to read; returns once the home has the read waiting, beside the ones before it."""
+    """Begin a read; return once it waits at the home, beside earlier reads."""
     read = asyncio.create_task(node.read(reference=given, **changes))
     await waiting_at(node, before + 1)
     return read
@@ -48,13 +48,13 @@ async def publish(node: Node, number: int = 1, name: str = "room-7", key: bytes 
 
 
 async def decline(node: Node, *references: str) -> list[pb.NotificationResult]:
-    """Decline as a router does, in nobody's name."""
+    """Decline as a router does, without a sender."""
     declines = [pb.Notification(decline=pb.Decline(reference=given)) for given in references]
     return list((await node.kv.Notify(pb.NotifyRequest(notifications=declines), timeout=TIMEOUT)).results)
 
 
 async def released(watch: Any) -> tuple[int, int]:
-    """The next release that the source hears of, and its outcome."""
+    """Return the next release event at the source, and its outcome."""
     told = (await watch.next()).released
     return told.publication, told.outcome
 
@@ -68,7 +68,7 @@ async def small(tmp_path: Path, **limits: int) -> AsyncIterator[Node]:
 
 
 def engine(engine_id: str) -> EngineRef:
-    """Another engine with the session of P."""
+    """Another engine with the session secret of P."""
     ref = EngineRef(engine_id, P.incarnation)
     SECRETS.setdefault(ref, SECRETS[P])
     return ref

@@ -1,4 +1,4 @@
-"""What operators do to a home: each call over a real server, what becomes of leases and engines, and the audit log."""
+"""Operators' calls over a real server, their effect on leases and engines, and the audit log."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_an_ended_lease_runs_out_and_its_publication_is_held_again(ready: 
     assert again.lease_number != accepted.lease_number
 
 
-async def test_a_lease_is_named_by_its_number_its_source_and_the_start_of_its_home(ready: Node) -> None:
+async def test_lease_is_named_by_number_source_and_start_of_the_home(ready: Node) -> None:
     await ready.publish()
     number = (await ready.read()).accepted.lease_number
     for wrong in (
@@ -117,7 +117,7 @@ async def test_an_aborted_publication_is_released_with_its_last_lease(ready: Nod
     assert isinstance(await raised(abort(ready)), PublicationStale)
 
 
-async def test_aborting_what_has_not_come_is_refused_and_keeps_nothing_out(ready: Node) -> None:
+async def test_abort_of_an_awaited_publication_is_refused_and_lets_the_publication_arrive(ready: Node) -> None:
     assert isinstance(await raised(abort(ready, 5)), PublicationStale)
     assert isinstance(await raised(abort(ready, source=proto(D))), EngineUnknown)
     assert isinstance(await raised(abort(ready, 0)), InvalidField)
@@ -134,22 +134,22 @@ async def test_an_evicted_engine_is_gone_for_good_and_its_leases_run_out(node: N
         assert answer.leases == 1
         assert from_duration(answer.leases_remaining) == pytest.approx(TIMES.ttl)
     assert node.home.journal.engine_events["engine_evicted"] == 1
-    # Its process is told, and may not come back, in any way.
+    # Its process gets an error, and may not come back, in any way.
     assert isinstance(await raised(watch.next()), PeerRestarted)
     assert isinstance(await raised(Watch(node).next()), PeerRestarted)
     assert isinstance(await raised(node.register()), PeerRestarted)
     assert isinstance(await raised(node.publish(2)), PeerRestarted)
-    # Readers are refused as after a restart. The one that has a lease may finish.
+    # Readers are refused as after a restart. The reader with a lease may finish.
     assert isinstance(await raised(node.read(read_id=read_id("late"))), PeerRestarted)
     assert isinstance(await raised(node.handshake()), PeerRestarted)
     assert (await renewed(node, accepted.lease_id)).revoked == pb.REVOKE_REASON_SOURCE_LOST
-    # Its name is free at once, and its successor waits for the lease before it reuses the memory.
+    # The engine_id is free at once, and the successor waits for the lease before it reuses the memory.
     await node.open_engine(P2)
     assert from_duration((await node.register(ref=P2)).reuse_after) == pytest.approx(TIMES.ttl)
     (ended,) = await node.reader(read_done(accepted.lease_id, 0))
     assert ended.read_ended.verdict == pb.VERDICT_VALID
     assert (await evict(node)).leases == 0
-    # The call said which incarnation it means: the successor is not hurt by a repetition.
+    # The call names the incarnation: a repeated call does not evict the successor.
     (published,) = await node.source(publish_notification(1), ref=P2)
     assert published.WhichOneof("kind") == "published"
 
@@ -163,12 +163,12 @@ async def test_watches_of_the_ranks_of_an_evicted_engine_end(node: Node) -> None
     assert isinstance(await raised(rank.next()), PeerRestarted)
 
 
-async def test_an_engine_that_the_home_never_had_cannot_be_evicted(node: Node) -> None:
+async def test_unknown_engine_cannot_be_evicted(node: Node) -> None:
     assert isinstance(await raised(evict(node)), EngineUnknown)
     assert isinstance(await raised(evict(node, pb.EngineRef(engine_id="P"))), InvalidField)
 
 
-async def test_a_drained_home_takes_nothing_new_and_finishes_what_is_live(ready: Node) -> None:
+async def test_drained_home_takes_no_new_work_and_finishes_live_leases(ready: Node) -> None:
     await ready.publish()
     watch = await ready.open_engine()
     accepted = (await ready.read()).accepted
@@ -181,7 +181,7 @@ async def test_a_drained_home_takes_nothing_new_and_finishes_what_is_live(ready:
     assert isinstance(error_of(await ready.publish(2)), ServerDraining)
     assert isinstance(await raised(ready.register(ref=P)), ServerDraining)
     assert isinstance(await raised(Watch(ready, D).next()), ServerDraining)
-    # The engine hears of releases, also over a Watch that it had to open again.
+    # The engine gets release events, also over a Watch that it had to open again.
     watch = Watch(ready)
     assert await watch.kinds(2) == ["opened", "synced"]
     await ready.reader(read_done(accepted.lease_id, 0))
@@ -190,7 +190,7 @@ async def test_a_drained_home_takes_nothing_new_and_finishes_what_is_live(ready:
     assert (answer.leases, from_duration(answer.leases_remaining)) == (0, 0)
     info = await ready.introspection.GetServerInfo(ipb.GetServerInfoRequest(), timeout=TIMEOUT)
     assert info.draining
-    # kvferryd ends all the same.
+    # kvferryd ends nevertheless.
     ready.home.end_watches()
     assert isinstance(await raised(watch.next()), ServerDraining)
 
@@ -226,7 +226,7 @@ async def test_each_call_is_audited_with_its_caller_its_object_and_its_result(
     assert accepted.lease_id.hex() not in caplog.text
 
 
-async def test_what_a_caller_sends_neither_floods_nor_forges_the_audit_log(
+async def test_audit_log_is_neither_flooded_nor_forged_by_a_caller(
     ready: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvferry_server.audit")
@@ -238,7 +238,7 @@ async def test_what_a_caller_sends_neither_floods_nor_forges_the_audit_log(
     assert len(line) < 500
 
 
-async def test_any_names_end_in_a_typed_error(ready: Node) -> None:
+async def test_names_of_any_kind_end_in_a_typed_error(ready: Node) -> None:
     turns = random.Random(7)
     for _ in range(50):
         noise = turns.randbytes(turns.randint(1, 40))

@@ -1,4 +1,4 @@
-"""Who is told the agents of an engine, which are access to its memory, and who is not (PROTOCOL, Authority)."""
+"""Which readers get the agents of an engine, which are access to its memory, and which do not (PROTOCOL, Authority)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ METADATA = register_request().agent.metadata
 
 
 async def told(node: Node, given: str) -> bool:
-    """Whether who shows this is told the agents; the geometry it is told anyhow."""
+    """Whether a reader with this reference gets the agents; it gets the geometry in any case."""
     found = await node.handshake(reference=given)
     assert len(found.geometry.ranks) == 1
     assert found.has_agents == bool(found.agents)
@@ -68,15 +68,15 @@ def engine_reference_with(**changes: Any) -> str:
     return format_engine_reference(pb.EngineReference(**{**given, **changes}))
 
 
-async def test_a_stranger_is_told_the_geometry_alone(ready: Node) -> None:
+async def test_stranger_gets_the_geometry_without_agents(ready: Node) -> None:
     assert not await told(ready, "")
     messages = [message async for message in ready.kv.Handshake(handshake_request(reference=""), timeout=TIMEOUT)]
     assert all(METADATA not in message.SerializeToString() for message in messages)
 
 
-async def test_who_shows_a_good_reference_is_told_the_agents(ready: Node) -> None:
+async def test_reader_with_a_valid_reference_gets_the_agents(ready: Node) -> None:
     assert await told(ready, engine_reference())
-    # One that has not come, and nobody waits for.
+    # A publication that has not arrived, and has no waiting readers.
     assert await told(ready, reference(7))
     await ready.publish(1)
     assert await told(ready, reference(1))
@@ -87,7 +87,7 @@ async def test_who_shows_a_good_reference_is_told_the_agents(ready: Node) -> Non
 async def test_a_reference_is_good_until_its_publication_is_released(ready: Node) -> None:
     await ready.publish(1)
     lease_id = (await ready.read(1)).accepted.lease_id
-    # Its reader may still have to reach the memory.
+    # Its reader may still need access to the memory.
     await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
     assert await told(ready, reference(1))
     await ready.reader(read_done(lease_id, 0))
@@ -121,7 +121,9 @@ async def test_a_reference_is_good_until_its_publication_is_released(ready: Node
         ("kvf2.AA", BadReference),
     ],
 )
-async def test_who_shows_a_bad_one_is_refused(ready: Node, given: str, expected: type[KvferryError]) -> None:
+async def test_reader_with_an_invalid_reference_is_refused(
+    ready: Node, given: str, expected: type[KvferryError]
+) -> None:
     await ready.publish(1)
     error = await raised(ready.handshake(reference=given))
     assert isinstance(error, expected)
@@ -130,18 +132,18 @@ async def test_who_shows_a_bad_one_is_refused(ready: Node, given: str, expected:
         assert error.code == "PERMISSION_DENIED"
 
 
-async def test_the_incarnation_that_is_asked_for_is_that_of_the_reference(ready: Node) -> None:
+async def test_incarnation_of_the_request_must_be_that_of_the_reference(ready: Node) -> None:
     error = await raised(ready.handshake(incarnation=P2.incarnation))
     assert isinstance(error, PeerRestarted)
 
 
-async def test_an_engine_is_never_told_its_own_agents(ready: Node) -> None:
+async def test_engine_never_gets_its_own_agents(ready: Node) -> None:
     own = pb.HandshakeRequest(engine_id=P.engine_id, reader=proto(P), reference=engine_reference())
     found = await ready.handshake(own)
     assert (len(found.geometry.ranks), found.has_agents) == (1, False)
 
 
-async def test_what_cannot_be_read_is_refused_whatever_is_shown(ready: Node) -> None:
+async def test_unreadable_geometry_is_refused_with_any_reference(ready: Node) -> None:
     error = await raised(ready.handshake(identity={"model": "other"}, reference=engine_reference()))
     assert error.reason == "INCOMPATIBLE"
 
@@ -153,7 +155,7 @@ async def test_references_outlive_their_home(tmp_path: Path) -> None:
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.register()
         assert await told(node, engine_reference())
-        # It may have been released by the home before.
+        # The home may have released the publication before its restart.
         assert isinstance(await raised(node.handshake(reference=reference(4))), HomeRecovering)
         await node.source(*snapshot(publish_notification(4), high_water=5))
         assert await told(node, reference(4))
@@ -182,7 +184,7 @@ def plain() -> Iterator[Kvferryd]:
 
 
 @pytest.mark.parametrize("way", ["mtls", "unix", "tcp"])
-def test_whatever_way_a_stranger_comes(server: tuple[Kvferryd, Authority], plain: Kvferryd, way: str) -> None:
+def test_stranger_gets_no_agents_by_any_call(server: tuple[Kvferryd, Authority], plain: Kvferryd, way: str) -> None:
     mutual, ours = server
     address = {"mtls": mutual.advertise, "unix": mutual.address, "tcp": plain.address}[way]
     tls: TlsConfig | None = ours.issue("stranger") if way == "mtls" else None
@@ -209,7 +211,7 @@ def test_whatever_way_a_stranger_comes(server: tuple[Kvferryd, Authority], plain
         asked.reference = engine_reference_with(engine_id=source.engine_id, incarnation=source.incarnation)
         with pytest.raises(WrongKey):
             home.handshake(asked, TIMEOUT)
-        # Who needs agents is told what is missing.
+        # A reader that needs agents gets an error that names the missing reference.
         geometry = EngineGeometry("decode", (FULL,), (rank_geometry(),), {"model": "m"})
         spec = EngineSpec("decode", (FULL,), identity={"model": "m"})
 

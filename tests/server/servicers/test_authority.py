@@ -1,4 +1,4 @@
-"""What a stranger can do with everything that is public: nothing to anybody else (DESIGN R13; PROTOCOL, Authority)."""
+"""A stranger with everything that is public can do no harm to others (DESIGN R13; PROTOCOL, Authority)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IMPOSTOR = b"i" * 32
 
 
 async def public_parts(node: Node) -> set[bytes]:
-    """Every 16 bytes that listings and their page tokens hold."""
+    """Return all runs of 16 bytes in listings and their page tokens."""
     found: set[bytes] = set()
     lists: tuple[tuple[Any, Any], ...] = (
         (node.introspection.ListEngines, ipb.ListEnginesRequest),
@@ -62,7 +62,7 @@ async def public_parts(node: Node) -> set[bytes]:
     return found
 
 
-async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: Node) -> None:
+async def test_lease_cannot_be_stolen_with_the_content_of_listings_and_page_tokens(ready: Node) -> None:
     await ready.publish(expected_reads=3)
     leases = [
         (await ready.read(reader=reader, read_id=read_id(name))).accepted
@@ -82,7 +82,7 @@ async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: N
                 )
                 assert results[0].read_ended.verdict == pb.VERDICT_EXPIRED
                 assert isinstance(error_of(results[2]), LeaseEnded)
-    # Nobody has reported or cancelled anything, and all is as its readers know it.
+    # No report or cancel was accepted, and the leases are unchanged.
     for reader, lease in zip((D, D, E), leases, strict=True):
         [ended] = await ready.reader(read_done(lease.lease_id, 0), ref=reader)
         assert (ended.read_ended.verdict, ended.read_ended.reported) == (pb.VERDICT_VALID, 1)
@@ -90,7 +90,7 @@ async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: N
     assert released.valid_reads == 3
 
 
-async def test_who_has_a_reference_and_no_read_id_gets_a_lease_of_its_own(ready: Node) -> None:
+async def test_bearer_of_a_reference_without_the_read_id_gets_a_separate_lease(ready: Node) -> None:
     await ready.publish(expected_reads=2)
     victim = (await ready.read(read_id=read_id("secret"))).accepted
     stranger = (await ready.read(read_id=read_id("guess"))).accepted
@@ -100,8 +100,8 @@ async def test_who_has_a_reference_and_no_read_id_gets_a_lease_of_its_own(ready:
     assert ended.read_ended.verdict == pb.VERDICT_VALID
 
 
-async def test_numbers_and_names_give_no_key(ready: Node) -> None:
-    """Whoever knows one reference cannot make the next one."""
+async def test_key_cannot_be_derived_from_numbers_and_names(ready: Node) -> None:
+    """One reference does not help to make the next."""
     await ready.publish(1)
     for wrong in (P.incarnation, ready.home.epoch, SECRETS[P][:16], b"\0" * 16):
         for number in (1, 2):
@@ -133,17 +133,17 @@ async def test_an_impostor_that_is_first_after_a_restart_does_not_become_the_eng
         watch.cancel()
 
 
-async def test_an_impostor_under_the_same_engine_id_keeps_nobody_from_coming_back(tmp_path: Path) -> None:
+async def test_impostor_under_the_same_engine_id_does_not_keep_the_engine_from_coming_back(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
         impostor = await node.open_engine(P2)
         await node.register(ref=P2)
         await node.source(publish_notification(1), ref=P2)
-        # Its publication of the same number is another one, with another key.
+        # The impostor's publication of the same number has another key.
         assert isinstance(await raised(node.read()), HomeRecovering)
         watch = Watch(node, P)
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.source(*snapshot(publish_notification(1), high_water=1))
-        # Whose memory it is cannot be known: who restarts over the same one waits for as long as anybody could read.
+        # The home cannot know whose memory it is: an engine that restarts over memory waits for all possible reads.
         assert from_duration((await node.register()).reuse_after) == TIMES.final
         accepted = (await node.read()).accepted
         assert accepted.source == proto(P)
@@ -153,14 +153,14 @@ async def test_an_impostor_under_the_same_engine_id_keeps_nobody_from_coming_bac
         second = await node.introspection.ListEngines(request, timeout=TIMEOUT)
         listed = [page.engines[0].engine.incarnation for page in (first, second)]
         assert listed == sorted([P.incarnation, P2.incarnation])
-        # The end of the one says nothing of the other.
+        # The end of one incarnation does not affect the other.
         await node.leaves(impostor)
         node.pass_by(TIMES.engine_ttl)
         [ended] = await node.reader(read_done(accepted.lease_id, 0))
         assert ended.read_ended.verdict == pb.VERDICT_VALID
         node.pass_by(TIMES.retire)
         assert [engine.ref for engine in node.home.engines.engines()] == [P]
-        # From now on the home knows who was here first.
+        # From now on the home knows which incarnation was first.
         assert isinstance(await raised(Watch(node, P2).next()), EngineIdInUse)
         watch.cancel()
 
@@ -178,7 +178,7 @@ async def test_an_impostor_gets_the_name_only_once_the_engine_counts_as_dead(rea
 
 
 @pytest.mark.parametrize("ref", [P, EngineRef("prefill", b"x" * 16)])
-async def test_nobody_without_the_secret_ends_a_session(ready: Node, ref: EngineRef) -> None:
+async def test_session_cannot_be_ended_without_its_secret(ready: Node, ref: EngineRef) -> None:
     ranks = pb.WATCH_ROLE_RANK
     for role in (pb.WATCH_ROLE_SCHEDULER, ranks):
         assert isinstance(await raised(Watch(ready, ref, secret=IMPOSTOR, role=role).next()), WrongSession)

@@ -1,4 +1,4 @@
-"""What a peer can make grow is bounded in bytes: the largest input that is accepted gives an answer that arrives."""
+"""Messages that a peer can make grow are bounded in bytes: the answer to the largest accepted input arrives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def ready(node: Node) -> Watch:
     return watch
 
 
-async def test_the_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> None:
+async def test_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ready(node)
         marks = [pb.PromptMark(end=2**64 - end, digest=b"d" * 16) for end in range(1, limits.MAX_MARKS + 1)]
@@ -98,7 +98,7 @@ async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Pa
             "groups": {"groups": [pb.GroupBlocks(group=f"g{index}") for index in range(MAX_GROUPS + 1)]},
             "payload": {"payload": b"x" * 65537},
             "expected_reads": {"expected_reads": Limits().reads + 1},
-            # Counted before any is looked at.
+            # Counted before any notification is looked at.
             "marks": {"marks": [pb.PromptMark()] * (limits.MAX_MARKS + 1)},
         }
         answer = await node.publish(1, **changes[beyond])
@@ -107,7 +107,7 @@ async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Pa
 
 
 def errors() -> dict[str, Callable[[int], pb.Notification]]:
-    """Notifications that fail, each with as much of its sender's in the error as can be."""
+    """Notifications that fail, each with as many of the sender's bytes in the error as possible."""
     stranger = proto(STRANGER)
     name = LONGEST
     return {
@@ -133,7 +133,7 @@ async def test_a_full_batch_is_answered_whatever_its_errors_repeat(tmp_path: Pat
         await ready(node)
         await node.publish(1)
         make = errors()[kind]
-        # As many as a call holds, less the sender and its secret.
+        # As many bytes as a call holds, less the sender and its secret.
         count = min(MAX_NOTIFICATIONS, (MAX_NOTIFY_BYTES - 1024) // (make(MAX_NOTIFICATIONS).ByteSize() + 5))
         results = await node.source(*(make(number) for number in range(count)))
         assert len(results) == count
@@ -156,7 +156,7 @@ async def test_a_full_batch_of_publications_is_answered(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "named", [LONGEST, "\x00" * 256, "%" * 256, "\x7f" * 256], ids=["emoji", "nul", "percent", "del"]
 )
-async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) -> None:
+async def test_error_arrives_whatever_values_it_repeats(tmp_path: Path, named: str) -> None:
     secret = b"!" * 32
     stranger = EngineRef(named, incarnation_of(secret))
     SECRETS[stranger] = secret
@@ -184,7 +184,7 @@ async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) 
             assert isinstance(error, BadReference) or error.values or error.reason == "LEASE_ENDED", error
 
 
-async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_first(tmp_path: Path) -> None:
+async def test_release_lists_valid_reads_first_as_far_as_a_message_holds(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         watch = await ready(node)
         await node.publish(1)
@@ -298,9 +298,7 @@ async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize("asked", ["blocks", "handshake"])
-async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_their_own(
-    tmp_path: Path, asked: str
-) -> None:
+async def test_readers_that_take_no_answers_use_up_only_their_own_share(tmp_path: Path, asked: str) -> None:
     budget = 64 << 20
     async with running(tmp_path, Limits(memory=budget, engine_memory=1 << 20)) as node:
         await node.open_engine()
@@ -310,13 +308,13 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         await node.kv.RegisterCache(request, timeout=TIMEOUT)
         await node.publish(1, groups=[SCATTERED])
         held, used = node.home.memory.held(P), node.home.memory.used
-        # Little is taken: gRPC itself reads ahead by little.
+        # gRPC itself reads ahead only a little.
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         channel = grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}", options=options)
         kv: Any = KVTransferStub(channel)
-        # They call themselves like their victim.
+        # The readers use the engine_id of their victim.
         if asked == "blocks":
-            # Called like a stream, so that nobody takes the answer.
+            # Called like a stream, so that the answer is not taken.
             read: Any = channel.unary_stream(
                 "/kvferry.v1.KVTransfer/ReadBlocks", request_serializer=pb.ReadBlocksRequest.SerializeToString
             )
@@ -327,15 +325,15 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
             answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
         first = [] if asked == "blocks" else answers
         found = await asyncio.gather(*(raised_or_none(stream) for stream in first))
-        # The server writes until it may not: nothing tells when that is. But each read has its lease when it was
-        # answered or refused, and all are asked before any answer is taken.
+        # No event says when the server has written as much as it may. But each read that was answered or refused has
+        # its lease, and all are sent before any answer is taken.
         leases = 100 if asked == "blocks" else 0
         for _ in range(int(TIMEOUT / 0.01)):
             if node.home.memory.used >= used + (4 << 20) and node.home.records.engines[P].live_leases >= leases:
                 break
             await asyncio.sleep(0.01)
         assert used + (4 << 20) <= node.home.memory.used <= budget
-        # The leases are the victim's, and nothing else: it goes on, and so does another.
+        # Only the leases count against the victim: the victim goes on, and so does another engine.
         assert node.home.memory.held(P) <= held + 100 * LEASE_BYTES
         await node.open_engine(E)
         await node.register(ref=E)
@@ -345,7 +343,7 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
             told = await node.read(reference=reference(number, victim))
             assert told.HasField("accepted")
             assert told.HasField("complete")
-        # Who was refused is told when to come again.
+        # Refused readers get a retry delay.
         late = await asyncio.gather(*(raised_or_end(stream) for stream in answers))
         errors_of = [error for error in (*found, *late) if isinstance(error, LimitReached)]
         assert errors_of
@@ -353,13 +351,13 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         await channel.close()
 
 
-async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_room(tmp_path: Path) -> None:
+async def test_watch_gets_its_full_state_when_the_memory_is_used_up(tmp_path: Path) -> None:
     async with running(tmp_path, Limits(memory=1 << 22, engine_memory=1 << 10)) as node:
         watch = await ready(node)
         for number in range(1, 101):
             await node.publish(number, payload=b"x" * 8192)
         await node.source(*(pb.Notification(abort=pb.Abort(publication=number)) for number in range(1, 51)))
-        # Strangers come, and less stays free than the engine holds.
+        # Strangers take memory until less stays free than the engine holds.
         node.home.memory.take(E, (1 << 22) - node.home.memory.used - 10_000)
         await node.leaves(watch)
         again = Watch(node)
@@ -368,7 +366,7 @@ async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_
 
 
 async def raised_or_end(stream: Stream) -> KvferryError | None:
-    """The error that a stream ends with, if one comes at once."""
+    """Return the error with which a stream ends at once, if any."""
     try:
         while await asyncio.wait_for(stream.call.read(), 0.2) is not grpc.aio.EOF:
             pass
@@ -397,7 +395,7 @@ async def test_acknowledgements_and_reports_have_limits(tmp_path: Path) -> None:
         assert answer.error.metadata["field"] == "read_done.reports"
 
 
-async def test_the_bytes_of_a_report_count_up_to_what_the_source_holds(tmp_path: Path) -> None:
+async def test_reported_bytes_count_up_to_the_bytes_that_the_source_holds(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ready(node)
         await node.publish(1)
@@ -514,16 +512,16 @@ async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(
             seen.add(checksums.size)
             await asyncio.sleep(0)
         assert [result.WhichOneof("kind") for result in await task] == ["done"] * 3
-        # Others had a turn before the first part, and after each.
+        # Other calls had a turn before the first part, and after each.
         assert len(seen) == len(sums) + 1
 
 
 @pytest.mark.slow
-async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path: Path) -> None:
+async def test_step_after_very_many_costs_no_more_than_a_step_after_few(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         watch = Watch(node)
         await watch.kinds(2)
-        # Until a rank has registered, groups have any name; before the snapshot's end that is no error.
+        # Before a rank has registered, and before the snapshot's end, groups may have any name.
         groups = [pb.GroupBlocks(group=f"group {number}") for number in range(MAX_GROUPS)]
         steps = [publish_notification(1, step, last=False, groups=groups) for step in range(1200)]
 
@@ -539,14 +537,14 @@ async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path:
         assert await took(1100, 1200) < 4 * early
 
 
-async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
+async def test_batch_of_an_engine_that_is_replaced_meanwhile_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time_slices, "TIME_SLICE", 0.0)
     async with running(tmp_path) as node:
         watch = await ready(node)
         await node.publish(1)
-        # A lease keeps what the home knows of the engine.
+        # A lease keeps the home's records of the engine.
         await node.read(1)
         batch = [publish_notification(number) for number in range(2, 500)]
         task = asyncio.create_task(raised(node.source(*batch)))
@@ -564,7 +562,7 @@ async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
         assert len(list(node.home.records.publications())) <= 1
 
 
-async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: Path) -> None:
+async def test_flood_by_three_engines_is_refused_to_them_alone(tmp_path: Path) -> None:
     budget = 16 << 20
     async with running(tmp_path, Limits(memory=budget, engine_memory=256 << 10)) as node:
         for letter in "abc":

@@ -1,4 +1,5 @@
-"""A decline at any node server: it is sent on to the home that its reference names, once, and only where it may be."""
+"""A decline at any node server is sent on to the home that its reference names, once, and only to homes that may be
+dialled."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from tests.support.stubs import KVTransferStub
 
 
 async def notify(address: str, *references: str, relayed_by: str = "") -> list[KvferryError | None]:
-    """Decline at a node server; the error of each, None where it was done."""
+    """Decline at a node server; return the error of each decline, None for success."""
     declines = [pb.Decline(reference=reference, relayed_by=relayed_by) for reference in references]
     request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in declines])
     async with grpc.aio.insecure_channel(address) as channel:
@@ -61,7 +62,7 @@ class Stage:
     watch: Any
 
     async def released(self) -> tuple[int, int]:
-        """What the source hears next."""
+        """Return the source's next event."""
         released = (await self.watch.read()).released
         return released.publication, released.outcome
 
@@ -100,9 +101,9 @@ def changed(reference: str, **changes: Any) -> str:
     return format_reference(message)
 
 
-async def test_any_node_server_takes_a_decline(stage: Stage) -> None:
+async def test_decline_is_accepted_by_any_node_server(stage: Stage) -> None:
     first, second, third = stage.references
-    # A batch: each has its own result, at its own place.
+    # A batch: each decline has its own result, in order.
     errors = await notify(stage.other, first, "kvf1.nonsense", changed(second, key=bytes(16)), third)
     assert [type(error).__name__ for error in errors] == ["NoneType", "BadReference", "WrongKey", "NoneType"]
     assert {await stage.released() for _ in range(2)} == {
@@ -121,7 +122,7 @@ async def test_a_decline_by_a_reference_with_marks_is_sent_on(stage: Stage) -> N
     assert await stage.released() == (1, pb.RELEASE_OUTCOME_DECLINED)
 
 
-async def test_a_home_knows_its_engines_by_whatever_address(stage: Stage) -> None:
+async def test_home_finds_its_engines_under_any_address(stage: Stage) -> None:
     assert await notify(stage.home, changed(stage.references[0], home="203.0.113.9:7423")) == [None]
     assert (await stage.released())[0] == 1
 
@@ -130,7 +131,7 @@ async def test_a_decline_is_sent_on_once_and_only_to_homes_that_may_be_dialled(s
     reference = stage.references[0]
     (loop,) = await notify(stage.other, reference, relayed_by="node.example:7423")
     assert isinstance(loop, RelayLoop)
-    # The home of this one is the other server itself, which has no such engine.
+    # The home in this reference is the other server itself, which has no such engine.
     (gone,) = await notify(stage.home, changed(reference, home=stage.other, engine_id="nobody"))
     assert isinstance(gone, (EngineUnknown, HomeRecovering))
     for home in ("203.0.113.9:7423", "unix:/run/kvferry/node.sock"):
@@ -154,7 +155,7 @@ async def test_a_decline_is_sent_on_once_and_only_to_homes_that_may_be_dialled(s
     ],
     ids=["none", "empty", "another kind", "huge", "too many"],
 )
-async def test_what_a_strange_home_answers_is_not_passed_on(stage: Stage, answers: list[pb.NotificationResult]) -> None:
+async def test_answers_of_a_strange_home_are_not_passed_on(stage: Stage, answers: list[pb.NotificationResult]) -> None:
     class Strange:
         def __getattr__(self, name: str) -> object:
             async def notify(request: pb.NotifyRequest, context: object) -> pb.NotifyResponse:
@@ -174,7 +175,7 @@ async def test_what_a_strange_home_answers_is_not_passed_on(stage: Stage, answer
 
 @pytest.fixture
 def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One caller's declines get half of these."""
+    """One caller's declines get half of these connections."""
     monkeypatch.setattr(relay, "MAX_DECLINE_HOMES", 4)
 
 
@@ -183,7 +184,7 @@ async def test_declines_leave_room_for_ranks_that_register(stage: Stage) -> None
     homes = [f"127.0.0.1:{free_port()}" for _ in range(4)]
     errors = await notify(stage.other, *(changed(stage.references[0], home=home) for home in homes))
     assert sorted(type(error).__name__ for error in errors) == ["LimitReached"] * 2 + ["Unreachable"] * 2
-    # Nothing of it stays.
+    # No connection stays.
     assert await notify(stage.other, stage.references[0]) == [None]
 
 
@@ -192,7 +193,7 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
     with ExitStack() as stack:
 
         def silent() -> str:
-            """Connections to it are never accepted."""
+            """A home whose connections are never accepted."""
             return f"127.0.0.1:{stack.enter_context(socket.create_server(('127.0.0.1', 0))).getsockname()[1]}"
 
         relays = relay.Relays("127.0.0.1:1", None, anywhere=False)
@@ -206,7 +207,7 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
         for _ in range(2):
             hostile = [decline(home, "203.0.113.9") for home in homes[:-1]]
             honest = decline(homes[-1], "192.0.2.7")
-            # Those that are refused are so at once, before anything is waited for.
+            # Refusals come at once, without any wait.
             await asyncio.wait(hostile, return_when=asyncio.FIRST_COMPLETED)
             waiting = {task for task in (*hostile, honest) if not task.done()}
             done = {*hostile, honest} - waiting
@@ -217,12 +218,12 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
             for task in waiting:
                 task.cancel()
             await asyncio.wait(waiting)
-            # Whatever it took it has given back.
+            # All of the budget was given back.
             assert relays.num_homes == 0
 
 
 async def test_a_routers_reference_is_declined_at_the_home_that_it_names(stage: Stage) -> None:
-    """It names no incarnation, and the node server that is asked has an engine of the same name."""
+    """The reference names no incarnation, and the node server called has an engine of the same name."""
     key, namesake = b"k" * 16, proto(P2)
     async with AsyncExitStack() as stack:
         home, other = [

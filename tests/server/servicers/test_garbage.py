@@ -1,4 +1,4 @@
-"""R9: whatever bytes come, they end in a typed status, and the server goes on."""
+"""R9: any bytes end in a typed status, and the server goes on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STREAMS = {
 }
 for asked in (*UNARY.values(), *STREAMS.values()):
     if "version" in asked.DESCRIPTOR.fields_by_name:
-        # Else all is refused for the lack of it.
+        # Without it every request would be refused.
         introduce(cast("Any", asked))
 
 
@@ -103,5 +103,5 @@ async def test_damaged_requests_end_in_a_typed_status(tmp_path: Path, method: st
                 except grpc.aio.AioRpcError as error:
                     typed = from_rpc_error(error, "test")
                     assert typed.reason not in ("", "INTERNAL"), (raw.hex(), typed)
-        # It goes on.
+        # The server goes on.
         await node.introspection.ListEngines(ipb.ListEnginesRequest(), timeout=TIMEOUT)

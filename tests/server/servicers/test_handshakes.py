@@ -1,4 +1,4 @@
-"""Handshakes with engines of many ranks: page by page, whole, and without holding up anybody else."""
+"""Handshakes with engines of many ranks: complete, page by page, and without delaying other calls."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def told(source: EngineDescription, *, agents: bool = True) -> list[pb.Handshake
     return [pb.HandshakeResponse.FromString(page) for page in pages]
 
 
-# What is told, whole and bounded.
+# Answers, whole and bounded.
 
 
 @pytest.mark.parametrize("agents", [True, False])
 @given(sizes=st.lists(st.integers(1500, RANK_PAGE_BYTES * 5 // 4) | st.integers(1500, 5000), min_size=1, max_size=8))
-def test_whatever_its_ranks_take_an_engine_arrives_whole(agents: bool, sizes: list[int]) -> None:
+def test_engine_with_ranks_of_any_size_arrives_whole(agents: bool, sizes: list[int]) -> None:
     requests = [of_size(size, rank, len(sizes)) for rank, size in enumerate(sizes)]
     first, *pages = told(source_of(requests), agents=agents)
     assert [rank for page in pages for rank in page.ranks] == [request.rank for request in requests]
@@ -92,7 +92,7 @@ def test_a_page_is_filled_to_the_last_byte(over: int, pages: int) -> None:
     assert [rank.rank for page in found for rank in page.ranks] == [0, 1]
 
 
-async def test_a_rank_is_told_if_it_was_taken(node: Node) -> None:
+async def test_largest_rank_that_is_accepted_reaches_readers(node: Node) -> None:
     await node.open_engine()
     largest = of_size(MAX_RANK_BYTES, 0, 1)
     largest.identity["x" * 1000] = "y" * (MAX_HEADER_BYTES - 2048)
@@ -108,7 +108,7 @@ async def test_a_rank_is_told_if_it_was_taken(node: Node) -> None:
     assert isinstance(error, InvalidField)
     assert error.values["field"] == "groups"
     await node.kv.RegisterCache(largest, timeout=TIMEOUT)
-    # A reader that was taken itself can ask.
+    # A reader of the same size can handshake.
     asked = handshake_request(rank=largest.rank, identity=dict(largest.identity))
     assert asked.ByteSize() + 4096 < MAX_MESSAGE_BYTES
     found = await node.handshake(asked)
@@ -116,8 +116,8 @@ async def test_a_rank_is_told_if_it_was_taken(node: Node) -> None:
     assert found.agents[0] == largest.agent
 
 
-async def test_what_is_left_out_is_counted_as_it_is_told(node: Node) -> None:
-    # The registration leaves out what is told with its default.
+async def test_default_values_left_out_count_in_the_size_of_a_registration(node: Node) -> None:
+    # The registration leaves out defaults that the answer has.
     await node.open_engine()
     request = of_size(MAX_RANK_BYTES, 0, 1)
     for plane in request.rank.planes:
@@ -152,7 +152,7 @@ async def test_a_refusal_of_thousands_of_planes_fits_its_metadata(node: Node) ->
     assert error.values["mismatch.0.alike"] == "1999"
 
 
-def test_pages_that_do_not_fit_each_other_are_refused() -> None:
+def test_pages_that_contradict_each_other_are_refused() -> None:
     first, page = told(source_of([of_size(2000, rank, 2) for rank in range(2)]))
     for wrong in ([], [page], [first], [first, page, page], [page, first]):
         with pytest.raises(BadGeometry):
@@ -162,7 +162,7 @@ def test_pages_that_do_not_fit_each_other_are_refused() -> None:
         put_together([first, page])
 
 
-async def test_a_geometry_that_was_accepted_says_nothing_about_another(ready: Node) -> None:
+async def test_accepted_geometry_does_not_admit_another(ready: Node) -> None:
     first = await ready.handshake(handshake_request())
     assert (await ready.handshake(handshake_request())) == first
     wrong = handshake_request()
@@ -178,7 +178,7 @@ async def test_a_geometry_that_was_accepted_says_nothing_about_another(ready: No
     assert (await ready.handshake(handshake_request())) == first
 
 
-def test_the_digests_of_readers_are_bounded() -> None:
+def test_digests_of_readers_are_bounded() -> None:
     source = source_of([of_size(2000, 0, 1)])
     source.pages(EPOCH, encode.times(TIMES), agents=False)
     for number in range(MAX_NOTED_READERS):
@@ -187,11 +187,11 @@ def test_the_digests_of_readers_are_bounded() -> None:
     source.note_reader(b"one more".ljust(32))
     assert source.made_pages(bytes(32), agents=False) is None
     assert source.made_pages(b"one more".ljust(32), agents=False) is not None
-    # What was not made for anybody is not told.
+    # Pages that were never made are not returned.
     assert source.made_pages(b"one more".ljust(32), agents=True) is None
 
 
-# While others renew.
+# Beside renewals.
 
 
 def model_rank(rank: int, ranks: int, layers: int) -> RankGeometry:

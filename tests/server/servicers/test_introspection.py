@@ -138,7 +138,7 @@ async def test_pages_of_an_engine_that_restarted_are_not_mixed(node: Node) -> No
     assert isinstance(await raised(node.introspection.GetEngine(request, timeout=TIMEOUT)), PeerRestarted)
 
 
-async def test_an_engine_is_shown_with_what_it_registered(node: Node) -> None:
+async def test_engine_is_shown_with_its_registration(node: Node) -> None:
     watch = await node.open_engine()
     request = ipb.GetEngineRequest(engine_id=P.engine_id)
     empty = await node.introspection.GetEngine(request, timeout=TIMEOUT)
@@ -213,7 +213,7 @@ async def test_transfers_are_listed_as_long_as_their_outcome_is_kept(node: Node)
 
 
 @pytest.mark.parametrize(("size", "token"), [(1001, ""), (0, "?"), (0, "a"), (0, "x" * 5000), (0, "é")])
-async def test_pages_that_cannot_be(node: Node, size: int, token: str) -> None:
+async def test_pages_with_invalid_sizes_or_tokens_are_refused(node: Node, size: int, token: str) -> None:
     request = ipb.ListRequestsRequest(page_size=size, page_token=token)
     assert isinstance(await raised(node.introspection.ListRequests(request, timeout=TIMEOUT)), InvalidField)
 
@@ -233,7 +233,7 @@ async def test_a_read_is_planned_between_an_engine_and_a_geometry(node: Node) ->
     assert [plan.rank for plan in answer.ranks] == [0, 1, 2, 3]
 
 
-async def test_a_plan_that_does_not_fit_one_answer_says_which_ranks_are_left(node: Node) -> None:
+async def test_plan_that_does_not_fit_one_answer_names_the_ranks_left_out(node: Node) -> None:
     def renamed(rank: RankGeometry) -> RankGeometry:
         """With two hundred layers of long names, over the same memory."""
         (key, *_), size = rank.planes, 1 << 30
@@ -261,7 +261,7 @@ async def test_a_plan_that_does_not_fit_one_answer_says_which_ranks_are_left(nod
     assert answers > 1
 
 
-async def test_plans_that_cannot_be(node: Node) -> None:
+async def test_plans_that_are_impossible_are_refused(node: Node) -> None:
     two, nine = engine_to_proto(engine("s", 2)), engine_to_proto(engine("d", 1, heads=9))
     other = ipb.PlanReadRequest(source_geometry=two, destination_engine_id="nobody")
     cases: list[tuple[ipb.PlanReadRequest, type[KvferryError]]] = [
@@ -275,7 +275,7 @@ async def test_plans_that_cannot_be(node: Node) -> None:
         assert isinstance(await raised(node.introspection.PlanRead(request, timeout=TIMEOUT)), expected), request
 
 
-async def test_a_node_server_says_what_it_is_and_what_it_allows(node: Node) -> None:
+async def test_server_info_has_identity_limits_and_capabilities(node: Node) -> None:
     node.pass_by(5)
     answer = await node.introspection.GetServerInfo(ipb.GetServerInfoRequest(), timeout=TIMEOUT)
     assert (answer.home_epoch, answer.version, answer.advertise) == (node.home.epoch, kvferry.__version__, ADVERTISE)
@@ -283,7 +283,7 @@ async def test_a_node_server_says_what_it_is_and_what_it_allows(node: Node) -> N
     assert from_duration(answer.times.ttl) == TIMES.ttl
     assert not answer.draining
     assert answer.contract_revision >= 1
-    # The names are those that a caller meets in errors, and in requests.
+    # The names are those in errors and in requests.
     assert answer.limits["leases"] == node.home.limits.leases
     assert answer.limits["notifications"] == 1024
     assert answer.limits["message_bytes"] == 4 << 20
@@ -291,7 +291,7 @@ async def test_a_node_server_says_what_it_is_and_what_it_allows(node: Node) -> N
 
 
 async def listed(node: Node, request: ipb.ListRequestsRequest | ipb.ListTransfersRequest) -> tuple[list[str], int]:
-    """The entries of all pages, as "engine request reader", and the number of pages."""
+    """Return the entries of all pages, as "engine request reader", and the number of pages."""
     found, pages = list[str](), 0
     while not pages or request.page_token:
         pages += 1

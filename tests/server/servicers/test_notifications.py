@@ -1,4 +1,4 @@
-"""`Notify`: each notification of a batch for itself; homes that have restarted, or drain."""
+"""`Notify`: each notification of a batch has its own result; homes that have restarted, or drain."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_notification_that_fails_does_not_stop_the_others(ready: Node) -
     assert all(isinstance(error_of(results[index]), InvalidField) for index in (2, 3, 4))
 
 
-async def test_a_source_speaks_with_its_session_secret_only(ready: Node) -> None:
+async def test_source_needs_its_session_secret(ready: Node) -> None:
     request = pb.NotifyRequest(sender=proto(P), notifications=[publish_notification()])
     assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
     for wrong in (b"x" * 32, SECRETS[P2]):
@@ -106,7 +106,7 @@ async def test_a_batch_is_bounded(ready: Node) -> None:
         {"marks": [pb.PromptMark(end=end, digest=b"d" * 16) for end in range(1, 66)]},
     ],
 )
-async def test_every_field_of_a_publication_is_checked(ready: Node, changes: dict[str, Any]) -> None:
+async def test_publication_fields_are_all_checked(ready: Node, changes: dict[str, Any]) -> None:
     assert isinstance(error_of(await ready.publish(**changes)), InvalidField)
     assert not list(ready.home.records.publications())
 
@@ -167,7 +167,7 @@ async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(t
         assert (await watch.next()).released.publication == 4
 
 
-async def test_a_draining_home_says_so_and_still_takes_reports(ready: Node) -> None:
+async def test_draining_home_refuses_new_reads_and_still_takes_reports(ready: Node) -> None:
     await ready.publish()
     watch = Watch(ready)
     await watch.kinds(2)
@@ -184,7 +184,7 @@ async def test_a_draining_home_says_so_and_still_takes_reports(ready: Node) -> N
     renewed, ended = await ready.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)), read_done(lease_id, 0))
     assert from_duration(renewed.renewed.remaining) == TIMES.ttl
     assert ended.read_ended.verdict == pb.VERDICT_VALID
-    # The source hears of it, so it does not publish the same again after the restart.
+    # The source gets the release event, so it does not publish the same again after the restart.
     assert (await watch.next()).released.publication == 1
     ready.home.end_watches()
     assert isinstance(await raised(watch.next()), ServerDraining)

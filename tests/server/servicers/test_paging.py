@@ -10,7 +10,7 @@ from tests.support.parties import P
 
 
 def listed(sizes: dict[int, int], page_size: int) -> list[list[int]]:
-    """The numbers on each page, for entries of so many bytes each."""
+    """Return the numbers on each page, for entries of these sizes in bytes."""
 
     def encode(number: int) -> ipb.RequestSummary:
         return ipb.RequestSummary(publication=number, request_id="x" * sizes[number])
@@ -31,5 +31,5 @@ def test_a_page_is_limited_by_count_and_by_bytes_and_nothing_is_skipped() -> Non
     assert listed(dict.fromkeys(range(1, 6), 10), 2) == [[1, 2], [3, 4], [5]]
     third = LISTING_PAGE_BYTES // 3 - 2000
     assert listed(dict.fromkeys(range(1, 6), third), 1000) == [[1, 2, 3], [4, 5]]
-    # One that is too large by itself still comes.
+    # An entry larger than a page is still sent.
     assert listed({1: 10, 2: LISTING_PAGE_BYTES + 1, 3: 10}, 1000) == [[1], [2], [3]]

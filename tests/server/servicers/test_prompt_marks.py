@@ -1,4 +1,4 @@
-"""PROTOCOL, The right prompt: what a home does with marks. It tells them to every reader, and compares none."""
+"""PROTOCOL, The right prompt: a home sends marks to every reader, and compares none."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def marked(*ends: int) -> str:
 
 
 async def listed(node: Node) -> ipb.RequestSummary:
-    """The one request of a home."""
+    """Return the only request of a home."""
     [request] = (await node.introspection.ListRequests(ipb.ListRequestsRequest(), timeout=TIMEOUT)).requests
     return request
 
 
-async def test_every_reader_is_told_the_marks_with_the_step_that_stated_them(ready: Node) -> None:
+async def test_marks_reach_every_reader_with_the_step_that_stated_them(ready: Node) -> None:
     await ready.publish(last=False, marks=marks(64, 100))
     await ready.publish(step=1, last=False)
     await ready.publish(step=2, marks=marks(192, digest=OTHER_DIGEST))
@@ -56,7 +56,7 @@ async def test_every_reader_is_told_the_marks_with_the_step_that_stated_them(rea
         assert [list(blocks.marks) for blocks in answer.blocks] == stated
 
 
-async def test_a_reader_by_a_routers_reference_is_told_marks_and_the_key_at_once(ready: Node) -> None:
+async def test_reader_by_a_routers_reference_gets_marks_and_the_key_at_once(ready: Node) -> None:
     read = await begin(ready, made())
     await publish(ready, marks=marks(64))
     answer = await read
@@ -84,7 +84,7 @@ async def test_a_repeated_step_is_answered_alike_and_one_with_other_marks_is_ref
     assert list((await ready.read()).blocks[0].marks) == marks(64)
 
 
-async def test_after_a_mismatch_the_right_reader_still_gets_the_publication(ready: Node) -> None:
+async def test_publication_is_still_readable_after_a_mismatch(ready: Node) -> None:
     watch = Watch(ready)
     await watch.kinds(2)
     await ready.publish(marks=marks(64))
@@ -98,7 +98,7 @@ async def test_after_a_mismatch_the_right_reader_still_gets_the_publication(read
         pb.READ_STATE_FAILED,
         errors_pb2.ERROR_REASON_PROMPT_MISMATCH,
     )
-    # Its hold begins anew.
+    # The hold begins anew.
     ready.pass_by(TIMES.hold - 1)
     found = await listed(ready)
     assert (found.state, found.leases, found.last_failure) == (

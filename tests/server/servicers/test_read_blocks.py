@@ -1,4 +1,4 @@
-"""`ReadBlocks`: the lease, the blocks as they are published, and what is refused."""
+"""`ReadBlocks`: the lease, the blocks as they are published, and refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def steps(answer: pb.ReadBlocksResponse) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nothing tells."""
+    """Poll a condition that has no event."""
     for _ in range(int(TIMEOUT / 0.001)):
         if condition():
             return
@@ -84,7 +84,7 @@ async def test_publish_answers_the_reference(ready: Node) -> None:
     assert from_duration(published.final_remaining) == TIMES.final
 
 
-async def test_one_answer_holds_the_lease_and_all_blocks(ready: Node) -> None:
+async def test_answer_has_the_lease_and_all_blocks(ready: Node) -> None:
     await ready.publish(payload=b"first token")
     ready.pass_by(5)
     answer = await ready.read()
@@ -101,7 +101,7 @@ async def test_one_answer_holds_the_lease_and_all_blocks(ready: Node) -> None:
     assert result.read_ended == pb.ReadEnded(verdict=pb.VERDICT_VALID, reported=1, complete=True)
 
 
-async def test_a_publication_that_comes_late_is_told_in_steps(ready: Node) -> None:
+async def test_late_publication_is_sent_in_steps(ready: Node) -> None:
     first = await ready.read()
     assert first.accepted.request_id == ""
     assert (steps(first), first.HasField("complete")) == ([], False)
@@ -115,7 +115,7 @@ async def test_a_publication_that_comes_late_is_told_in_steps(ready: Node) -> No
         assert steps(answer) == [step]
         assert answer.HasField("complete") == (step == 2)
     assert answer.complete.steps == 3
-    # Who lost an answer is told it again.
+    # A reader that lost an answer gets it again.
     assert steps(await ready.read(lease_id=lease_id, next_step=1)) == [1, 2]
 
 
@@ -131,19 +131,19 @@ async def test_a_replay_gets_the_same_lease_unextended_and_everything_again(read
     assert other.accepted.lease_id not in ("", first.accepted.lease_id)
 
 
-async def test_a_lease_that_the_reader_does_not_have_is_told_with_all_steps(ready: Node) -> None:
+async def test_lease_that_the_reader_lacks_is_sent_with_all_steps(ready: Node) -> None:
     await ready.publish()
     lease_id = (await ready.read()).accepted.lease_id
     other = (await ready.read(read_id=read_id("another"))).accepted.lease_id
     for wrong in (other, b"x" * 16):
         answer = await ready.read(lease_id=wrong, next_step=1)
         assert (answer.accepted.lease_id, steps(answer)) == (lease_id, [0])
-        # Steps of another lease are not counted.
+        # Steps of another lease do not count.
         assert steps(await ready.read(lease_id=wrong, next_step=2**32 - 1)) == [0]
 
 
 @pytest.mark.parametrize("next_step", [2, 3, 2**31, 2**32 - 1])
-async def test_steps_that_there_are_not_are_refused(ready: Node, next_step: int) -> None:
+async def test_next_step_beyond_the_steps_is_refused(ready: Node, next_step: int) -> None:
     await ready.publish(last=False)
     lease_id = (await ready.read()).accepted.lease_id
     error = await raised(ready.read(lease_id=lease_id, next_step=next_step))
@@ -154,7 +154,7 @@ async def test_steps_that_there_are_not_are_refused(ready: Node, next_step: int)
     assert (steps(answer), answer.complete.steps) == ([], 2)
 
 
-async def test_the_end_of_the_wait(ready: Node) -> None:
+async def test_wait_without_news_ends_in_time(ready: Node) -> None:
     lease_id = (await ready.read(wait=SOON)).accepted.lease_id
     waiting = asyncio.create_task(ready.read(lease_id=lease_id, wait=SOON))
     await until_waiting(ready)
@@ -162,7 +162,7 @@ async def test_the_end_of_the_wait(ready: Node) -> None:
     error = await raised(waiting)
     assert isinstance(error, PublicationTimeout)
     assert error.values["waited_ms"] == "20"
-    # Of a publication that has begun there is only nothing new.
+    # For a publication that has begun, the answer has nothing new.
     await ready.publish(last=False)
     waiting = asyncio.create_task(ready.read(lease_id=lease_id, next_step=1, wait=SOON))
     await until_waiting(ready)
@@ -175,14 +175,14 @@ async def test_a_call_waits_no_longer_than_its_deadline_allows(ready: Node) -> N
     lease_id = (await ready.read()).accepted.lease_id
     waiting = asyncio.create_task(ready.read(lease_id=lease_id, next_step=1))
     await until_waiting(ready)
-    # The answer that there is nothing comes before the deadline.
+    # The answer without news comes before the deadline.
     ready.clock.pass_by(TIMEOUT)
     # It looks at the home's clock at once: by its own time it would answer a tenth of a second before the call ends.
     ready.home.wakeups.wake_all()
     assert steps(await waiting) == []
 
 
-async def test_more_than_a_message_holds_comes_in_several_answers(ready: Node) -> None:
+async def test_large_steps_come_in_several_answers(ready: Node) -> None:
     runs, count, size = 1 << 17, 16, 0
     ids = [1 + 2 * (index % 400) for index in range(runs)]
     for step in range(count):
@@ -237,7 +237,7 @@ async def test_an_answer_looks_at_no_more_steps_than_it_takes(ready: Node) -> No
     assert READ_STEPS <= counted.looked_at <= READ_STEPS + 8
 
 
-async def test_an_abort_is_told_to_who_waits_and_the_lease_stays(ready: Node) -> None:
+async def test_abort_is_sent_to_a_waiting_reader_and_the_lease_stays(ready: Node) -> None:
     await ready.publish(last=False)
     lease_id = (await ready.read()).accepted.lease_id
     waiting = asyncio.create_task(ready.read(lease_id=lease_id, next_step=1))
@@ -249,13 +249,13 @@ async def test_an_abort_is_told_to_who_waits_and_the_lease_stays(ready: Node) ->
     assert from_duration(renewed.renewed.remaining) == TIMES.ttl
     assert renewed.renewed.revoked == pb.REVOKE_REASON_ABORTED
     assert not told.HasField("complete")
-    # Who asks again does not wait, and is told all.
+    # A repeated call does not wait, and gets everything.
     again = await ready.read()
     assert (again.accepted.lease_id, steps(again)) == (lease_id, [0])
     assert again.revoked == told.revoked
 
 
-async def test_a_revoked_publication_that_was_complete_is_told_whole(ready: Node) -> None:
+async def test_revoked_publication_that_was_complete_is_sent_whole(ready: Node) -> None:
     await ready.publish()
     lease_id = (await ready.read()).accepted.lease_id
     await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
@@ -265,7 +265,7 @@ async def test_a_revoked_publication_that_was_complete_is_told_whole(ready: Node
     assert answer.HasField("revoked")
 
 
-async def test_the_source_s_death_is_told_to_who_has_a_lease(tmp_path: Path) -> None:
+async def test_death_of_the_source_is_sent_to_the_holder_of_a_lease(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         watch = await node.open_engine()
         await node.register()
@@ -274,7 +274,7 @@ async def test_the_source_s_death_is_told_to_who_has_a_lease(tmp_path: Path) -> 
         await until_waiting(node)
         await node.leaves(watch)
         assert isinstance(await raised(node.read(2)), EngineIncomplete)
-        # A reader who comes back goes on, as if he had never been away. Others are no such readers.
+        # A reader with a lease goes on after its call was lost. A new reader is refused.
         waiting.append(asyncio.create_task(node.read(lease_id=lease_id)))
         await until_waiting(node, calls=2)
         for other in (node.read(), node.read(2, lease_id), node.read(lease_id=lease_id, read_id=read_id("another"))):
@@ -293,7 +293,7 @@ async def test_a_lease_that_ends_ends_the_wait(ready: Node) -> None:
     ready.pass_by(TIMES.ttl)
     assert isinstance(await raised(waiting), LeaseEnded)
     assert isinstance(await raised(ready.read(lease_id=lease_id, next_step=1)), LeaseEnded)
-    # With a publication that never came it is that which is said.
+    # If the publication never arrived, the error says so.
     lease_id = (await ready.read(2)).accepted.lease_id
     waiting = asyncio.create_task(ready.read(2, lease_id=lease_id))
     await until_waiting(ready, 2)
@@ -301,7 +301,7 @@ async def test_a_lease_that_ends_ends_the_wait(ready: Node) -> None:
     assert isinstance(await raised(waiting), PublicationTimeout)
 
 
-async def test_a_drain_ends_the_wait_and_has_told_all_before(ready: Node) -> None:
+async def test_drain_ends_the_wait_after_all_steps_were_sent(ready: Node) -> None:
     await ready.publish(last=False)
     lease_id = (await ready.read()).accepted.lease_id
     waiting = asyncio.create_task(ready.read(lease_id=lease_id, next_step=1))
@@ -314,7 +314,7 @@ async def test_a_drain_ends_the_wait_and_has_told_all_before(ready: Node) -> Non
     assert isinstance(await raised(ready.read(read_id=read_id("new"))), ServerDraining)
 
 
-async def test_a_restarted_home_grants_anew_and_tells_all_steps(tmp_path: Path) -> None:
+async def test_restarted_home_grants_anew_and_sends_all_steps(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
     async with running(tmp_path / "old") as node:
@@ -338,7 +338,7 @@ async def test_a_restarted_home_grants_anew_and_tells_all_steps(tmp_path: Path) 
         assert answer.HasField("complete")
 
 
-async def test_reads_that_cannot_be(ready: Node) -> None:
+async def test_reads_that_are_invalid_are_refused(ready: Node) -> None:
     await ready.publish(1)
     await ready.reader(read_done((await ready.read(1)).accepted.lease_id, 0))
     await ready.publish(2)
@@ -369,7 +369,7 @@ async def test_reads_that_cannot_be(ready: Node) -> None:
     assert isinstance(await raised(ready.read(1, reader=E)), PublicationStale)
 
 
-async def test_a_wrong_key_is_refused_at_once_also_before_the_publication_comes(ready: Node) -> None:
+async def test_wrong_key_is_refused_before_the_publication_arrives(ready: Node) -> None:
     wrong = reference(1, wrong=b"x" * 16)
     assert isinstance(await raised(ready.read(reference=wrong)), WrongKey)
     [declined] = await ready.reader(pb.Notification(decline=pb.Decline(reference=wrong)))
@@ -378,7 +378,7 @@ async def test_a_wrong_key_is_refused_at_once_also_before_the_publication_comes(
     assert (await ready.read()).HasField("accepted")
 
 
-async def test_reads_beyond_a_limit_are_asked_to_come_again(tmp_path: Path) -> None:
+async def test_reads_beyond_a_limit_get_a_retry_delay(tmp_path: Path) -> None:
     async with running(tmp_path, Limits(waiting_reads=1)) as node:
         await node.open_engine()
         await node.register()
@@ -388,7 +388,7 @@ async def test_reads_beyond_a_limit_are_asked_to_come_again(tmp_path: Path) -> N
         assert error.retryable
 
 
-async def test_who_leaves_while_waiting_leaves_nothing(ready: Node) -> None:
+async def test_caller_that_leaves_while_waiting_leaves_no_waiter_behind(ready: Node) -> None:
     lease_id = (await ready.read()).accepted.lease_id
     call: Any = ready.kv.ReadBlocks(read_request(lease_id=lease_id), timeout=TIMEOUT)
     await until_waiting(ready)

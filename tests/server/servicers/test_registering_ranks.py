@@ -1,4 +1,4 @@
-"""`RegisterCache` and `Handshake`: which ranks make an engine, and what its readers are told of it."""
+"""`RegisterCache` and `Handshake`: the ranks of an engine, and the answers to its readers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.node_in_process import (
 from tests.support.parties import FULL, P2, SECRETS, TIMES, P, rank_geometry
 
 
-async def test_a_rank_registers_and_hears_who_is_missing(node: Node) -> None:
+async def test_rank_registers_and_gets_the_missing_ranks(node: Node) -> None:
     await node.open_engine()
     first = await node.register(0, 2)
     assert list(first.missing_ranks) == [1]
@@ -57,13 +57,13 @@ async def test_registrations_need_an_open_session(node: Node) -> None:
     await node.kv.RegisterCache(request, timeout=TIMEOUT)
 
 
-async def test_another_content_for_a_rank_is_refused(ready: Node) -> None:
+async def test_registration_of_other_content_is_refused(ready: Node) -> None:
     error = await raised(ready.register(geometry=rank_geometry(base=1 << 20)))
     assert isinstance(error, CacheDiffers)
     assert error.values["field"] == "rank.planes[layers.0/key].base"
 
 
-async def test_a_new_incarnation_hears_when_the_last_lease_on_the_old_one_ends(node: Node) -> None:
+async def test_new_incarnation_gets_the_end_of_the_last_lease_on_the_old_one(node: Node) -> None:
     watch = await node.open_engine()
     assert from_duration((await node.register()).reuse_after) == 0
     await node.publish()
@@ -92,7 +92,9 @@ async def test_a_home_that_is_new_does_not_know_older_leases(tmp_path: Path) -> 
         ({"num_ranks": 1 << 31}, InvalidField),
     ],
 )
-async def test_registrations_that_cannot_be(node: Node, changes: dict[str, Any], expected: type[KvferryError]) -> None:
+async def test_registrations_that_are_invalid_are_refused(
+    node: Node, changes: dict[str, Any], expected: type[KvferryError]
+) -> None:
     await node.open_engine()
     assert isinstance(await raised(node.register(**changes)), expected)
 
@@ -108,7 +110,7 @@ async def test_damaged_agent_metadata_is_refused(node: Node) -> None:
 
 
 async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
-    # Big enough to be decoded and planned with on a thread.
+    # Big enough to be decoded and planned on the worker thread.
     await node.open_engine()
     geometry = rank_geometry()
     request = register_request()
@@ -118,7 +120,7 @@ async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
             plane.layer, plane.shared = f"layers.{layer}", True
             request.rank.planes.append(plane)
     await node.kv.RegisterCache(request, timeout=TIMEOUT)
-    # Layers may share their memory at a source, but not where they are read into.
+    # Layers may share their memory at a source, but not at a destination.
     for index, plane in enumerate(request.rank.planes):
         plane.base += index << 27
     answer = await node.handshake(rank=request.rank)
@@ -142,7 +144,7 @@ async def test_planes_over_the_same_bytes_are_refused_unless_both_say_that_they_
 
 
 async def test_an_engine_that_lacked_heads_may_register_with_another_cache(node: Node) -> None:
-    """Nothing of the first one stays: publications are checked, and bytes counted, by the second."""
+    """Nothing of the first registration stays: publications are checked, and bytes counted, by the second."""
     await node.open_engine()
     wrong = register_request()
     for plane in wrong.rank.planes:
@@ -177,7 +179,7 @@ async def test_a_handshake_answers_the_whole_engine(node: Node) -> None:
     assert {message.home_epoch for message in (first, *pages)} == {node.home.epoch}
 
 
-async def test_what_cannot_be_read_is_refused_before_any_metadata(ready: Node) -> None:
+async def test_unreadable_geometry_is_refused_before_any_metadata(ready: Node) -> None:
     request = handshake_request(identity={"model": "another"})
     request.rank.planes[0].format = "other"
     error = await raised(ready.handshake(request))
@@ -223,7 +225,9 @@ async def test_an_engine_that_handshakes_with_itself_learns_its_geometry_without
         ({"identity": {str(key): "" for key in range(300)}}, InvalidField),
     ],
 )
-async def test_handshakes_that_cannot_be(ready: Node, changes: dict[str, Any], expected: type[KvferryError]) -> None:
+async def test_handshakes_that_are_invalid_are_refused(
+    ready: Node, changes: dict[str, Any], expected: type[KvferryError]
+) -> None:
     error = await raised(ready.handshake(**changes))
     assert isinstance(error, expected)
     assert error.code != "INTERNAL"

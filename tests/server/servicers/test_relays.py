@@ -1,4 +1,5 @@
-"""Relays: silent homes of one caller take no room from others, and what a relay answers says nothing of other ports."""
+"""Relays: silent homes of one caller take no room from others, and a relay's errors reveal nothing about other
+ports."""
 
 from __future__ import annotations
 
@@ -87,9 +88,7 @@ async def test_watches_of_silent_homes_take_no_room_from_others(relays: Relays, 
     assert relays.num_homes == 0
 
 
-async def test_a_watch_whose_home_says_nothing_ends(
-    relays: Relays, silent: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_watch_at_a_silent_home_ends(relays: Relays, silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "OPEN_TIMEOUT", 0.05)
     assert isinstance(await error_of(watch(relays, silent(), HOSTILE)), Unreachable)
     await relays.close()
@@ -109,12 +108,12 @@ async def test_a_home_is_one_home_however_its_address_is_written(relays: Relays,
 
 
 @pytest.mark.parametrize("home", ["127.0.0.1:07611", "localhost:7611", "LocalHost:07611", OWN])
-def test_the_own_address_is_no_other_home_however_it_is_written(relays: Relays, home: str) -> None:
+def test_own_address_is_no_other_home_however_it_is_written(relays: Relays, home: str) -> None:
     assert not relays.applies(home, "")
     assert not relays.applies(home, "10.0.0.1:7423")
 
 
-def test_another_address_is_another_home(relays: Relays) -> None:
+def test_address_that_differs_is_another_home(relays: Relays) -> None:
     assert relays.applies("localhost:7612", "")
     with pytest.raises(RelayLoop):
         relays.applies("127.0.0.2:7611", "10.0.0.1:7423")
@@ -137,7 +136,7 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_relay_says_the_same_of_closed_ports_of_silent_ones_and_of_other_services(
+async def test_relay_gives_the_same_error_for_closed_ports_silent_ports_and_other_services(
     relays: Relays, silent: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("OPEN_TIMEOUT", "REGISTER_TIMEOUT"):

@@ -1,4 +1,4 @@
-"""References of routers among impostors: another engine's name, or its readers' places, are nobody's to take (R13)."""
+"""References of routers among impostors, which get neither another engine's name nor the room of its readers (R13)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.parties import P2, D, E, P, read_id
 
 @pytest.mark.parametrize(("true", "impostor"), [("name", "name_dp0"), ("name_dp0", "name")])
 async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: str, impostor: str) -> None:
-    """A reference for data-parallel rank 0 fits two names. Who has the key is meant, whichever lives."""
+    """A reference for data-parallel rank 0 fits two names. The source is the engine that has the key."""
     source, stranger = engine(true), engine(impostor)
     for ref in (stranger, source):
         await node.open_engine(ref)
@@ -38,14 +38,14 @@ async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: s
     await waiting_at(node, 1)
     await node.source(publish_notification(router_key="room-7", key=KEY), ref=source)
     assert (await read).accepted.source.engine_id == true
-    # Nor is it declined at the impostor alone.
+    # A decline reaches the source, too, not only the impostor.
     early = made("room-8", engine_id="name")
     assert [result.HasField("done") for result in await decline(node, early)] == [True]
     assert isinstance(await raised(node.read(reference=early)), PublicationReleased)
 
 
-async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """It came first, has no caches, and is full. The true engine's readers wait there all the same."""
+async def test_impostor_at_a_home_that_has_just_started_delays_no_reader(tmp_path: Path) -> None:
+    """The impostor came first, has no caches, and is full. The true engine's readers wait nevertheless."""
     async with running(tmp_path, Limits(waiting_reads=2, waiting_declines=2), new=True) as node:
         await node.open_engine(P2)
         await node.register(ref=P2)
@@ -55,7 +55,7 @@ async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(
         await node.register(ref=P)
         read = await begin(node, made(), before=1)
         (refused,) = await decline(node, made("declined"))
-        # Not everybody was told; the one whose reference it is was.
+        # Refused at the full impostor, but kept at the engine of the reference.
         assert isinstance(error_of(refused), LimitReached)
         await publish(node)
         assert (await read).accepted.source.incarnation == P.incarnation
@@ -64,7 +64,7 @@ async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(
         full.cancel()
 
 
-async def test_an_impostor_without_caches_is_waited_beside(tmp_path: Path) -> None:
+async def test_impostor_without_caches_does_not_end_the_wait(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
         await node.open_engine(P2)
         await node.open_engine(P)
@@ -74,7 +74,7 @@ async def test_an_impostor_without_caches_is_waited_beside(tmp_path: Path) -> No
         assert (await read).accepted.source.incarnation == P.incarnation
 
 
-async def test_who_waits_with_any_key_takes_no_place_of_a_publications_own_reference(tmp_path: Path) -> None:
+async def test_waits_with_any_key_take_no_room_of_a_publications_own_reference(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_reads=2) as node:
         strangers = [await begin(node, made("no-such")), await begin(node, made("no-such"), before=1, reader=E)]
         answer = await node.read(1, read_id=read_id("own"), reader=D)

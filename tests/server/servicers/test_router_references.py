@@ -1,5 +1,5 @@
-"""References that a router makes: a home waits for the publication under the router's key, and ends every wait with a
-typed error that says what became of it."""
+"""References that a router makes: a home waits for the publication under the router's key, and ends every wait without
+a publication with a typed error that says why."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from tests.support.parties import P2, TIMES, D, E, P, read_id
 
 
 async def waited(node: Node, given: str) -> KvferryError:
-    """The error of a read that waits for 20 ms of the home's clock."""
+    """Return the error of a read that waits for 20 ms of the home's clock."""
     read = await begin(node, given, wait=Duration(nanos=20_000_000))
     node.pass_by(0.02)
     return await raised(read)
@@ -67,7 +67,7 @@ async def waited(node: Node, given: str) -> KvferryError:
 
 async def test_a_poll_waits_for_the_publication_and_gets_its_own_reference(ready: Node) -> None:
     read = await begin(ready, made())
-    # Nothing is leased before it comes.
+    # There is no lease before the publication arrives.
     assert ready.home.records.live_leases() == (0, 0.0)
     await publish(ready, payload=b"first")
     answer = await read
@@ -75,7 +75,7 @@ async def test_a_poll_waits_for_the_publication_and_gets_its_own_reference(ready
     assert (accepted.publication, accepted.reference) == (1, reference())
     assert [blocks.step for blocks in answer.blocks] == [0]
     assert answer.complete.payload == b"first"
-    # From now on the reader uses that one: it is the same read, with the same lease.
+    # From now on the reader uses the publication's own reference: the same read, with the same lease.
     again = await ready.read(reference=accepted.reference)
     assert (again.accepted.lease_id, again.accepted.reference) == (accepted.lease_id, "")
     assert (await ready.read(reference=made())).accepted.lease_id == accepted.lease_id
@@ -112,7 +112,7 @@ async def test_a_waiting_read_is_listed_without_its_secrets(ready: Node) -> None
     assert found.router_key == "room-7"
 
 
-async def test_the_key_is_compared_when_the_publication_comes(ready: Node) -> None:
+async def test_key_is_compared_when_the_publication_arrives(ready: Node) -> None:
     wrong = await begin(ready, made(key=OTHER_KEY))
     right = await begin(ready, made(), before=1, read_id=read_id("right"))
     await publish(ready)
@@ -137,10 +137,10 @@ async def test_a_key_is_used_once(ready: Node) -> None:
     refused = error_of(await publish(ready, 2))
     assert isinstance(refused, RouterKeyUsed)
     assert refused.values == {"engine_id": P.engine_id, "publication": "1"}
-    # Sent again, it is no second use. Another name is free, and so is the name at another engine.
+    # A repeated step is no second use. Another name is free, and so is the name at another engine.
     assert (await publish(ready)).HasField("published")
     assert (await publish(ready, 3, "room-8")).HasField("published")
-    # Also a short time after its end: a reader that comes late must not get another request's blocks.
+    # Also a short time after the end: a late reader must not get another request's blocks.
     await decline(ready, made())
     await ready.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[1])))
     assert isinstance(error_of(await publish(ready, 4)), RouterKeyUsed)
@@ -148,7 +148,7 @@ async def test_a_key_is_used_once(ready: Node) -> None:
     assert (await publish(ready, 5)).HasField("published")
 
 
-async def test_a_late_reader_is_told_of_the_release(ready: Node) -> None:
+async def test_late_reader_gets_the_release_as_error(ready: Node) -> None:
     await publish(ready)
     await decline(ready, made())
     for acknowledged in (False, True):
@@ -171,9 +171,9 @@ async def test_a_decline_that_comes_first_ends_the_waits_and_the_publication(nod
     error = await raised(read)
     assert isinstance(error, PublicationReleased)
     assert error.values["outcome"] == "DECLINED"
-    # Whoever comes later hears it at once, and the source has its blocks back.
+    # Later readers get the error at once, and the source has its blocks back.
     assert isinstance(await raised(node.read(reference=made())), PublicationReleased)
-    # The key of a decline cannot be checked yet, so it ends nothing that has another key.
+    # The key of a decline cannot be checked yet, so the decline does not end reads with another key.
     await waiting_at(node, 1)
     assert (await publish(node)).HasField("published")
     assert await released(watch) == (1, pb.RELEASE_OUTCOME_DECLINED)
@@ -190,7 +190,7 @@ async def test_a_decline_with_another_key_ends_nothing(ready: Node) -> None:
     assert (await ready.read(reference=made())).accepted.publication == 1
 
 
-async def test_a_decline_is_remembered_for_as_long_as_anybody_waits(ready: Node) -> None:
+async def test_decline_is_remembered_for_as_long_as_readers_may_wait(ready: Node) -> None:
     await decline(ready, made())
     ready.pass_by(TIMES.max_wait)
     read = await begin(ready, made())
@@ -198,7 +198,7 @@ async def test_a_decline_is_remembered_for_as_long_as_anybody_waits(ready: Node)
     assert (await read).accepted.publication == 1
 
 
-async def test_a_decline_of_what_is_published_releases_it(node: Node) -> None:
+async def test_decline_of_a_publication_releases_it(node: Node) -> None:
     watch = await node.open_engine()
     await node.register()
     await publish(node)
@@ -206,14 +206,14 @@ async def test_a_decline_of_what_is_published_releases_it(node: Node) -> None:
     assert await released(watch) == (1, pb.RELEASE_OUTCOME_DECLINED)
 
 
-async def test_an_abort_reaches_those_who_come_later(ready: Node) -> None:
+async def test_abort_reaches_readers_that_come_later(ready: Node) -> None:
     await publish(ready, last=False)
     assert (await ready.read(reference=made())).accepted.publication == 1
     await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
     assert isinstance(await raised(ready.read(reference=made(), read_id=read_id("late"))), PublicationAborted)
 
 
-async def test_one_reader_takes_half_the_places_to_wait(tmp_path: Path) -> None:
+async def test_reader_takes_at_most_half_of_the_waiting_reads(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_reads=4) as node:
         waiting = [await begin(node, made(), before=index, read_id=read_id(f"{index}")) for index in range(2)]
         error = await raised(node.read(reference=made(), read_id=read_id("third")))
@@ -222,14 +222,14 @@ async def test_one_reader_takes_half_the_places_to_wait(tmp_path: Path) -> None:
         waiting.append(await begin(node, made(), before=2, reader=E))
         await publish(node)
         assert [(await read).accepted.publication for read in waiting] == [1, 1, 1]
-        # Their places are free again.
+        # The room of the ended waits is free again.
         held = [await begin(node, made("next"), before=index, read_id=read_id(f"n{index}")) for index in range(2)]
         for read in held:
             read.cancel()
         await waiting_at(node, 0)
 
 
-async def test_one_caller_declines_half_of_what_is_remembered(tmp_path: Path) -> None:
+async def test_caller_takes_at_most_half_of_the_remembered_declines(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_declines=4) as node:
         results = await decline(node, *(made(f"room-{index}") for index in range(3)))
         assert [result.HasField("done") for result in results] == [True, True, False]
@@ -261,7 +261,7 @@ async def test_a_source_that_restarts_ends_the_waits(node: Node, *, stays_away: 
     await node.register()
     read = await begin(node, made())
     await node.leaves(watch)
-    # It may still come back.
+    # The source may still come back.
     await waiting_at(node, 1)
     node.pass_by(TIMES.engine_ttl)
     error = await raised(read)
@@ -297,7 +297,7 @@ async def test_a_drain_ends_the_waits_until_later(ready: Node) -> None:
     assert isinstance(await raised(ready.read(reference=made())), ServerDraining)
 
 
-async def test_a_home_that_starts_anew_asks_readers_to_come_again(tmp_path: Path) -> None:
+async def test_restarted_home_gives_readers_a_retry_delay(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
         assert isinstance(await raised(node.read(reference=made())), HomeRecovering)
         (refused,) = await decline(node, made())
@@ -319,7 +319,7 @@ async def test_a_snapshot_has_the_router_keys(tmp_path: Path) -> None:
 
 
 async def test_two_incarnations_of_a_home_that_has_just_started_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """It cannot tell yet which of them is an impostor's."""
+    """The home cannot tell yet which of them is an impostor's."""
     async with running(tmp_path, new=True) as node:
         await node.open_engine(P2)
         await node.register(ref=P2)
@@ -344,7 +344,7 @@ async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None
         assert (await read).accepted.source.engine_id == ref.engine_id
         (result,) = await decline(node, given)
         assert result.HasField("done")
-    # An engine of that very name may be meant as well.
+    # An engine of exactly that name is found as well.
     await node.open_engine(alone := engine("deployment"))
     await node.register(ref=alone)
     read = await begin(node, made("room-8", engine_id="deployment"))
@@ -353,7 +353,7 @@ async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None
     assert isinstance(await raised(node.read(reference=made(engine_id="deployment", rank=2))), EngineUnknown)
 
 
-async def test_what_does_not_fit_is_refused(ready: Node) -> None:
+async def test_router_keys_and_references_that_are_malformed_are_refused(ready: Node) -> None:
     wrong: list[tuple[dict[str, Any], Callable[[KvferryError], bool]]] = [
         ({"router_key": "r", "key": b"short"}, lambda error: error.values["field"] == "publish.key"),
         ({"router_key": "r"}, lambda error: error.values["field"] == "publish.key"),
@@ -366,33 +366,33 @@ async def test_what_does_not_fit_is_refused(ready: Node) -> None:
         assert said(error), error
     await ready.publish(1, last=False)
     assert isinstance(error_of(await publish(ready, 1, step=1)), InvalidField)
-    # A step that is sent again has the same router's key, too.
+    # A repeated step must have the same router_key.
     await publish(ready, 2)
     assert isinstance(error_of(await publish(ready, 2, "room-8")), InvalidField)
     long = made().replace("kvf1.", "kvf1.AAAA")
     assert isinstance(await raised(ready.read(reference=long)), BadReference)
-    # Without an incarnation nobody can say whose agents are meant.
+    # A reference without an incarnation entitles to no agents.
     assert isinstance(await raised(ready.handshake(reference=made())), InvalidField)
     assert parse_reference(made()).router_key == "room-7"
     assert (await ready.read(2)).accepted.reference == ""
 
 
-async def test_a_home_that_waits_for_what_its_engines_had_published_says_so(tmp_path: Path) -> None:
-    """The publication may be one of those that the engine has yet to tell it again."""
+async def test_recovering_home_answers_recovering_for_router_keys(tmp_path: Path) -> None:
+    """The publication may be part of the engine's snapshot, which has not arrived."""
     async with running(tmp_path, new=True) as node:
         watch = Watch(node, P)
         assert await watch.kinds(2) == ["opened", "synced"]
         await node.register()
         assert isinstance(await raised(node.read(reference=made())), HomeRecovering)
-        # The engine has told it everything: now it is the publication that is waited for.
+        # After the snapshot the read waits for the publication.
         await node.source(*snapshot())
         read = await begin(node, made())
         await publish(node)
         assert (await read).accepted.source.engine_id == P.engine_id
 
 
-async def test_a_publication_whose_time_is_over_is_not_found_under_its_key(ready: Node) -> None:
-    """Also where so many are due that the timers have not come to it."""
+async def test_expired_publication_is_not_found_under_its_router_key(ready: Node) -> None:
+    """Also if so many publications are due that the timers have not reached this one."""
     for number in range(1, MAX_ENDED_AT_ONCE + 2):
         await publish(ready, number, f"room-{number}")
     ready.clock.pass_by(TIMES.hold + 1)

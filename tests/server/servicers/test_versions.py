@@ -1,4 +1,4 @@
-"""Versions: whoever calls says which contract it speaks, and what does not work together is refused at that call."""
+"""Versions: every caller states its contract, and revisions that cannot work together are refused at that call."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ FIRST_CALLS: dict[str, Callable[[], Any]] = {
     "ReadBlocks": read_request,
     "Notify": lambda: pb.NotifyRequest(notifications=[pb.Notification(renew=pb.Renew(lease_id=b"l" * 16))]),
 }
-"""Everything that a peer may call first."""
+"""All calls that may be a peer's first."""
 
 
 class Raw:
-    """A caller that says of its version just what a test says."""
+    """A caller with the version that a test gives."""
 
     def __init__(self, node: Node, channel: grpc.aio.Channel) -> None:
         self.node = node
         self._stub: Any = kv_transfer_pb2_grpc.KVTransferStub(channel)
 
     async def first(self, call: str, said: pb.Version | None = None, request: Any = None) -> Any:
-        """The first answer to a call; raises the typed error."""
+        """Return the first answer to a call; raise the typed error."""
         asked = type(made := request or FIRST_CALLS[call]())()
         asked.CopyFrom(made)
         asked.ClearField("version")
@@ -66,7 +66,7 @@ class Raw:
             answer.cancel()
 
     async def refusal(self, call: str, said: pb.Version | None = None, request: Any = None) -> KvferryError | None:
-        """The error of a call, None if it is answered."""
+        """Return the error of a call, None if it is answered."""
         try:
             await self.first(call, said, request)
         except KvferryError as error:
@@ -101,7 +101,7 @@ async def test_a_caller_from_before_versions_is_refused_at_its_first_call(raw: R
 
 
 @pytest.mark.parametrize("call", FIRST_CALLS)
-async def test_a_program_in_another_language_says_the_revision_alone(raw: Raw, call: str) -> None:
+async def test_caller_in_another_language_may_state_the_revision_alone(raw: Raw, call: str) -> None:
     answer = await raw.first(call, pb.Version(contract_revision=2))
     assert answer.version == OURS_ENCODED
 
@@ -117,7 +117,7 @@ async def test_a_later_release_decides_whether_it_works_with_this_one(raw: Raw, 
     assert "Upgrade this node server" in error.message
 
 
-async def test_what_a_caller_calls_itself_is_cut_and_on_one_line(raw: Raw) -> None:
+async def test_release_name_of_a_caller_is_cut_and_on_one_line(raw: Raw) -> None:
     error = await raw.refusal("Notify", pb.Version(contract_revision=1, release="x\n\x1b[31m" + "é" * 1000))
     assert isinstance(error, ContractDiffers)
     assert error.message.isprintable()
@@ -127,7 +127,7 @@ async def test_what_a_caller_calls_itself_is_cut_and_on_one_line(raw: Raw) -> No
 async def test_a_reader_is_refused_by_a_source_that_it_does_not_work_with(
     raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The home works with both, and they do not work with one another.
+    # The home works with both engines, which do not work with each other.
     monkeypatch.setattr(version, "OURS", Version(3, 2, "0.3.0"))
     reader = pb.Version(contract_revision=4, oldest_revision=3, release="0.4.0")
     error = await raw.refusal("Handshake", reader)
@@ -158,7 +158,7 @@ async def relayed() -> AsyncIterator[Relayed]:
         yield Relayed(servers[0].advertise, servers[1].advertise)
 
 
-async def test_all_three_parties_of_a_relayed_call_say_their_version(relayed: Relayed) -> None:
+async def test_versions_of_all_three_participants_of_a_relayed_call_are_stated(relayed: Relayed) -> None:
     async with grpc.aio.insecure_channel(relayed.home) as home, grpc.aio.insecure_channel(relayed.relay) as relay:
         at_home = Raw(cast(Node, None), home)
         stub: Any = kv_transfer_pb2_grpc.KVTransferStub(home)
@@ -175,14 +175,14 @@ async def test_all_three_parties_of_a_relayed_call_say_their_version(relayed: Re
         calls["RegisterCache"].home = relayed.home
         through = Raw(cast(Node, None), relay)
         for call, request in calls.items():
-            # The relay says so for an older rank, before it bothers the home.
+            # The relay refuses an older rank before it calls the home.
             error = await through.refusal(call, None, request)
             assert isinstance(error, ContractDiffers)
             assert error.values["party"] == "the caller"
             answer = await through.first(call, rank, request)
             assert answer.version.contract_revision == OURS.revision
             assert answer.version.relay == OURS_AS_RELAY
-            # An older relay passes on what it does not know.
+            # An older relay passes on fields that it does not know.
             marked = type(request)()
             marked.CopyFrom(request)
             marked.relayed_by = relayed.relay

@@ -1,4 +1,4 @@
-"""`Watch`: what a process of an engine is told, in which order, and when its stream ends."""
+"""`Watch`: the events for a process of an engine, their order, and the end of the stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.node_in_process import (
 from tests.support.parties import P2, SECRETS, TIMES, P
 
 
-async def test_the_first_watch_opens_an_engine_and_says_what_the_home_needs(node: Node) -> None:
+async def test_first_watch_opens_an_engine_and_asks_for_a_resync(node: Node) -> None:
     watch = Watch(node)
     first = await watch.next()
     assert first.home_epoch == node.home.epoch
@@ -52,17 +52,17 @@ async def test_the_first_watch_opens_an_engine_and_says_what_the_home_needs(node
     assert not (await again.next()).synced.need_resync
 
 
-async def test_a_newer_watch_takes_over_and_the_old_one_is_told(node: Node) -> None:
+async def test_newer_watch_takes_over_and_the_old_one_ends_with_an_error(node: Node) -> None:
     old = await node.open_engine()
     new = Watch(node)
     await new.next()
     assert isinstance(await raised(old.next()), WatchTakenOver)
-    # The end of the old one is not a loss.
+    # The end of the old Watch is not a loss.
     node.pass_by(2 * TIMES.engine_ttl)
     assert node.home.engines.find_live(P.engine_id).lost_at is None
 
 
-async def test_another_incarnation_waits_until_the_first_is_dead(node: Node) -> None:
+async def test_incarnation_is_refused_until_the_earlier_is_dead(node: Node) -> None:
     watch = await node.open_engine()
     error = await raised(Watch(node, P2).next())
     assert isinstance(error, EngineIdInUse)
@@ -73,7 +73,7 @@ async def test_another_incarnation_waits_until_the_first_is_dead(node: Node) -> 
     assert isinstance(await raised(Watch(node, P).next()), PeerRestarted)
 
 
-async def test_released_is_told_in_every_full_state_until_it_is_acknowledged(ready: Node) -> None:
+async def test_released_is_in_every_full_state_until_acknowledged(ready: Node) -> None:
     await ready.publish()
     assert (await ready.reader(pb.Notification(decline=pb.Decline(reference=reference()))))[0].HasField("done")
     for _ in range(2):
@@ -88,7 +88,7 @@ async def test_released_is_told_in_every_full_state_until_it_is_acknowledged(rea
     assert await Watch(ready).kinds(2) == ["opened", "synced"]
 
 
-async def test_released_tells_what_became_of_every_read(node: Node) -> None:
+async def test_released_lists_the_end_of_every_read(node: Node) -> None:
     watch = await node.open_engine()
     await node.register()
     await node.publish(expected_reads=1)
@@ -120,7 +120,7 @@ async def test_a_watch_resumes_by_epoch_and_sequence(node: Node) -> None:
         assert await full.kinds(4) == ["released", "released", "released", "synced"]
 
 
-async def test_a_slow_consumer_is_told_that_it_lagged_and_then_the_full_state(tmp_path: Path) -> None:
+async def test_slow_consumer_gets_lagged_and_then_the_full_state(tmp_path: Path) -> None:
     async with running(tmp_path, Limits(watch_queue=2)) as node:
         watch = await node.open_engine()
         await node.register()
@@ -135,7 +135,7 @@ async def test_a_slow_consumer_is_told_that_it_lagged_and_then_the_full_state(tm
         assert (await watch.next()).sequence == 6
 
 
-async def test_a_rank_that_is_lost_is_told_to_its_scheduler_and_makes_the_engine_unreadable(node: Node) -> None:
+async def test_lost_rank_is_sent_to_the_scheduler_and_makes_the_engine_unreadable(node: Node) -> None:
     watch = await node.open_engine()
     rank = Watch(node, role=pb.WATCH_ROLE_RANK, rank=1)
     await rank.next()
@@ -149,13 +149,13 @@ async def test_a_rank_that_is_lost_is_told_to_its_scheduler_and_makes_the_engine
     error = await raised(node.handshake())
     assert isinstance(error, EngineIncomplete)
     assert error.values["missing_ranks"] == "1"
-    # Registering again heals it.
+    # The engine is readable again once the rank has registered.
     await node.register(1, 2)
     await node.handshake()
 
 
 @pytest.mark.parametrize("left", [True, False])
-async def test_of_a_rank_that_its_node_server_says_has_left_the_node_is_not_lost(node: Node, left: bool) -> None:
+async def test_node_of_a_relayed_rank_that_left_is_not_lost(node: Node, left: bool) -> None:
     watch = await node.open_engine()
     rank = Watch(node, role=pb.WATCH_ROLE_RANK, rank=1, relayed_by="other:1")
     await rank.next()
@@ -186,7 +186,7 @@ async def test_of_a_rank_that_its_node_server_says_has_left_the_node_is_not_lost
         ({"role": pb.WATCH_ROLE_RANK, "session_secret": b""}, "session_secret"),
     ],
 )
-async def test_every_field_of_a_watch_is_checked(node: Node, changes: dict[str, Any], field: str) -> None:
+async def test_watch_fields_are_all_checked(node: Node, changes: dict[str, Any], field: str) -> None:
     given: dict[str, Any] = {"engine": proto(P), "role": pb.WATCH_ROLE_SCHEDULER, "session_secret": SECRETS[P]}
     error = await raised(node.kv.Watch(pb.WatchRequest(**{**given, **changes})).read())
     assert isinstance(error, InvalidField)

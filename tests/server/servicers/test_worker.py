@@ -1,4 +1,4 @@
-"""The one thread for what is heavy: hosts take turns on it, and share what may wait."""
+"""The worker thread: hosts take turns on it, and share the bytes that may wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def worker() -> AsyncIterator[Worker]:
 
 
 async def asked(worker: Worker, host: str, size: int, call: Callable[[], object]) -> asyncio.Task[object]:
-    """A call that has begun to wait, if it has to."""
+    """Begin a call, and let it run until it waits."""
     task = asyncio.create_task(worker.run(host, size, call))
     await asyncio.sleep(0)
     return task
@@ -40,8 +40,8 @@ async def test_hosts_take_turns(worker: Worker) -> None:
     assert order[:4] == ["greedy", "a", "b", "greedy"]
 
 
-async def test_who_leaves_hands_his_turn_on(worker: Worker) -> None:
-    """Also one that was given to him a moment ago."""
+async def test_caller_that_leaves_passes_its_turn_on(worker: Worker) -> None:
+    """Also a turn that was given a moment ago."""
     go_on, order = threading.Event(), list[str]()
     first = await asked(worker, "a", 1, lambda: go_on.wait(WITHIN))
     leaving = [await asked(worker, "a", 1, lambda: order.append("left")) for _ in range(3)]
@@ -54,7 +54,7 @@ async def test_who_leaves_hands_his_turn_on(worker: Worker) -> None:
     assert order[-2:] == ["b", "c"]
 
 
-async def test_one_host_leaves_room_for_others(worker: Worker) -> None:
+async def test_host_that_fills_the_worker_leaves_room_for_others(worker: Worker) -> None:
     go_on, most = threading.Event(), 4 << 20
     held = [await asked(worker, "greedy", most, lambda: go_on.wait(WITHIN))]
     while not held[-1].done():
