@@ -11,10 +11,10 @@ from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
-from kvferry._control.judgement import Confirm, confirmed
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck, checked_prompts
+from kvferry._control.verdict import Confirm, confirmed
 from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec

@@ -141,7 +141,7 @@ def test_a_rank_whose_registration_failed_may_be_registered_again(node: str) -> 
         scheduler.close()
 
 
-def test_reading_agents_are_made_before_the_announcement_and_what_stops_them_is_raised(
+def test_reading_agents_are_made_before_the_announcement_and_their_failure_is_raised(
     node: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(node) as client:

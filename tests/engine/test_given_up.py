@@ -137,7 +137,7 @@ def by_port(fabric: Fabric) -> tuple[Publication, Callable[[], Any], Callable[[]
 
 
 @pytest.mark.parametrize("engine", [by_session, by_port])
-def test_an_abort_that_never_reached_its_home_is_told_to_the_next(
+def test_an_abort_that_never_reached_its_home_is_sent_to_the_next(
     monkeypatch: pytest.MonkeyPatch, engine: Callable[[Fabric], Any]
 ) -> None:
     notify, failed = Control.notify, threading.Event()

@@ -66,7 +66,7 @@ class LeasedRead:
         ends: how the shares have ended, by rank.
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
         ended_at: when the last share ended, on the loop's clock.
-        judged_by: until when the home's verdict is awaited, once it was reported.
+        verdict_by: until when the home's verdict is awaited, once it was reported.
         answered, verdict: its report was answered, by this verdict; None: by none.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
         disputed: it ended well on the reader's own deadline, and the home has said since that its lease had ended.
@@ -88,7 +88,7 @@ class LeasedRead:
         self.ends: dict[int, ShareEnd] = {}
         self.not_quiet: set[int] = set()
         self.ended_at = 0.0
-        self.judged_by = math.inf
+        self.verdict_by = math.inf
         self.answered = False
         self.verdict: pb.Verdict.ValueType | None = None
         self.confirmed = self.disputed = False

@@ -26,8 +26,8 @@ from typing import Generic, TypeVar
 
 from kvferry._control.acquisition import Acquired, Acquisition, MoreBlocks, timed_out
 from kvferry._control.connection import Control
-from kvferry._control.judgement import Confirm, Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
+from kvferry._control.verdict import Confirm, ReaderVerdict, verdict_of
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet
 from kvferry._reads.meters import ReadMeter, kind_of
@@ -291,7 +291,7 @@ class LeasedReads(Generic[SomeRead]):
                 read.not_quiet.update(read.silent)
                 self._end(read)
             elif read.stage is ReadStage.JUDGING:
-                self._judged(read)
+                self._decide(read)
 
     async def _follow(self, read: SomeRead, acquisition: Acquisition) -> None:
         """Take what the source of a read publishes after its first blocks."""
@@ -352,10 +352,10 @@ class LeasedReads(Generic[SomeRead]):
                 self._end(read)
                 return
             read.stage = ReadStage.JUDGING
-        while not read.answered and self._loop.now() < read.judged_by:
-            await read.news.wait(read.judged_by)
+        while not read.answered and self._loop.now() < read.verdict_by:
+            await read.news.wait(read.verdict_by)
         with self.lock:
-            self._judged(read)
+            self._decide(read)
 
     def _lease_changed(self, read: SomeRead) -> None:
         with self.lock:
@@ -392,7 +392,7 @@ class LeasedReads(Generic[SomeRead]):
             answered(None)
         for read, _ in ended:
             # From now on: the machine may have been paused since the end of the read, and only the home can know.
-            read.judged_by = self._loop.now() + VERDICT_TIMEOUT + ANSWER_GRACE
+            read.verdict_by = self._loop.now() + VERDICT_TIMEOUT + ANSWER_GRACE
             read.news.set()
 
     def _report(self, read: SomeRead, acquired: Acquired) -> ReadReport:
@@ -460,16 +460,16 @@ class LeasedReads(Generic[SomeRead]):
         read.news.set()
         self.on_refused(read)
 
-    def _judged(self, read: SomeRead) -> None:
+    def _decide(self, read: SomeRead) -> None:
         """End a read by the home's verdict; if there is none, the reader's own deadline decides."""
         if read.acquired is None:
             return
-        read.stamps.judged = self._loop.now()
-        judgement = judge(read.ended_at, read.acquired.lease.deadline, read.verdict)
-        if judgement is Judgement.EXPIRED:
+        read.stamps.decided = self._loop.now()
+        verdict = verdict_of(read.ended_at, read.acquired.lease.deadline, read.verdict)
+        if verdict is ReaderVerdict.EXPIRED:
             read_id = read.read_id
             read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
-        read.confirmed = judgement is Judgement.CONFIRMED
+        read.confirmed = verdict is ReaderVerdict.CONFIRMED
         self._end(read)
 
     def _audit(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:

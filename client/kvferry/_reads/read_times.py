@@ -64,16 +64,16 @@ class Stamps:
     """When a read has reached its stages, on its loop's clock; 0: it has not.
 
     Attributes:
-        asked, accepted, granted, begun, ended, judged: its lease was asked for; the home promised the blocks; all
+        asked, accepted, granted, begun, ended, decided: its lease was asked for; the home promised the blocks; all
             blocks were known, or the first of a progressive read; it had blocks to read into; its last share ended;
             the verdict came.
     """
 
-    __slots__ = ("accepted", "asked", "begun", "ended", "granted", "judged")
+    __slots__ = ("accepted", "asked", "begun", "decided", "ended", "granted")
 
     def __init__(self, asked: float) -> None:
         self.asked = asked
-        self.accepted = self.granted = self.begun = self.ended = self.judged = 0.0
+        self.accepted = self.granted = self.begun = self.ended = self.decided = 0.0
 
     def times(self, shares: Collection[ShareWork]) -> ReadTimes:
         """Return the seconds between the stages, with the longest of the shares."""
@@ -83,7 +83,7 @@ class Stamps:
             attach=_between(self.granted, self.begun),
             handshake=max((share.handshake for share in shares), default=0.0),
             move=max((share.move for share in shares), default=0.0),
-            judge=_between(self.ended, self.judged),
+            judge=_between(self.ended, self.decided),
             plan=max((share.plan for share in shares), default=0.0),
             steps=max((share.steps for share in shares), default=0.0),
         )

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
-from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
+from kvferry._control.verdict import Confirm
 from kvferry._loop import Loop
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer

@@ -27,7 +27,7 @@ def confirmed(text: object) -> Confirm:
     raise InvalidField("confirm", described(text), "'before' or 'after'")
 
 
-class Judgement(enum.Enum):
+class ReaderVerdict(enum.Enum):
     """The judgement on a read whose shares have all succeeded."""
 
     CONFIRMED = "confirmed"
@@ -38,7 +38,7 @@ class Judgement(enum.Enum):
     """Its bytes do not count."""
 
 
-def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> Judgement:
+def verdict_of(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> ReaderVerdict:
     """Judge a read after the home has answered its report, or has not answered in time.
 
     Args:
@@ -47,5 +47,5 @@ def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None
         verdict: the home's verdict; None: it did not answer in time.
     """
     if ended_at >= deadline or verdict == pb.VERDICT_EXPIRED:
-        return Judgement.EXPIRED
-    return Judgement.CONFIRMED if verdict == pb.VERDICT_VALID else Judgement.TRUSTED
+        return ReaderVerdict.EXPIRED
+    return ReaderVerdict.CONFIRMED if verdict == pb.VERDICT_VALID else ReaderVerdict.TRUSTED
