@@ -145,25 +145,21 @@ class Loop:
         return self._events.call_at(when, guarded, work, "work of the event loop")
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Do work after what the loop has to do now. What the work raises is logged."""
+        """Do work after the work that is already due. An exception of the work is logged."""
         self._events.call_soon(guarded, work, "work of the event loop")
 
     def future(self) -> asyncio.Future[Any]:
-        """Make a future of this loop."""
         return self._events.create_future()
 
     def settle(self) -> None:
-        """Let the loop do what is due now, and wait for that. Does nothing if it does not run."""
+        """Wait until the loop has done the work that is due now. Does nothing if the loop does not run."""
         if self._thread is not None and not self._closed:
             with suppress(Closed):
                 self.run(asyncio.sleep(0))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel what still runs, and end the thread. Idempotent.
-
-        Args:
-            timeout: seconds to wait for the thread; on the thread itself this does not wait.
-        """
+        """Cancel all coroutines, and end the thread. Waits at most `timeout` seconds for the thread; on the thread
+        itself it does not wait. Idempotent."""
         with self._lock:
             if not self._closed and self._thread is not None:
                 self._events.call_soon_threadsafe(self._events.stop)
@@ -192,7 +188,7 @@ class Loop:
 
 
 class Signal:
-    """Wakes the one coroutine that waits for it. `set` may be called from any thread."""
+    """Wakes the one coroutine that waits. `set` may be called from any thread."""
 
     __slots__ = ("_loop", "_set", "_waiting")
 
