@@ -76,7 +76,7 @@ def test_releases_whose_acknowledgement_was_refused_go_with_the_next_one(world: 
     ("asked", "pause"), [(None, ACKNOWLEDGE_AGAIN), (ACKNOWLEDGE_AGAIN / 2, ACKNOWLEDGE_AGAIN), (7.0, 7.0)]
 )
 @pytest.mark.parametrize("closed", [False, True])
-def test_acknowledgements_are_repeated_until_the_home_takes_them(
+def test_acknowledgements_are_repeated_after_the_pause_unless_the_session_is_closed(
     world: World, asked: float | None, pause: float, closed: bool
 ) -> None:
     world.release(1)

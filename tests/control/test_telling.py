@@ -185,7 +185,7 @@ def test_a_home_that_asks_for_constant_renewals_gets_a_bounded_number(tmp_path: 
         Closed("x"),
     ],
 )
-def test_an_error_of_an_unknown_reason_is_not_repeated(error: KvferryError) -> None:
+def test_an_error_that_is_not_retryable_is_not_repeated(error: KvferryError) -> None:
     calls = []
 
     async def call(left: float) -> None:

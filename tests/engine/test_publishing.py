@@ -380,7 +380,7 @@ def test_each_call_of_a_large_step_has_its_own_timeout(port: SchedulerPort, call
     assert set(calls.timeouts) == {CALL_TIMEOUT}
 
 
-def test_later_steps_of_a_refused_publication_are_not_sent(port: SchedulerPort, calls: Calls) -> None:
+def test_the_rest_of_a_refused_publication_is_not_sent(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     publication = port.publish("two steps", {"full": Blocks([2])}, last=False)

@@ -308,7 +308,7 @@ def test_an_unreachable_home_is_awaited_for_a_bounded_time(world: World) -> None
 
 
 @pytest.mark.parametrize("why", ["cancelled", "expired"])
-def test_a_failed_read_counts_as_failed_at_its_source(world: World, why: str) -> None:
+def test_a_read_that_failed_as_a_whole_reports_its_outcome_for_each_rank(world: World, why: str) -> None:
     read_id = world.reading()
     if why == "cancelled":
         assert world.reads.cancel("mine")
@@ -361,7 +361,7 @@ def test_a_rank_that_fails_stops_the_others_and_its_error_is_returned(world: Wor
     assert world.free()
 
 
-def test_a_failed_read_ends_before_all_its_ranks_have(world: World) -> None:
+def test_a_failed_read_returns_its_error_only_at_its_end(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 1, "TransferFailed")
     with pytest.raises(WrongState, match="attach each request once"):

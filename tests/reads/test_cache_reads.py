@@ -435,7 +435,7 @@ def test_a_read_whose_client_ends_first_gets_an_end(world: Reading, where: str) 
     assert (error is None) is (where == "judging")
 
 
-def test_a_selection_that_no_grant_can_meet_ends_its_read(world: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grant_whose_blocks_cannot_be_taken_ends_its_read(world: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> int:
         raise RuntimeError("a bug")
 

@@ -65,7 +65,7 @@ def test_a_failed_share_is_reported_at_once_and_its_quiet_once(world: PlayedRank
     assert (world.ended, world.quiesced) == ([read], [read])
 
 
-def test_a_cancel_keeps_the_source_connected(world: PlayedRank) -> None:
+def test_a_cancel_is_no_failure_of_its_source(world: PlayedRank) -> None:
     read = world.moving()
     world.reads.cancel(read)
     world.until(lambda: world.ended)

@@ -131,7 +131,7 @@ async def test_the_client_for_asyncio_works_as_well(fabric: Fabric) -> None:
     assert np.array_equal(memory[:, 2].swapaxes(1, 2), values[0])
 
 
-def test_costs_of_reads_are_measured_without_reading(fabric: Fabric) -> None:
+def test_costs_of_reads_are_not_measured(fabric: Fabric) -> None:
     # Of pieces this small, in caches this large, NIXL reads some before the first read, and their time decides on the
     # path.
     prefill, decode = (Engine(fabric, name, ranks, "nhd", blocks=8192) for name, ranks in (("p", 1), ("d", 2)))

@@ -90,7 +90,7 @@ def test_a_read_that_is_not_progressive_gets_no_part(fabric: Fabric) -> None:
     assert decode.holds(VALUES, MINE)
 
 
-def test_some_layers_of_a_selection_of_layers(fabric: Fabric) -> None:
+def test_a_read_of_some_layers_gets_only_these(fabric: Fabric) -> None:
     prefill, decode = LayeredPrefill(fabric), Engine(fabric, "d")
     (read,) = begin(decode, prefill, layers=["layer1"])
     prefill.compute_layer(0, 16)

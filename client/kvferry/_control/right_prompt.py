@@ -141,7 +141,7 @@ class ReaderPrompt:
         own = f"request {self._request_id!r}" if self._request_id else "a request"
         return kind(
             f"{own} ({length}) was given the KV cache of {what}: that of {source}, {marked}; "
-            "the router, or whoever chose the reference, may have confused two requests",
+            "the router, or the sender of the reference, may have confused two requests",
             request_id=self._request_id,
             tokens=len(self.prompt),
             reader=self._engine_id,

@@ -319,7 +319,7 @@ class SourceEngines:
 
 
 def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
-    problem = "it was registered with serve=False, so nobody can read from it" if agent is None else ""
+    problem = "it was registered with serve=False, so its memory cannot be read" if agent is None else ""
     if agent is not None and not has_agent_key(agent.name) and incarnation.hex() not in agent.name:
         # NIXL identifies agents by name: an agent with the name of another engine's would replace that one.
         problem = f"agent {agent.name[:80]!r} is named neither after a key nor after its engine's incarnation"
