@@ -26,7 +26,7 @@ def test_reading_from_a_namesake_at_another_home_drops_nobody(pair: Pair) -> Non
 
 
 def test_events_of_another_home_about_an_engine_drop_nobody(pair: Pair) -> None:
-    """Whoever makes a reference names any home and any engine in it."""
+    """A reference may name any home and any engine."""
     truth = pair.source.session.publish("truth", {"full": Blocks([11])}, expected_reads=2)
     assert pair.destination.read(truth.reference, {"full": Blocks([1])}).result(30).bytes
     with kvferry.serve(engine_ttl=1.0) as elsewhere:

@@ -1,4 +1,4 @@
-"""What somebody who writes an engine for the first time gets wrong: told at once, where it is, and what to do."""
+"""The usual mistakes in a first engine: each error comes at once, names the place, and says what to do."""
 
 from __future__ import annotations
 

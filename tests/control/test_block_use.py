@@ -95,7 +95,7 @@ class Model:
         if self.written:
             one = self.written.pop(self.turns.randrange(len(self.written)))
             if one.asks and self.turns.random() < 0.7:
-                # Nobody says so: it is asked.
+                # No call reports the quiet: the record asks for it.
                 one.is_quiet = True
                 self.written.append(one)
             else:

@@ -346,7 +346,7 @@ def test_a_publish_waits_for_another_no_longer_than_its_timeout(tmp_path: Path) 
 
 
 def test_a_step_that_a_home_refuses_may_be_published_anew(tmp_path: Path) -> None:
-    """Whoever waits for the answer decides; the publication lives."""
+    """The caller that waits for the answer decides; the publication lives."""
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
         session = EngineSession(opened_session(control))
@@ -364,7 +364,7 @@ def test_a_step_that_a_home_refuses_may_be_published_anew(tmp_path: Path) -> Non
 
 
 def test_a_session_that_was_closed_meanwhile_queues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would answer it, and its caller would wait for ever."""
+    """The publication would get no answer, and its caller would wait for ever."""
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
         session = EngineSession(opened_session(control))

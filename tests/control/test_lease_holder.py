@@ -181,7 +181,7 @@ def test_a_decline_is_repeated_for_its_patience(holding: Holding, monkeypatch: p
 def test_close_waits_no_longer_than_its_timeout(
     holding: Holding, monkeypatch: pytest.MonkeyPatch, share: float, left: float
 ) -> None:
-    """Leases that nobody has seen take this share of the time that it is given; the notifications have what is left."""
+    """Leases of cancelled reads take this share of the timeout; the notifications have the rest."""
     clock, given = [1000.0], list[float]()
 
     async def wait(_: object, *, timeout: float) -> None:

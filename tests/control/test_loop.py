@@ -1,4 +1,4 @@
-"""The event loop of a client: whoever hands work to it hears of its end, whatever happens to the loop."""
+"""The event loop of a client: every caller learns the end of its work, whatever happens to the loop."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_end_of_a_loop_ends_every_wait_on_the_loop() -> None:
 
 
 def test_work_handed_over_while_the_loop_ends_is_done_or_refused() -> None:
-    """Nobody waits for ever."""
+    """No caller waits for ever."""
     for _ in range(20):
         made = Loop()
         made.run(asyncio.sleep(0))

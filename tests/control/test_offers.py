@@ -122,7 +122,7 @@ def test_each_final_deadline_is_kept_whatever_is_sent_meanwhile() -> None:
     first = offers.next_deadline()
     assert first < 120
     snapshot = offers.snapshot()
-    # While a home is told again, nobody knows when it may hold a lease on them.
+    # During a refill it is unknown until when the home may hold a lease on the publications.
     offers.advance(first + 1)
     assert not offers.news
     offers.snapshot_sent(snapshot, 200.0)

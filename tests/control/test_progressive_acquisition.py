@@ -144,7 +144,7 @@ def test_errors_after_the_grant_leave_the_lease_to_the_read(
         read.start(progressive=True)
         lease = first(read, [1]).lease
         read.outcome_of(error)
-        # Whoever has the lease reports how the read has ended.
+        # The owner of the lease reports the end of the read.
         assert not read.given_back
         assert lease in read.renewals._kept
 

@@ -150,7 +150,7 @@ def test_a_renewal_that_is_answered_after_the_deadline_revives_nothing(world: Wo
 
 
 def test_an_overloaded_home_may_answer_until_the_lease_ends(world: World) -> None:
-    # It would answer a repetition no sooner, and drop the call that nobody waits for any more.
+    # The home would answer a repetition no sooner, and drop the abandoned call.
     lease = world.keep(1)
     end = lease.deadline
     world.advance(EVERY)
@@ -346,7 +346,7 @@ def test_a_dropped_lease_is_not_logged(world: World, caplog: pytest.LogCaptureFi
     world.advance(EVERY)
     world.home.until(2)
     assert world.home.sent[1][0] == [other.lease_id]
-    # Whoever keeps it again is late.
+    # A later `keep` comes too late.
     world.keep_on(1, lease, world.home)
     world.advance(EVERY)
     world.home.until(3)

@@ -1,4 +1,4 @@
-"""Leases live as long as they are renewed, however many there are and whoever reads."""
+"""Leases live as long as they are renewed, with any number of leases and readers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SCHEDULER = pb.WatchRequest(
 
 
 class Handler:
-    """Takes events; raises while it is told to."""
+    """Takes events; raises while the test says."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
@@ -221,13 +221,13 @@ def test_a_refill_that_a_home_cannot_take_now_is_repeated(tmp_path: Path) -> Non
             for notification in request.notifications
             if notification.WhichOneof("kind") == "resync"
         ]
-        # The end is told only once all before it was taken.
+        # The end is sent only after all earlier notifications were taken.
         assert phases == [pb.RESYNC_PHASE_BEGIN] * 3 + [pb.RESYNC_PHASE_END]
         session.close()
 
 
 def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whoever waited for an answer would wait longer than the session has time to open.
+    # A wait for an answer would take longer than the session has time to open.
     monkeypatch.setattr(Control.notify_one, "__defaults__", (60.0,))
     count = 2000
     with scripted(tmp_path) as (server, control):

@@ -98,7 +98,7 @@ def test_memory_whose_port_or_client_was_closed_is_not_announced(node: str) -> N
         port.close()
         with pytest.raises(Closed):
             port.announce()
-        # Nobody was told of its agent, so that other memory may be registered instead.
+        # The agent was not announced, so that other memory may be registered instead.
         again = WorkerPort(client, spec)
         assert again.register({"l": memory()}, axes=AXES) is again.cache
 

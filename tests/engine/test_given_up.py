@@ -1,4 +1,4 @@
-"""Publications that are given up: what is left of them at the engine, and what a restarted home is told."""
+"""Publications that are given up: their rest at the engine, and the refill of a restarted home."""
 
 from __future__ import annotations
 

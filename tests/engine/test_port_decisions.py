@@ -322,7 +322,7 @@ def test_events_are_returned_again_until_they_are_acknowledged(world: World) -> 
         world.port.start(grant("two"))
     with pytest.raises(InvalidField, match=r"output is .*expected a WorkerOutput"):
         world.port.acknowledge(cast(WorkerOutput, "output"))
-    # What nobody knows does no harm.
+    # An unknown report does no harm.
     world.port.acknowledge(WorkerOutput(1, (replace(good, read_id="unknown"),), (), ("nobody's",)))
     world.port.start(grant("unknown"))
 

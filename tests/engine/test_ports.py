@@ -333,7 +333,7 @@ def test_waiting_reads_have_a_limit(homes: tuple[str, str], pair: Pair) -> None:
         with pytest.raises(LimitReached):
             port.acquire("c", publication.reference)
         port.close()
-    # Those that waited were told to end; nobody waits for their leases.
+    # The waiting reads were cancelled; no caller waits for their leases.
     source.scheduler.abort(publication)
     release = source.release_of(publication)
     assert {read.state for read in release.reads} <= {"cancelled"}

@@ -136,7 +136,7 @@ def test_publications_made_during_a_call_go_in_the_next(port: SchedulerPort, cal
     calls.go.set()
     until(lambda: len(calls.sent) == 2)
     assert calls.sent == [[(first, 0)], [(number, 0) for number in others]]
-    # All of them are there, each by itself.
+    # All of them are there, each in a message of its own.
     port.abort(port.publish("last", {"full": Blocks([9])}))
     port.close()
     assert sum(map(len, calls.sent)) == 6

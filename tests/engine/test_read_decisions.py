@@ -155,7 +155,7 @@ def test_a_read_counts_if_its_last_rank_ended_before_the_lease(world: World, lat
     assert world.finished() == []
     world.now = world.lease.deadline + late
     world.ends(read_id, 1)
-    # The home is told in any case.
+    # The home gets the report in any case.
     assert world.home.heard("report", *(() if counts else ("drop",)))
     assert [report.rank for report in world.home.reports[0]] == [0, 1]
     if counts:
@@ -521,7 +521,7 @@ def test_a_refusal_is_returned_once(world: World) -> None:
 
 
 def test_news_names_the_requests_that_were_granted_or_refused_each_once(world: World) -> None:
-    """Of those that still wait an engine hears nothing, so it need not ask for each in each step."""
+    """News do not name waiting requests, so an engine need not ask for each in each step."""
     for request in ("granted", "refused", "cancelled", "waits"):
         world.reads.acquire(request, request, 0, TIMEOUT)
     assert world.reads.take_changed() == []
@@ -693,7 +693,7 @@ def test_waiting_reads_have_a_limit(make: Callable[..., World]) -> None:
 
 
 def test_close_waits_until_waiting_reads_have_reported_to_their_homes(world: World) -> None:
-    """A lease that was accepted pins its source until its home hears of its end."""
+    """An accepted lease pins its source until the home receives its end."""
     for request in ("mine", "another"):
         world.reads.acquire(request, "reference", 0, TIMEOUT)
     world.look()

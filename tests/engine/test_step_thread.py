@@ -104,7 +104,7 @@ class Here:
         """Attach and start it if it is granted."""
         if self.scheduler.granted(request_id) is None:
             return False
-        # All into the same blocks: nobody looks at the bytes.
+        # All into the same blocks: the bytes do not matter here.
         grant = self.scheduler.attach(request_id, {"full": Blocks(ids)}, allow_overlap=True)
         self.worker.start(grant, tails=Tails.ZERO)
         return True

@@ -397,14 +397,14 @@ def test_a_close_waits_until_nothing_writes_any_more(world: Reading) -> None:
 
 def test_a_close_without_a_timeout_does_not_wait(world: Reading) -> None:
     handle = world.reading()
-    # It is not quiet for as long as nobody fences it.
+    # The read is not quiet until its agent is fenced.
     world.cache.close(0)
     error_of(handle)
     assert not handle.quiet
 
 
 def test_a_close_waits_for_the_reports_of_the_end(world: Reading) -> None:
-    """A lease that was accepted pins its source until its home hears of its end."""
+    """An accepted lease pins its source until the home receives its end."""
     handles = [world.read("a"), world.read("b")]
     world.worked()
     world.cache.close(now() + 30)
@@ -422,7 +422,7 @@ def test_callbacks_come_before_the_end_of_a_close(world: Reading) -> None:
 
 @pytest.mark.parametrize("where", ["waiting", "reading", "judging"])
 def test_a_read_whose_client_ends_first_gets_an_end(world: Reading, where: str) -> None:
-    """Whoever waits for its result would wait for ever."""
+    """A caller that waits for the result would wait for ever."""
     handle = world.read() if where == "waiting" else world.reading()
     if where == "judging":
         world.transfers[0].landed(10)

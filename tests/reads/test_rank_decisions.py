@@ -148,7 +148,7 @@ def test_closed_rank_reads_begin_nothing_and_cancel_all_shares(world: PlayedRank
         world.start("late")
     assert world.quiesced == []
     world.transfers[0].landed(10)
-    # Also what becomes quiet later is told.
+    # A share that becomes quiet later is reported, too.
     assert world.quiesced == [read]
 
 
@@ -209,7 +209,7 @@ def test_a_share_ends_at_its_deadline_however_long_another_takes(world: PlayedRa
     world.until(lambda: world.ended)
     assert world.ended == [first]
     assert not longer.ended
-    # It is told to stop, since nobody waits for it any more.
+    # The comparison is stopped, since its share has ended.
     assert [transfer.state for transfer in world.transfers] == [TransferState.MOVING, TransferState.CANCELLED]
 
 
@@ -440,7 +440,7 @@ def test_tails_that_are_not_cleared_fail_the_share(
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferFailed)
     assert (read.quiet, read.error.quiet) == (quiet, quiet)
-    # Whoever had been about to stop it hears the same.
+    # A caller that was about to stop the share gets the same answer.
     assert read.stop() is quiet
     assert read.wait_quiet(0) is quiet
     assert world.quiesced == []

@@ -82,7 +82,7 @@ def test_a_read_may_come_before_its_publication(fabric: Fabric) -> None:
     padded = {name: np.concatenate([block] * BLOCKS, axis=1) for name, block in memory.items()}
     client.register_cache(spec, tensors=padded, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
     fabric.stop_home()
-    # Good at once; the home hears of it when it is back.
+    # Successful at once; the home gets the report when it is back.
     publication = port.publish("request", {"full": Blocks([1])})
     (read,) = decode.read(publication.reference, [2])
     with pytest.raises(TimeoutError):

@@ -103,7 +103,7 @@ def test_a_lease_ends_while_bytes_are_under_way() -> None:
         with fabric.hold_reads() as held:
             (read,) = decode.read(publication.reference, MINE)
             held.wait()
-            # Nobody renews the lease any more.
+            # The lease is not renewed any more.
             fabric.stop_home()
             error = read.exception(SOON)
             assert isinstance(error, TransferExpired)

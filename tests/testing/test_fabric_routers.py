@@ -134,7 +134,7 @@ def test_a_read_that_is_cancelled_waits_no_more(fabric: Fabric, pair: Pair) -> N
     read.cancel()
     assert isinstance(read.exception(SOON), TransferCancelled)
     fabric.wait_until_waiting(0)
-    # Nobody declined, so another reader may have it.
+    # The publication was not declined, so another reader may have it.
     publish(prefill, reference)
     (other,) = decode.read(reference, MINE)
     assert other.result(SOON).bytes == VALUES.nbytes
@@ -291,7 +291,7 @@ def test_a_destination_that_gives_up_declines_before_the_publication_comes(fabri
 def test_readers_are_informed_of_a_refused_publication(
     fabric: Fabric, ports: Ports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source found out that it cannot publish, so nobody needs to wait for the rest of the time."""
+    """The source found out that it cannot publish, so no reader needs to wait for the rest of the time."""
     reference = made(fabric)
     ports.scheduler.acquire("decode-1", reference, timeout=SOON)
     fabric.wait_until_waiting()
@@ -301,7 +301,7 @@ def test_readers_are_informed_of_a_refused_publication(
 
     monkeypatch.setattr("kvferry_server.domain.sources.Sources.publish", refuse)
     ports.publish(reference)
-    # Nobody has declined it.
+    # The publication was not declined.
     assert isinstance(ports.refusal("decode-1"), NotPublished)
     ports.scheduler.acquire("decode-2", reference, timeout=SOON)
     assert isinstance(ports.refusal("decode-2"), NotPublished)

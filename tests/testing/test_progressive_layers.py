@@ -181,7 +181,7 @@ CHUNK = {"full": Blocks([1, 2], 0, 8)}
 
 @pytest.fixture(scope="module")
 def unread() -> Iterator[SchedulerPort]:
-    """An engine that nobody reads from. Its end waits for what its home has not taken: it has no ranks."""
+    """An engine without readers. Its end waits for the messages that its home has not taken: it has no ranks."""
     with Fabric() as fabric, contextlib.closing(SchedulerPort(fabric.client(), EngineSpec("p", GROUPS))) as port:
         yield port
 

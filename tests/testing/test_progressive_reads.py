@@ -281,7 +281,7 @@ def test_workers_compare_sums_after_a_restart_of_the_home(fabric: Fabric, restar
 
     until(step_engine)
     assert ended[0].error is None
-    # Nobody has told the sums of the last block, and after a restart nobody waits for them.
+    # The sums of the last block were not sent, and after a restart no reader waits for them.
     assert (ended[0].verified, ended[0].unverified) == (4, 2)
 
 
@@ -324,7 +324,7 @@ def test_workers_may_get_steps_late_twice_out_of_order_and_before_their_grant(fa
     (end,) = decode.ended
     assert (end.error, end.payload, end.bytes, end.quiet) == (None, b"token", VALUES.nbytes, True)
     assert decode.holds(TOKENS)
-    # One that comes when all is over is nobody's.
+    # A report after the end of the read is ignored.
     decode.worker.add_step(third)
     assert decode.worker.finished() == decode.worker.poll()
 

@@ -137,7 +137,7 @@ def test_unmarked_kv_is_accepted_and_counted_or_refused(fabric: Fabric) -> None:
         until(lambda: port.news() == ["ours"])
         with pytest.raises(PromptUnmarked, match="not marked"):
             port.granted("ours")
-        # Whoever requires marks says its own prompt.
+        # A reader that requires marks names its own prompt.
         port.acquire("silent", publish(source, OURS))
         until(lambda: port.granted("silent") is not None)
         with pytest.raises(PromptUnmarked):
