@@ -84,23 +84,23 @@ class Cache(Closing):
 
         Args:
             reference: the reference that came with the request. If a router made it (`kvferry.router_reference`), its
-                publication need not be there yet: `PublicationReleased` says that somebody has declined it.
+                publication may come later: `PublicationReleased` means that the publication was declined.
             blocks: the blocks to read into, by group; `Blocks.first_token` is the first token wanted.
-            tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+            tokens: the tokens wanted, ``[a, b)``; None: all published tokens.
             layers: names of the layers wanted, a subset of this rank's; None: all. Each read of some layers counts as a
                 read of the publication: give their number as `expected_reads`.
-            read_id: a name that all ranks of one read share; None: a random one, for an engine of one rank. It need not
-                be secret: the home gets a value derived from it and the engine's secret.
-            parties: how many ranks will report under this read_id.
-            expected_reads: how many reads will be made of the publication (n-way sampling); 0: the number that its
-                source gave.
+            read_id: a name that all ranks of one read share; None: a random name, for an engine of one rank. Not
+                secret: the home gets a value derived from this name and the engine's secret.
+            parties: number of ranks that will report under this read_id.
+            expected_reads: number of reads that will be made of the publication (n-way sampling); 0: the number that
+                its source gave.
             progressive: read each step of the publication as soon as its source publishes it, while the source still
                 computes; `tokens` must then be given. If False, the read begins when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5).
             allow_overlap: accept blocks that another read of this cache writes to, or that this process has published.
                 For engines that know that the bytes do not overlap.
-            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/monitoring.md.
-            prompt: the prompt of this request. A publication of another one is refused (`PromptMismatch`).
+            traceparent: the W3C traceparent that came with the reference, if any. See docs/monitoring.md.
+            prompt: the prompt of this request. A publication of another prompt is refused (`PromptMismatch`).
 
         Returns:
             The read, which can be awaited, polled and cancelled. Its `result` raises all errors not listed here.
@@ -159,20 +159,20 @@ class Cache(Closing):
     ) -> Future[int]:
         """Compute checksums of this rank's part of published blocks, and send them to the home.
 
-        Readers in integrity mode compare what they have read with them. Returns at once; a thread of the cache does the
-        work, on the device that holds the memory. Does nothing if the client's integrity mode is off. As for `publish`,
-        a device must have completed the kernels that write the blocks.
+        Readers in integrity mode compare the bytes that they have read with these sums. Returns at once; a thread of
+        the cache does the work, on the device that holds the memory. Does nothing if the client's integrity mode is
+        off. As for `publish`, a device must have completed the kernels that write the blocks.
 
         Args:
-            publication: the publication's number, `Publication.number`. Readers wait for the sums only if it was
-                published with ``checksums=True``.
+            publication: the publication's number, `Publication.number`. Readers wait for the sums only of publications
+                with ``checksums=True``.
             blocks: the blocks by group, as published; in a publication of several steps, those of one step.
             last: no more blocks of this publication will be summed.
             timeout: seconds to keep trying.
 
         Returns:
-            A future of the number of sums sent, done when the home has them. It raises the error if the home refuses
-            them or cannot be reached.
+            A future of the number of sums sent, done when the home has them. The future raises the error if the home
+            refuses the sums or cannot be reached.
 
         Raises:
             BadBlock, InvalidField: a block does not belong to this engine, or lies in device memory that is not backed
@@ -198,15 +198,15 @@ class Cache(Closing):
 
     @property
     def engine_reference(self) -> str:
-        """The engine's reference, which routers give to readers for `warm`. A capability: who has it can reach the
+        """The engine's reference, which routers give to readers for `warm`. A capability: its owner can reach the
         memory that the engine's ranks registered."""
         return self._runtime.token.engine_reference
 
     def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
         """Connect to a source engine ahead of the first read from it.
 
-        Does the handshake, plans the read, makes the agents, opens the connections, and reads one byte from each source
-        rank that this rank reads from. Returns at once. Optional: it only makes the first read faster.
+        Makes the handshake, plans the read, makes the agents, opens the connections, and reads one byte from each
+        source rank that this rank reads from. Returns at once. Optional: only makes the first read faster.
 
         Args:
             engine_reference: the source engine's `Cache.engine_reference` or `SchedulerPort.engine_reference`, which
@@ -214,8 +214,8 @@ class Cache(Closing):
             timeout: seconds to wait until the source engine is complete.
 
         Returns:
-            A future of the source ranks that connections are being opened to, done after the handshake. It raises the
-            errors that `Read.result` would raise.
+            A future of the source ranks that connections are being opened to, done after the handshake. The future
+            raises the errors that `Read.result` would raise.
 
         Raises:
             BadReference: the string is not an engine's reference.
@@ -235,7 +235,7 @@ class Cache(Closing):
         """Cancel the reads and end the NIXL agents. Idempotent.
 
         Args:
-            timeout: seconds to wait until nothing can write to the blocks any more.
+            timeout: seconds to wait until no write to the blocks is possible any more.
         """
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._closed = True

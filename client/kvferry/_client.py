@@ -11,10 +11,10 @@ from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
-from kvferry._control.judgement import Confirm, confirmed
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck, checked_prompts
+from kvferry._control.verdict import Confirm, confirmed
 from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
@@ -46,7 +46,7 @@ CLOSE_TIMEOUT = 10.0
 class Client(Closing):
     """Connects a process to the node server of its node, and to the homes of the engines that it reads from.
 
-    It opens connections and starts threads when they are first needed. A client cannot be used after a fork: in the
+    Connections are opened and threads started when they are first needed. A client cannot be used after a fork: in the
     child, every call raises `ForkedClient`, and the child makes its own client.
 
     Threading: every method may be called from any thread. Calls with a `timeout` wait, and so does `close`.
@@ -60,14 +60,14 @@ class Client(Closing):
         staging: when and how small pieces are read by way of staging memory.
         integrity: whether published blocks are summed, and blocks that were read are compared with the sums; off by
             default.
-        max_reads: how many reads of one cache may run at once; `Cache.read` refuses more.
+        max_reads: most reads of one cache that run at once; `Cache.read` refuses more.
         confirm: when a read ends whose bytes have all arrived within its lease. "before": after the home has confirmed
-            the lease, which costs one round trip. "after": at once, on the reader's own clock. If the home says later
-            that the lease had ended, the read is disputed: `Read.disputed`, `Finished.disputed`, and an error in the
-            log. See docs/guarantees.md for what "after" gives up.
-        prompt_check: what to do with the marks that say whose prompt a publication is of. "compare": reads of another
-            prompt are refused; those of a source that marks nothing are accepted, and counted. "require": those are
-            refused, too. "off": nothing is compared. See docs/guarantees.md.
+            the lease, which costs one round trip. "after": at once, on the reader's own clock. If the lease had ended
+            according to a later verdict of the home, the read is disputed: `Read.disputed`, `Finished.disputed`, and an
+            error in the log. See docs/guarantees.md for the risk of "after".
+        prompt_check: how the marks of a publication's prompt are checked. "compare": reads of another prompt are
+            refused; reads without marks are accepted, and counted. "require": reads without marks are refused, too.
+            "off": nothing is compared. See docs/guarantees.md.
 
     Raises:
         InvalidField: an argument has the wrong type, or the address has another form, e.g. ``http://host:port``.
@@ -122,7 +122,7 @@ class Client(Closing):
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}
         self._replaced: list[EngineSession] = []
-        """Sessions of engines that were opened again."""
+        """Earlier sessions of engines that were opened again."""
         self._caches: list[Cache] = []
         self._locals: list[LocalRank] = []
         self._watchers: dict[tuple[EngineToken, int], Watcher] = {}
@@ -192,12 +192,12 @@ class Client(Closing):
             tensors: one tensor per layer, or the tensors that the planes describe. The cache keeps them referenced.
             axes: names of the tensors' axes, e.g. ``("kv", "block", "head", "token", "content")``; None: unknown, so
                 that only whole pages can be read.
-            heads, total_heads: the KV heads that the tensors hold, and how many the model has: ``range(2, 4)`` of 4.
-            holding: what the tensors hold in detail: heads or other units, tokens, and what may be cut.
+            heads, total_heads: the KV heads that the tensors hold, and the number in the model: ``range(2, 4)`` of 4.
+            holding: the contents of the tensors in detail: heads or other units, tokens, and where they may be cut.
             replicated: every rank that has these layers holds all of their heads. An engine of several ranks must give
                 one of `heads`, `holding` (with its `units`) and `replicated`: ranks that declare the same heads count
-                as replicas, and a reader reads some blocks from one and some from another. With `planes`, it must be
-                given if one of them holds its whole axis.
+                as replicas, and a reader reads some blocks from one replica and some from another. Required with
+                `planes` if a plane holds its whole axis.
             planes: the planes that the rank holds.
             regions: the regions of memory that the planes lie in.
             keep: an object to keep referenced as long as the cache.
@@ -211,7 +211,7 @@ class Client(Closing):
             BadGeometry: the planes contradict the engine's groups, lie over each other, or lie outside the regions; or
                 this is the last rank, and the ranks together lack heads or tokens (`EngineSpec.partial`).
             InvalidField: the memory is described in no way or in two ways, is not mapped, or is read-only; or a rank of
-                several does not say which heads it holds.
+                several does not declare its heads.
             WrongState: this process has registered the rank already.
             CacheDiffers: another process has registered the rank with different content.
             Unavailable: the node server could not be reached.
@@ -233,18 +233,19 @@ class Client(Closing):
             raise
 
     def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
-        """Tell a publication's home that nobody will read it. The source then gets its blocks back at once, not only
-        when the hold ends.
+        """Decline a publication at its home: it will not be read. The source then gets its blocks back at once, and not
+        only when the hold ends.
 
         Args:
-            reference: the publication's reference. One that a router made may be declined before its publication comes:
-                reads that wait for it end, and it is released at once when it comes.
+            reference: the publication's reference. A router's reference may be declined before its publication comes:
+                reads that wait for the publication end, and it is released at once when it comes.
             timeout: seconds to keep trying.
 
         Raises:
             BadReference: the string is not a reference.
             HomeNotAllowed: this client may not connect to the home in the reference.
-            EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not know it.
+            EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
+                engine.
             KvferryError: the home refused, or could not be reached.
         """
         self._check_open()
@@ -254,10 +255,8 @@ class Client(Closing):
         self._loop.run(retrying(lambda left: home.decline(reference, left), self._loop.now() + timeout))
 
     def stats(self) -> ClientStats:
-        """Return what this client has counted and measured, its ports and caches included. Makes no RPC.
-
-        Also after `close`: totals stay as they were.
-        """
+        """Return the counts and measurements of this client, its ports and caches included. Makes no RPC. After
+        `close`, totals stay unchanged."""
         with self._lock:
             sessions = (*self._replaced, *self._sessions.values())
             ranks = [runtime_of(cache).transport for cache in self._caches] + [rank.transport for rank in self._locals]
@@ -301,7 +300,7 @@ class Client(Closing):
         *,
         serve: bool,
     ) -> LocalRank:
-        """Register a rank's memory with NIXL, on the calling thread. No RPC is made."""
+        """Register a rank's memory with NIXL, on the calling thread. Makes no RPC."""
         planes, owned = described
         runtime = self._runtime
         local = LocalRank(
@@ -324,7 +323,7 @@ class Client(Closing):
         return local
 
     def _announce(self, local: LocalRank, session: EngineSession | None, own: EngineToken, deadline: float) -> Cache:
-        """Announce registered memory to the node server. If this raises, it may be announced again."""
+        """Announce registered memory to the node server. May be repeated after an error."""
         engine, rank = local.spec, local.rank.rank
         local.check_open()
         if session is None:
@@ -353,7 +352,7 @@ class Client(Closing):
             if not late:
                 self._caches.append(cache)
                 if local in self._locals:
-                    # It ends with its cache.
+                    # The memory ends with its cache.
                     self._locals.remove(local)
         if late or local.closed:
             cache.close()
@@ -398,7 +397,7 @@ class Client(Closing):
         """
         with self._lock:
             known = self._watchers.get((token, rank))
-        # One that has ended for good, e.g. because another process took it over, keeps no registration alive.
+        # A Watch that has ended for good, e.g. because another process took it over, keeps no registration alive.
         if known is not None and known.failure is None:
             return
 
@@ -439,20 +438,20 @@ def register_memory(
     *,
     serve: bool,
 ) -> LocalRank:
-    """Do the part of `Client.register_cache` that needs no token, for the rest of kvferry. Raises as that."""
+    """Do the part of `Client.register_cache` that needs no token, for the rest of kvferry; raises the same errors."""
     client._check_open()
     return client._register_memory(engine, rank, described, labels, serve=serve)
 
 
 def announce(client: Client, local: LocalRank, token: EngineToken | str | None, timeout: float) -> Cache:
-    """Do the other part of `Client.register_cache`, for the rest of kvferry. If it raises, it may be repeated."""
+    """Do the other part of `Client.register_cache`, for the rest of kvferry. May be repeated after an error."""
     client._check_open()
     deadline = client._loop.now() + timeout
     return client._announce(local, *client._identity(local.spec, token, timeout), deadline)
 
 
 def discard(client: Client, local: LocalRank) -> None:
-    """End what `register_memory` returned, and let its memory go."""
+    """End the rank that `register_memory` returned, and release its memory."""
     local.close(0.0)
     with client._lock:
         if local in client._locals:

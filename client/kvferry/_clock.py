@@ -1,4 +1,4 @@
-"""The clock of the client: monotonic, and it also counts the time in which a host is suspended, since leases run on."""
+"""The clock of the client: monotonic, and counting the time in which a host is suspended, since leases run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 LONGEST = 1e8
-"""Upper bound in seconds of every timeout, about three years: nothing waits without a deadline (R5)."""
+"""Upper bound in seconds of every timeout, about three years: no wait is without a deadline (R5)."""
 
 
 def now() -> float:

@@ -1,7 +1,7 @@
 """Guards objects that cannot be used after a fork, because they own connections, threads or NIXL agents.
 
-In a child process their methods raise `ForkedClient`. Methods that close them do nothing there, since they would close
-the parent's.
+In a child process their methods raise `ForkedClient`. Closing methods do nothing there, since they would close the
+connections of the parent.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Closing(OneProcess):
     """Base class of public objects that end with `close`. As a context manager, the object is closed at the end."""
 
     def close(self) -> None:
-        """End it; each subclass says how."""
+        """End the object; see the subclass."""
         raise NotImplementedError
 
     def __enter__(self: Made) -> Made:

@@ -1,7 +1,7 @@
 """The event loop of a client: one thread, on which all of its control runs as coroutines.
 
-It has no sockets: gRPC's and NIXL's threads hand over what they have, and callers what they ask for. So its time can be
-a clock that also counts the time in which the host is suspended, since leases run on; uvloop has a clock of its own.
+The loop has no sockets: gRPC's and NIXL's threads hand over their results, and callers their requests. So its clock can
+be one that also counts the time in which the host is suspended, since leases run on; uvloop has a clock of its own.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 LONGEST_SLEEP = 1.0
-"""Seconds after which the loop looks at its timers again: a thread that sleeps does not notice that its host was
+"""Seconds after which the loop checks its timers again: a thread that sleeps does not notice that its host was
 suspended."""
 
 RESTART_AFTER = 0.02
-"""Seconds after which the loop goes on that something has stopped, such as `SystemExit` in a handler of a logger."""
+"""Seconds after which the loop goes on when an exception has stopped it, such as `SystemExit` in a logging handler."""
 
 END_PATIENCE = 0.5
 """Seconds for which the end of the loop waits for coroutines that were cancelled, in each of `END_ROUNDS`."""
 
 END_ROUNDS = 3
-"""How often the end of the loop cancels: coroutines that are cancelled may have begun others."""
+"""Rounds of cancelling at the end of the loop: cancelled coroutines may have begun others."""
 
 
 class Loop:
@@ -44,9 +44,7 @@ class Loop:
 
     Threading: `call`, `submit`, `run` and `close` may be called from any thread, everything else on the loop only.
 
-    Args:
-        name: name of the thread.
-        clock: the time of all timers, in seconds; see `Clock`.
+    `clock` is the time of all timers, in seconds.
     """
 
     def __init__(self, name: str = "kvferry-loop", clock: Callable[[], float] = now) -> None:
@@ -65,10 +63,10 @@ class Loop:
         return self._thread is threading.current_thread()
 
     def call(self, work: Callable[[], object]) -> bool:
-        """Do work on the loop, as soon as it gets to it. What the work raises is logged.
+        """Do work on the loop soon. An exception of the work is logged.
 
         Returns:
-            Whether it will be done: not after `close`.
+            Whether the work will be done: not after `close`.
 
         Raises:
             LimitReached: the system refused the thread.
@@ -98,7 +96,7 @@ class Loop:
         return running
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the loop, and wait for its result. Raises as `submit`, and what the coroutine raises."""
+        """Run a coroutine on the loop, and wait for its result. Raises the errors of `submit` and of the coroutine."""
         running = self.submit(coroutine)
         try:
             return running.result()
@@ -109,31 +107,21 @@ class Loop:
             raise
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Start a coroutine beside the one that runs. What it raises is logged. If it is cancelled before its first
-        step, nothing of it runs.
-
-        Args:
-            coroutine: the coroutine.
-            what: its name in the log.
-        """
+        """Start a coroutine beside the running one. An exception is logged under the name `what`. A coroutine that is
+        cancelled before its first step does not run at all."""
         task = self._events.create_task(coroutine, name=what)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def spawn_turns(self, turn: Callable[[], Awaitable[bool]], what: str) -> asyncio.Task[None]:
-        """Take turns beside the coroutine that runs, until one returns False. A turn that raises, whatever it is, is
-        logged; the next begins after a pause.
-
-        Args:
-            turn: one turn.
-            what: its name in the log.
-        """
+        """Take turns beside the running coroutine, until a turn returns False. Any exception of a turn is logged under
+        the name `what`; the next turn begins after a pause."""
         return self.spawn(_take_turns(turn, what), what)
 
     async def on_thread(self, work: Callable[[], Result], name: str) -> Result:
         """Run work that waits or computes for long on a thread of its own. If the caller is cancelled, the thread goes
-        on, and its result is dropped.
+        on, and the result is dropped.
 
         Raises:
             LimitReached: the system refused the thread.
@@ -157,25 +145,21 @@ class Loop:
         return self._events.call_at(when, guarded, work, "work of the event loop")
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Do work after what the loop has to do now. What the work raises is logged."""
+        """Do work after the work that is already due. An exception of the work is logged."""
         self._events.call_soon(guarded, work, "work of the event loop")
 
     def future(self) -> asyncio.Future[Any]:
-        """Make a future of this loop."""
         return self._events.create_future()
 
     def settle(self) -> None:
-        """Let the loop do what is due now, and wait for that. Does nothing if it does not run."""
+        """Wait until the loop has done the work that is due now. Does nothing if the loop does not run."""
         if self._thread is not None and not self._closed:
             with suppress(Closed):
                 self.run(asyncio.sleep(0))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel what still runs, and end the thread. Idempotent.
-
-        Args:
-            timeout: seconds to wait for the thread; on the thread itself this does not wait.
-        """
+        """Cancel all coroutines, and end the thread. Waits at most `timeout` seconds for the thread; on the thread
+        itself it does not wait. Idempotent."""
         with self._lock:
             if not self._closed and self._thread is not None:
                 self._events.call_soon_threadsafe(self._events.stop)
@@ -189,7 +173,7 @@ class Loop:
             logger.error("%s failed", task.get_name(), exc_info=error)
 
     def _runs(self) -> bool:
-        """Start the thread with the first work; returns whether there is one. Called with the lock held."""
+        """Start the thread with the first work; returns whether the loop is open. Called with the lock held."""
         if self._thread is None and not self._closed:
             self._thread = start_thread(self._run, self._name)
         return not self._closed
@@ -204,7 +188,7 @@ class Loop:
 
 
 class Signal:
-    """Wakes the one coroutine that waits for it. `set` may be called from any thread."""
+    """Wakes the one coroutine that waits. `set` may be called from any thread."""
 
     __slots__ = ("_loop", "_set", "_waiting")
 
@@ -240,7 +224,7 @@ class Signal:
 
 
 class _Events(asyncio.BaseEventLoop):
-    """An event loop that waits for its timers and for other threads, and for nothing else."""
+    """An event loop that waits only for its timers and for other threads."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -253,23 +237,23 @@ class _Events(asyncio.BaseEventLoop):
         return self._now()
 
     def select(self, timeout: float | None) -> tuple[()]:
-        """Wait as a selector without files would; called by the base class."""
+        """Wait like a selector without files; called by the base class."""
         self._woken.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, LONGEST_SLEEP)))
         return ()
 
     def _process_events(self, _: tuple[()]) -> None: ...
 
     def _write_to_self(self) -> None:
-        # Released already: it is about to wake.
+        # Released already: the loop is about to wake.
         with suppress(RuntimeError):
             self._woken.release()
 
     def __del__(self) -> None:
-        """It holds nothing that has to be closed."""
+        """Close nothing: the loop has no files."""
 
 
 def _settle(future: asyncio.Future[Any], result: object) -> None:
-    """End a future, unless nobody waits for it any more."""
+    """End a future, unless it was cancelled."""
     if not future.done():
         future.set_result(result)
 
@@ -290,7 +274,7 @@ async def _take_turns(turn: Callable[[], Awaitable[bool]], what: str) -> None:
             raise
         except BaseException as error:
             failure = error
-        # The handlers of loggers are the application's.
+        # Logging handlers belong to the application.
         with suppress(BaseException):
             logger.error("a turn of %s failed", what, exc_info=failure)
         await asyncio.sleep(pause)
@@ -298,13 +282,13 @@ async def _take_turns(turn: Callable[[], Awaitable[bool]], what: str) -> None:
 
 
 async def _end_others() -> None:
-    """Cancel all other coroutines of the loop, and wait for their ends, for which other threads may wait."""
+    """Cancel all other coroutines of the loop, and wait for their ends: other threads may wait for these."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     if others:
         await asyncio.wait(others, timeout=END_PATIENCE)
-    # Callbacks of those that have ended.
+    # For the callbacks of the ended coroutines.
     await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""Chooses what a client talks over: gRPC and NIXL, or a `kvferry.testing.Fabric` of this process."""
+"""Chooses the network of a client: gRPC and NIXL, or a `kvferry.testing.Fabric` of this process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Network:
 
     Attributes:
         dial: makes a channel to a node server.
-        agents: makes the NIXL agents of its caches.
-        costs: fixed costs of reads, if they are not to be measured; None: they are measured.
-        clock: the time of all that waits, in seconds.
+        agents: makes the NIXL agents of the client's caches.
+        costs: fixed costs of reads; None: costs are measured.
+        clock: the time of all deadlines, in seconds.
         looping: called with the client's event loop.
     """
 

@@ -1,4 +1,4 @@
-"""Tells threads and coroutines that there is something new."""
+"""Wakes threads and coroutines that wait for news."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import suppress
 
 
 class News:
-    """Whether something has happened since somebody looked. Thread-safe.
+    """A flag that is set with each event, and cleared by a wait. Thread-safe.
 
-    Those who are woken look for what is new afterwards, so that nothing is lost.
+    A woken thread or coroutine fetches the new events after the wait, so that none is lost.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class News:
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
 
     def tell(self) -> None:
-        """There is something new."""
+        """Set the flag, and end all waits."""
         self._told.set()
         for waiting, loop in tuple(self._waiting.items()):
             # A loop may have been closed in the meantime.
@@ -26,12 +26,12 @@ class News:
                 loop.call_soon_threadsafe(_wake, waiting)
 
     def wait(self, timeout: float) -> bool:
-        """Wait on a thread, at most this many seconds; returns whether there may be something new."""
+        """Wait on a thread, at most `timeout` seconds; returns whether there may be news."""
         self._told.wait(timeout)
         return self._take()
 
     async def arrive(self, timeout: float) -> bool:
-        """Wait in asyncio, on any event loop, at most this many seconds; returns whether there may be something new."""
+        """Wait in asyncio, on any event loop, at most `timeout` seconds; returns whether there may be news."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[None] = loop.create_future()
         self._waiting[waiting] = loop

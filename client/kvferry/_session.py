@@ -14,12 +14,12 @@ from kvferry._forks import Closing
 from kvferry._wire.token import EngineToken
 
 LOOK_EVERY = 1.0
-"""Seconds after which `EngineSession.releases` looks whether a final deadline has passed."""
+"""Seconds after which `EngineSession.releases` checks whether a final deadline has passed."""
 
 
 @dataclass(frozen=True)
 class SessionPublish(Publish):
-    """What `EngineSession.publish` takes: see `Publish`.
+    """The arguments of `EngineSession.publish`; see `Publish`.
 
     Attributes:
         timeout: seconds to keep trying.
@@ -31,7 +31,7 @@ class SessionPublish(Publish):
 
 @dataclass(frozen=True)
 class SessionPublishMore(PublishMore):
-    """What `EngineSession.publish_more` takes: see `PublishMore`.
+    """The arguments of `EngineSession.publish_more`; see `PublishMore`.
 
     Attributes:
         timeout: seconds to keep trying.
@@ -69,12 +69,12 @@ class EngineSession(Closing):
 
     @arguments.takes(SessionPublish)
     def publish(self, given: SessionPublish) -> Publication:
-        """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
-        (R2).
+        """Publish a request's blocks. The engine must not change or free the blocks until `released` returns the
+        publication (R2).
 
         Args:
-            given: what is published, each field of `Publish` as an argument of its own, and `timeout`: ``publish("r7",
-                {"full": Blocks([3, 4])}, last=False, timeout=2.0)``. `timeout` are the seconds to keep trying.
+            given: each field of `Publish` is an argument of its own, and so is `timeout`, the seconds to keep trying:
+                ``publish("r7", {"full": Blocks([3, 4])}, last=False, timeout=2.0)``.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router.
@@ -85,8 +85,8 @@ class EngineSession(Closing):
                 read; or another argument is out of range.
             MessageTooLarge: the blocks do not fit into one message; publish them in several steps. Nothing was
                 published.
-            Unavailable: the home could not be reached, so it may or may not have the publication. The session tries to
-                abort it, and `released` returns it once; its blocks stay pinned until then.
+            Unavailable: the home could not be reached, and may or may not have the publication. The session tries to
+                abort the publication, and `released` returns it once; its blocks stay pinned until then.
             KvferryError: the home refused the publication; nothing was published.
         """
         return self._session.publish(given, arguments.seconds("timeout", given.timeout))
@@ -96,8 +96,9 @@ class EngineSession(Closing):
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
         Args:
-            given: what is published, each field of `PublishMore` as an argument of its own, and `timeout`:
-                ``publish_more(publication, blocks, last=True)``.
+            given: each field of `PublishMore` is an argument of its own, and so is `timeout`:
+            ``publish_more(publication,
+                blocks, last=True)``.
 
         Raises:
             WrongState: the publication is complete, or was released.
@@ -123,13 +124,13 @@ class EngineSession(Closing):
         Each publication is returned exactly once (R3).
 
         Args:
-            timeout: seconds to wait for the first one; 0: do not wait.
+            timeout: seconds to wait for the first release; 0: do not wait.
         """
         return self._session.released(arguments.seconds("timeout", timeout, zero=True))
 
     async def releases(self) -> AsyncIterator[Release]:
         """Yield releases in asyncio as they come, on any event loop, until the session is closed: ``async for release
-        in session.releases()``. What this yields, `released` does not return."""
+        in session.releases()``. `released` does not return these again."""
         while not self._session.closed:
             for release in self._session.released():
                 yield release
@@ -142,10 +143,10 @@ class EngineSession(Closing):
     def close(self) -> None:
         """End the session and its incarnation: another start of the engine is accepted at once. Idempotent.
 
-        Nobody gets a new lease, and leases are not renewed. Those that are live run to their ends, for at most the
-        home's max_ttl (30 s), and `released` reports nothing any more: before the memory is used for anything else,
-        wait for the releases, or let `Cache.reuse_after` of the next start pass. The call takes at most a second if the
-        home cannot be reached; the incarnation then counts as alive until its engine_ttl (10 s) is over.
+        The home grants no new leases, and renews none. Live leases run to their ends, for at most the home's max_ttl
+        (30 s), and `released` returns nothing any more: before the memory is used for another purpose, wait for the
+        releases, or let `Cache.reuse_after` of the next start pass. The call takes at most a second if the home cannot
+        be reached; the incarnation then counts as alive until its engine_ttl (10 s) is over.
         """
         self._session.close()
 

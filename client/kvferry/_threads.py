@@ -1,6 +1,6 @@
-"""Threads, and what runs on them that a caller gave: callbacks, watches, hooks, handlers of loggers. Whatever that
-raises is logged, and ends no thread of kvferry's: also what is no `Exception`, such as `asyncio.CancelledError` and
-`SystemExit`."""
+"""Threads, and guards for code of the application that runs on them: callbacks, watches, hooks, logging handlers. Any
+exception of such code is logged, and ends no thread of kvferry's: also a `BaseException`, such as
+`asyncio.CancelledError` and `SystemExit`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread. What `run` raises is logged.
+    """Start a daemon thread. An exception of `run` is logged.
 
     Raises:
         LimitReached: the system refused another thread.
@@ -41,8 +41,8 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
 
 
 def start_loop(turn: Callable[[], bool], name: str) -> threading.Thread:
-    """Start a daemon thread that takes turns until one returns False. One that raises is logged; the next begins after
-    a pause.
+    """Start a daemon thread that takes turns until a turn returns False. An exception of a turn is logged; the next
+    turn begins after a pause.
 
     Raises:
         LimitReached: the system refused another thread.
@@ -51,16 +51,12 @@ def start_loop(turn: Callable[[], bool], name: str) -> threading.Thread:
 
 
 def guarded(work: Callable[[], object], what: str) -> bool:
-    """Run something of a caller, or that may call such a thing. Whatever it raises is logged.
+    """Run work that is, or may call, code of the application. Any exception is logged under the name `what`.
 
     On the main thread `KeyboardInterrupt` and `SystemExit` are raised: there they are the application's own.
 
-    Args:
-        work: what to run.
-        what: its name in the log.
-
     Returns:
-        Whether it has raised nothing.
+        Whether the work has ended without an exception.
     """
     try:
         work()
@@ -68,7 +64,7 @@ def guarded(work: Callable[[], object], what: str) -> bool:
         mine = isinstance(error, (KeyboardInterrupt, SystemExit))
         if mine and threading.current_thread() is threading.main_thread():
             raise
-        # The handlers of loggers are the application's, too.
+        # Logging handlers belong to the application, too.
         with suppress(BaseException):
             logger.exception("%s failed", what)
         return False
@@ -76,7 +72,7 @@ def guarded(work: Callable[[], object], what: str) -> bool:
 
 
 def settle(future: Future[Result], result: Result | BaseException) -> None:
-    """End a future with a result or an error. Its callbacks are a caller's."""
+    """End a future with a result or an error. Its callbacks belong to the application, and are guarded."""
 
     def end() -> None:
         if isinstance(result, BaseException):
@@ -88,11 +84,7 @@ def settle(future: Future[Result], result: Result | BaseException) -> None:
 
 
 def no_thread(what: str) -> LimitReached:
-    """Make the error for a thread that the system refused.
-
-    Args:
-        what: name of what could not be started.
-    """
+    """Make the error for a thread that the system refused; `what` could not be started."""
     running = threading.active_count()
     message = f"the system refused {what}; {running} threads of this process are running"
     return LimitReached(message, retry_after=RETRY_AFTER, limit="threads", value=running)

@@ -1,8 +1,8 @@
 """The asyncio client, for services, tools and tests.
 
-It wraps the synchronous client: calls that would wait run on threads. It does not use `grpc.aio`, so that a process
-that has used it may still fork. The reads of both clients can be awaited. Methods have the arguments, results and
-errors of those that they name.
+This client wraps the synchronous client: calls that would wait run on threads. It does not use `grpc.aio`, so that its
+process may still fork. The reads of both clients can be awaited. Methods have the arguments, results and errors of
+their namesakes in the synchronous client.
 """
 
 from __future__ import annotations
@@ -30,18 +30,14 @@ Wrapped = TypeVar("Wrapped")
 
 
 class _Async(OneProcess, Generic[Sync]):
-    """Wraps an object of the synchronous client.
-
-    Attributes:
-        sync: that object.
-    """
+    """Wraps an object of the synchronous client (`sync`)."""
 
     def __init__(self, sync: Sync) -> None:
         self.sync = sync
 
 
 def _direct(method: Callable[Concatenate[Sync, Given], Result]) -> Callable[Concatenate[_Async[Sync], Given], Result]:
-    """Make a method that calls one which returns at once."""
+    """Make a method that calls a method which returns at once."""
 
     @wraps(method)
     def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
@@ -53,7 +49,7 @@ def _direct(method: Callable[Concatenate[Sync, Given], Result]) -> Callable[Conc
 def _on_thread(
     method: Callable[Concatenate[Sync, Given], Result],
 ) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]]:
-    """Make a method that calls one which waits, on a thread."""
+    """Make a method that calls a waiting method on a thread."""
 
     @wraps(method)
     async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
@@ -65,7 +61,7 @@ def _on_thread(
 def _wrapped(
     method: Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]], made: Callable[[Result], Wrapped]
 ) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Wrapped]]:
-    """Make a method that wraps the result of one."""
+    """Make a method that wraps the result of another method."""
 
     @wraps(method)
     async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Wrapped:
@@ -77,7 +73,7 @@ def _wrapped(
 def _awaited(
     method: Callable[Concatenate[Sync, Given], Future[Result]],
 ) -> Callable[Concatenate[_Async[Sync], Given], Coroutine[Any, Any, Result]]:
-    """Make a method that awaits the future of one."""
+    """Make a method that awaits the future of another method."""
 
     @wraps(method)
     async def call(self: _Async[Sync], /, *given: Given.args, **options: Given.kwargs) -> Result:
@@ -175,14 +171,14 @@ class AsyncClient(_Async[Client]):
         super().__init__(sync)
 
     stats = _direct(Client.stats)
-    """Return what this client has counted and measured. See `Client.stats`."""
+    """Return the counts and measurements of this client. See `Client.stats`."""
     open_engine = _wrapped(_on_thread(Client.open_engine), AsyncSession)
     """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
     register_cache = _wrapped(_on_thread(Client.register_cache), AsyncCache)
     """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
 
     decline = _on_thread(Client.decline)
-    """Tell a publication's home that nobody will read it. See `Client.decline`."""
+    """Decline a publication at its home. See `Client.decline`."""
     close = _on_thread(Client.close)
     """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
 
@@ -196,8 +192,8 @@ class AsyncClient(_Async[Client]):
 
 
 class AsyncSchedulerPort(_Async[SchedulerPort]):
-    """`SchedulerPort` for an event loop. Made by `open`. Workers have their `WorkerPort`: what it
-    does while an engine runs returns at once.
+    """`SchedulerPort` for an event loop. Made by `open`. Workers use `WorkerPort`, whose calls during an engine's run
+    return at once.
 
     Attributes:
         sync: the synchronous port.
@@ -245,13 +241,13 @@ class AsyncSchedulerPort(_Async[SchedulerPort]):
     granted = _direct(SchedulerPort.granted)
     """Return the source's blocks for a request once its lease is granted. See `SchedulerPort.granted`."""
     news = _direct(SchedulerPort.news)
-    """Return the requests of which `granted` says something else than before. See `SchedulerPort.news`."""
+    """Return the requests for which `granted` has a new result. See `SchedulerPort.news`."""
     attach = _direct(SchedulerPort.attach)
     """Give a granted request the blocks to read into. See `SchedulerPort.attach`."""
     grant_steps = _direct(SchedulerPort.grant_steps)
-    """Return what sources have published since. See `SchedulerPort.grant_steps`."""
+    """Return the blocks that sources have published since. See `SchedulerPort.grant_steps`."""
     decline = _direct(SchedulerPort.decline)
-    """Tell the source's home that nobody will read a publication. See `SchedulerPort.decline`."""
+    """Decline a publication at its home. See `SchedulerPort.decline`."""
     cancel = _direct(SchedulerPort.cancel)
     """Cancel the read of a request. See `SchedulerPort.cancel`."""
     collect = _direct(SchedulerPort.collect)
@@ -266,7 +262,7 @@ class AsyncSchedulerPort(_Async[SchedulerPort]):
     """End the engine's session. See `SchedulerPort.close`."""
 
     async def until_news(self, timeout: float) -> bool:
-        """Wait until there may be something new. See `SchedulerPort.wait_news`."""
+        """Wait until there may be news. See `SchedulerPort.wait_news`."""
         return await self.sync.until_news(timeout)
 
     async def __aenter__(self) -> AsyncSchedulerPort:

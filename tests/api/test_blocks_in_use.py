@@ -57,7 +57,7 @@ def test_blocks_are_free_when_the_read_is_quiet(pair: Pair) -> None:
         assert pair.holds(1) == 11 + number % 5
 
 
-def test_only_blocks_that_may_be_written_count(pair: Pair) -> None:
+def test_blocks_count_only_if_they_may_be_written(pair: Pair) -> None:
     """A prefix that two requests share is in both of their tables."""
     publication, send = offered(pair.source.session, Publish("request", ids(11, 12, 13)))
     reads = [
@@ -200,7 +200,7 @@ def test_blocks_of_a_failed_read_are_refused_until_it_is_quiet(
         assert cache.read(publication.reference, ids(8)).result(20).bytes
 
 
-def test_attach_looks_at_blocks_at_once_and_a_refusal_loses_nothing(pair: Pair) -> None:
+def test_attach_checks_blocks_at_once_and_a_refusal_loses_nothing(pair: Pair) -> None:
     group = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
     scheduler = SchedulerPort(pair.client, EngineSpec(unique_id("scheduler"), (group,)))
     publication = pair.source.session.publish("theirs", {"full": Blocks([11, 12, 13], end_token=40)}, expected_reads=2)
@@ -232,7 +232,7 @@ def test_attach_looks_at_blocks_at_once_and_a_refusal_loses_nothing(pair: Pair) 
 
 
 @pytest.mark.slow
-def test_blocks_behind_what_is_read_belong_to_the_read(pair: Pair) -> None:
+def test_blocks_behind_the_tokens_that_are_read_belong_to_the_read(pair: Pair) -> None:
     """`Tails.ZERO` clears them, and the workers are told after the scheduler has attached."""
     group = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
     scheduler = SchedulerPort(pair.client, EngineSpec(unique_id("scheduler"), (group,)))

@@ -31,7 +31,7 @@ def test_a_row_of_the_block_table_may_be_rewritten_once_a_read_was_started(pair:
     assert [pair.holds(block) for block in (40, 41, 42)] == [10_000] * 3
 
 
-def test_a_row_may_be_rewritten_all_the_time(pair: Pair) -> None:
+def test_a_row_may_be_rewritten_at_any_time(pair: Pair) -> None:
     """Blocks takes either what was there before or what was there after, and sticks to it."""
     row = np.array([1, 2, 3], np.int32)
     over = threading.Event()
@@ -58,7 +58,7 @@ def test_a_row_may_be_rewritten_all_the_time(pair: Pair) -> None:
         thread.join()
 
 
-def test_ids_are_owned_and_stay_as_they_are() -> None:
+def test_ids_are_copied_and_stay_unchanged() -> None:
     row = np.arange(4, dtype=np.int32)
     blocks = Blocks(row)
     row[:] = 9

@@ -18,7 +18,7 @@ from kvferry_server.node.config import NodeConfig
 from tests.support.node_servers import environment, serves
 
 
-def test_it_serves_until_it_is_closed(tmp_path: Path) -> None:
+def test_an_embedded_server_serves_until_it_is_closed(tmp_path: Path) -> None:
     with serve(unix=str(tmp_path / "node.sock"), ttl=5.0) as server:
         assert server.address == f"unix:{tmp_path}/node.sock"
         assert server.advertise == server.addresses[1]
@@ -27,7 +27,7 @@ def test_it_serves_until_it_is_closed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_live_side_by_side_but_not_on_one_socket(tmp_path: Path) -> None:
+def test_several_servers_live_side_by_side_but_not_on_one_socket(tmp_path: Path) -> None:
     path = str(tmp_path / "node.sock")
     with serve("", unix=path) as first, serve() as second:
         assert serves(first.address)
@@ -100,7 +100,7 @@ def test_a_forked_child_neither_closes_the_server_nor_keeps_its_socket(tmp_path:
         parent.communicate()
 
 
-def test_without_the_extra_it_says_how_to_get_it(tmp_path: Path) -> None:
+def test_serve_without_the_extra_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvferry; kvferry.serve()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)

@@ -119,7 +119,7 @@ def test_mismatches_that_differ_in_where_they_are_count_as_one() -> None:
     assert rebuilt.values["mismatch.0.alike"] == "121"
 
 
-def test_only_unavailable_and_what_says_when_may_be_repeated() -> None:
+def test_errors_are_retryable_only_if_unavailable_or_with_a_delay() -> None:
     assert errors.EngineIncomplete("x").retryable
     assert errors.EngineIdInUse("x", retry_after=3.0).retryable
     assert errors.LimitReached("x", retry_after=0.1).retryable
@@ -127,7 +127,7 @@ def test_only_unavailable_and_what_says_when_may_be_repeated() -> None:
     assert not errors.InvalidField("a", 1, "2").retryable
 
 
-def test_a_class_of_somebody_else_takes_no_name_and_no_reason_of_kvferrys() -> None:
+def test_a_foreign_error_class_takes_no_name_and_no_reason_of_kvferrys() -> None:
     class BadBlock(errors.KvferryError, reason="BAD_BLOCK"):
         """Has the name and the reason of another."""
 

@@ -23,7 +23,7 @@ def chosen(name: str) -> str:
     return file.read_text().partition("[")[2].partition("]")[0] if file.exists() else ""
 
 
-def test_it_is_zeroed_aligned_and_of_the_size_asked() -> None:
+def test_host_memory_is_zeroed_aligned_and_of_the_requested_size() -> None:
     memory = HostMemory(SIZE)
     assert memory.array.shape == (SIZE,)
     assert memory.array.ctypes.data % HUGE_PAGE == 0
@@ -32,7 +32,7 @@ def test_it_is_zeroed_aligned_and_of_the_size_asked() -> None:
 
 
 @pytest.mark.parametrize(("shared", "setting"), [(False, "enabled"), (True, "shmem_enabled")])
-def test_huge_pages_where_the_system_has_them(shared: bool, setting: str) -> None:
+def test_huge_pages_are_used_where_the_system_has_them(shared: bool, setting: str) -> None:
     memory = HostMemory(SIZE, shared=shared)
     if chosen(setting) in ("always", "madvise", "advise", "within_size", "force"):
         assert memory.huge_bytes() >= SIZE - 2 * HUGE_PAGE
@@ -40,7 +40,7 @@ def test_huge_pages_where_the_system_has_them(shared: bool, setting: str) -> Non
         assert memory.huge_bytes() == 0
 
 
-def test_what_is_shared_is_the_same_memory() -> None:
+def test_shared_host_memory_is_the_same_memory() -> None:
     memory = HostMemory(SIZE, shared=True)
     memory.array[[0, SIZE - 1]] = 7
     script = (
@@ -54,13 +54,13 @@ def test_what_is_shared_is_the_same_memory() -> None:
     assert memory.array[:2].tolist() == [7, 9]
 
 
-def test_its_array_outlives_it() -> None:
+def test_the_array_outlives_its_host_memory() -> None:
     array = HostMemory(SIZE).array[10:20]
     array[:] = 3
     assert array.sum() == 30
 
 
-def test_a_numa_node() -> None:
+def test_host_memory_on_a_numa_node() -> None:
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     if nodes:
         memory = HostMemory(SIZE, numa_node=0)
@@ -73,7 +73,7 @@ def test_a_numa_node() -> None:
         HostMemory(SIZE, numa_node=4000)
 
 
-def test_what_cannot_be_is_named() -> None:
+def test_errors_name_the_impossible_argument() -> None:
     with pytest.raises(InvalidField, match="size"):
         HostMemory(0)
     with pytest.raises(WrongState, match="shared=True"):

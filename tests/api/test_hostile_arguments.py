@@ -384,12 +384,12 @@ CONSTRUCTORS = list(constructors())
 
 
 @pytest.mark.parametrize("case", CONSTRUCTORS, ids=lambda case: case.name)
-def test_constructors(case: Case) -> None:
+def test_constructors_refuse_wrong_arguments(case: Case) -> None:
     case.call(**case.right)
     assert_refused(case)
 
 
-def test_integers_become_pythons_own() -> None:
+def test_integers_become_plain_python_integers() -> None:
     given: dict[str, Any] = {
         field: np.int64(value) if type(value) is int else value for field, value in right_plane().items()
     }
@@ -617,12 +617,12 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
     yield Case("register again", worker.register, {}, {"kv_caches": [{"l": array()}]})
 
 
-def test_methods(cases: list[Case]) -> None:
+def test_methods_refuse_wrong_arguments(cases: list[Case]) -> None:
     for case in cases:
         assert_refused(case)
 
 
-def test_a_victim_of_wrong_arguments_goes_on(node: str) -> None:
+def test_a_client_goes_on_after_wrong_arguments(node: str) -> None:
     """Every method of one engine with every wrong argument, and then a read that is right to the byte."""
     with Client(node) as client, ExitStack() as ports:
         for case in methods(node, client, ports):
@@ -652,7 +652,7 @@ def assert_refused(case: Case) -> None:
                 raise AssertionError(f"{case.name}({field}={value!r:.80}) gave {call!r:.200}")
 
 
-def test_every_public_class_is_here() -> None:
+def test_every_public_class_is_listed_here() -> None:
     """What is exported and can be made of arguments is in the tables."""
     covered = {case.name.split()[0].split(".")[0] for case in CONSTRUCTORS} | {
         *("Client", "Cache", "EngineSession", "SchedulerPort", "WorkerPort")

@@ -25,8 +25,8 @@ def test_reading_from_a_namesake_at_another_home_drops_nobody(pair: Pair) -> Non
         assert pair.destination.gauges().peers == 2
 
 
-def test_what_another_home_says_of_an_engine_drops_nobody(pair: Pair) -> None:
-    """Whoever makes a reference names any home and any engine in it."""
+def test_events_of_another_home_about_an_engine_drop_nobody(pair: Pair) -> None:
+    """A reference may name any home and any engine."""
     truth = pair.source.session.publish("truth", {"full": Blocks([11])}, expected_reads=2)
     assert pair.destination.read(truth.reference, {"full": Blocks([1])}).result(30).bytes
     with kvferry.serve(engine_ttl=1.0) as elsewhere:

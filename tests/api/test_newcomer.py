@@ -1,4 +1,4 @@
-"""What somebody who writes an engine for the first time gets wrong: told at once, where it is, and what to do."""
+"""The usual mistakes in a first engine: each error comes at once, names the place, and says what to do."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ GROUP = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS)
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "grpc://node:1", "node", "node:port", "unix:socket", ""])
-def test_addresses_that_are_none_are_refused_when_the_client_is_made(address: str) -> None:
+def test_malformed_addresses_are_refused_when_the_client_is_made(address: str) -> None:
     with pytest.raises(InvalidField, match="unix:/absolute/path or host:port"):
         Client(address)
 
 
-def test_the_scheme_that_is_too_much_is_named() -> None:
+def test_a_scheme_in_an_address_is_named() -> None:
     with pytest.raises(InvalidField, match="without http://"):
         Client("http://127.0.0.1:50051")
 
 
-def test_a_rank_that_this_process_has_registered_already(client: Client) -> None:
+def test_a_rank_that_this_process_has_registered_already_is_named(client: Client) -> None:
     spec = EngineSpec(unique_id("engine"), (GROUP,))
     first = client.register_cache(spec, tensors={"l": array()}, axes=AXES)
     with pytest.raises(WrongState, match=r"rank 0 of engine '.*' is already registered by this process: use the Cache"):
@@ -60,12 +60,12 @@ def test_a_rank_that_this_process_has_registered_already(client: Client) -> None
     first.session.publish("request", {"full": Blocks([1])})
 
 
-def test_axes_in_another_order_than_the_tensor_has_them() -> None:
+def test_axes_in_another_order_than_those_of_the_tensor() -> None:
     with pytest.raises(BadGeometry, match=r"axis 'block' has 64, axis 'token' has 2 where a block has 16"):
         planes_of({"l": array()}, ("kv", "block", "token", "head", "content"), GROUP)
 
 
-def test_axes_that_nobody_named() -> None:
+def test_axes_that_are_not_named() -> None:
     with pytest.raises(BadGeometry, match=r"its axes are not named, so axis 0 is taken for the blocks: it has 2, and"):
         planes_of({"l": array()}, None, GROUP)
 
@@ -85,14 +85,14 @@ def test_a_source_that_serves_nothing(client: Client) -> None:
         reader.read(publication.reference, {"full": Blocks([1])}).result(60)
 
 
-def test_an_engine_that_reads_its_own_publication_is_told_so(client: Client) -> None:
+def test_an_engine_that_reads_its_own_publication_is_refused(client: Client) -> None:
     cache = client.register_cache(EngineSpec(unique_id("engine"), (GROUP,)), tensors={"l": array()}, axes=AXES)
     publication = cache.session.publish("request", {"full": Blocks([1])})
     with pytest.raises(WrongState, match="cannot read from itself"):
         cache.read(publication.reference, {"full": Blocks([2])}).result(60)
 
 
-def test_a_window_s_table_is_published_with_its_null_blocks_as_engines_have_it(client: Client) -> None:
+def test_a_window_table_is_published_with_its_null_blocks(client: Client) -> None:
     group = Group("full", GroupKind.WINDOW, TOKENS, BLOCKS, window_tokens=TOKENS + 2, null_block=0)
     theirs, mine = array(), array()
     theirs[:], mine[:] = 7, 9
@@ -108,13 +108,13 @@ def test_a_window_s_table_is_published_with_its_null_blocks_as_engines_have_it(c
         source.session.publish("middle", {"full": Blocks([4, 0, 8], end_token=3 * TOKENS)})
 
 
-def test_no_tensors_are_refused(client: Client) -> None:
+def test_an_empty_list_of_tensors_is_refused(client: Client) -> None:
     with pytest.raises(InvalidField, match=r"tensors is \{\}, expected at least one layer"):
         client.register_cache(EngineSpec(unique_id("engine"), (GROUP,)), tensors={}, axes=AXES)
 
 
 @pytest.mark.parametrize("call", [lambda client, spec: client.open_engine(spec, timeout=3.0)], ids=["open"])
-def test_who_waits_for_a_node_server_that_is_not_there_is_told_after_a_second(
+def test_a_wait_for_a_missing_node_server_is_logged_after_a_second(
     call: Callable[[Client, EngineSpec], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as free:
@@ -128,7 +128,7 @@ def test_who_waits_for_a_node_server_that_is_not_there_is_told_after_a_second(
     )
 
 
-def test_a_read_whose_home_is_away_says_what_it_waits_for(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_whose_home_is_away_logs_its_reason(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     cache = client.register_cache(EngineSpec(unique_id("reader"), (GROUP,)), tensors={"l": array()}, axes=AXES)
     with kvferry.serve() as away, Client(away.address) as there:
         source = there.register_cache(EngineSpec(unique_id("source"), (GROUP,)), tensors={"l": array()}, axes=AXES)
@@ -152,7 +152,7 @@ def test_a_read_whose_home_is_away_says_what_it_waits_for(client: Client, caplog
     ],
     ids=["publish", "decline"],
 )
-def test_a_call_to_a_home_that_went_away_warns_once_why_it_takes_so_long(
+def test_a_call_to_a_home_that_went_away_warns_once_with_the_reason(
     call: Callable[[Client, kvferry.EngineSession, str], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     with kvferry.serve() as server, Client(server.address) as client:
@@ -166,7 +166,7 @@ def test_a_call_to_a_home_that_went_away_warns_once_why_it_takes_so_long(
     assert server.address in said[0]
 
 
-def test_a_publication_before_any_rank_is_registered_says_what_is_missing(
+def test_a_publication_before_any_rank_is_registered_names_the_missing_rank(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = client.open_engine(EngineSpec(unique_id("engine"), (GROUP,)))
@@ -179,19 +179,19 @@ def test_a_publication_before_any_rank_is_registered_says_what_is_missing(
     "plain",
     [None, 7, {}, [], {"granted": [1]}, {"granted": [], "local": []}, {"ended": 5}, {"ended": [], "failed": []}],
 )
-def test_what_no_port_sent_is_refused_where_it_is_read(plain: Any) -> None:
+def test_a_value_that_no_port_sent_is_refused_where_it_is_read(plain: Any) -> None:
     for kind in (Grant, WorkerOutput):
         with pytest.raises(InvalidField):
             kind.of(plain)
 
 
-def test_peers_are_called_what_their_engineers_call_them() -> None:
+def test_peers_are_named_as_their_engineers_name_them() -> None:
     assert _called(agent_name(b"key", "prefill", 1)) == "rank 1 of engine 'prefill'"
     assert _called(agent_name(b"key", "team/a/prefill", 0)) == "rank 0 of engine 'team/a/prefill'"
     assert _called("another") == "peer 'another'"
 
 
-def test_a_worker_that_closes_is_not_said_to_have_died(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_closes_is_not_logged_as_dead(caplog: pytest.LogCaptureFixture) -> None:
     with kvferry.serve(engine_ttl=1.0) as server, Client(server.address) as client:
         scheduler = SchedulerPort(client, EngineSpec(unique_id("engine"), (GROUP,)))
         with Client(server.address) as other, caplog.at_level(logging.WARNING):

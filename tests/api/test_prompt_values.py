@@ -39,14 +39,14 @@ def inputs(identifiers: st.SearchStrategy[str]) -> st.SearchStrategy[list[Prompt
 
 
 @pytest.mark.parametrize(("case", "digest"), VECTORS, ids=lambda value: value.hex() if type(value) is bytes else "")
-def test_the_test_vectors_of_the_contract(case: Case, digest: bytes) -> None:
+def test_test_vectors_of_the_contract(case: Case, digest: bytes) -> None:
     assert case.defined(KEY) == digest
     assert case.prompt().mark(KEY, case.end) == digest
 
 
 @example([7], "", [PromptInput(0, *each) for each in ((2, "a"), (1, "b"), (1, "\U00010000"), (1, "\uffff"))], [1], b"")
 @given(token_ids, texts, inputs(identifiers), st.lists(st.integers(1, 24), min_size=1), st.binary(max_size=80))
-def test_marks_are_those_of_the_definition_in_whatever_order_they_are_asked_for(
+def test_marks_are_those_of_the_definition_in_any_order(
     tokens: list[int], adapter: str, inputs: list[PromptInput], ends: list[int], key: bytes
 ) -> None:
     prompt = Prompt(tokens, adapter=adapter, inputs=iter(inputs))
@@ -141,7 +141,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_come_as_an_engine_has_them(kind: str) -> None:
+def test_tokens_may_come_in_any_form_that_engines_have(kind: str) -> None:
     expected = [Case(TOKENS, end).defined(KEY) for end in (1, len(TOKENS))]
     prompt = Prompt(KINDS[kind]())
     assert [prompt.mark(KEY, end) for end in (1, len(TOKENS))] == expected
@@ -160,7 +160,7 @@ def test_tensors_of_torch_are_token_ids() -> None:
 
 
 @pytest.mark.parametrize("given", [list(TOKENS), array("I", TOKENS), np.array(TOKENS, np.uint32)], ids=type)
-def test_what_was_given_may_change_afterwards(given: Any) -> None:
+def test_token_arrays_may_change_afterwards(given: Any) -> None:
     prompt = Prompt(given)
     given[0] = 99
     assert prompt.mark(KEY, 5) == Case(TOKENS, 5).defined(KEY)
@@ -225,7 +225,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_row_of_token_ids_is_refused_and_not_shown(wrong: str) -> None:
+def test_values_that_are_no_token_ids_are_refused_and_not_shown(wrong: str) -> None:
     for call in (Prompt, Prompt([1]).followed_by):
         with pytest.raises(InvalidField) as caught:
             call(WRONG[wrong])
@@ -238,7 +238,7 @@ def test_a_prompt_shows_no_tokens() -> None:
     assert repr(Prompt([SECRET])) == "Prompt(1 tokens)"
 
 
-def test_what_follows_an_unknown_prompt_is_unknown() -> None:
+def test_a_continuation_of_an_unknown_prompt_is_unknown() -> None:
     """The tokens that were generated are not the first of the request."""
     for unknown in (Prompt.unknown, Prompt.unknown.followed_by([1, 2]), Prompt([])):
         assert (bool(unknown), len(unknown), unknown.known, unknown.ends) == (False, 0, 0, ())
@@ -295,7 +295,7 @@ class CountedHash:
 
 
 @pytest.mark.parametrize("carried", [lambda prompt: prompt, copy.copy], ids=["as made", "copied"])
-def test_no_source_makes_a_reader_hash_its_prompt_for_each_mark(
+def test_marks_of_a_source_make_a_reader_hash_its_prompt_only_once(
     carried: Callable[[Prompt], Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source may mark 64 ends just before that of a reader's long prompt, and a scheduler compares them in a step."""

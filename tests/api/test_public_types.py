@@ -75,7 +75,7 @@ def of_no_use(hint: object) -> bool:
 
 
 @pytest.mark.parametrize("cls", [*PUBLIC, *VALUES], ids=lambda cls: cls.__name__)
-def test_no_annotation_is_anything_or_a_message_of_the_wire(cls: type) -> None:
+def test_annotations_hold_no_any_and_no_message_of_the_wire(cls: type) -> None:
     found = [(name, hint) for name, method in methods(cls) for hint in typing.get_type_hints(method).items()]
     if dataclasses.is_dataclass(cls):
         found += [(cls.__name__, hint) for hint in typing.get_type_hints(cls).items()]
@@ -99,7 +99,7 @@ def options(method: Callable[..., Any], *, without: str = "self") -> list[tuple[
 
 
 @pytest.mark.parametrize(("sync", "later"), [(Client, AsyncClient), (Cache, AsyncCache), (EngineSession, AsyncSession)])
-def test_asyncio_has_what_threads_have(sync: type, later: type) -> None:
+def test_asyncio_has_the_methods_of_threads(sync: type, later: type) -> None:
     mine, theirs = dict(methods(sync)), dict(methods(later))
     assert set(mine) == set(theirs)
     for name in theirs:

@@ -65,7 +65,7 @@ def registered(ranks: int = 2, **memory: Any) -> None:
     ],
     ids=str,
 )
-def test_a_rank_of_several_says_which_heads_it_holds(arguments: dict[str, Any], field: str) -> None:
+def test_a_rank_of_several_names_its_heads(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidField) as raised:
         registered(**arguments)
     assert raised.value.values["field"] == field
@@ -94,7 +94,7 @@ def test_planes_that_were_made_without_heads_are_not_taken_for_replicas() -> Non
     ],
     ids=["heads", "interval", "holding"],
 )
-def test_heads_said_in_each_way_are_the_same(node: str, said: Callable[[int], dict[str, Any]]) -> None:
+def test_heads_given_in_each_way_are_the_same(node: str, said: Callable[[int], dict[str, Any]]) -> None:
     with Client(node) as client:
         engine = spec(2)
         scheduler = SchedulerPort(client, engine)
@@ -106,7 +106,7 @@ def test_heads_said_in_each_way_are_the_same(node: str, said: Callable[[int], di
         scheduler.close()
 
 
-def test_replicas_are_said(node: str) -> None:
+def test_replicas_are_registered_as_such(node: str) -> None:
     with Client(node) as client:
         engine = spec(2)
         scheduler = SchedulerPort(client, engine)
@@ -280,7 +280,7 @@ def test_addresses_that_are_not_mapped_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [b"mod\xe8le.safetensors", b"page\x0cfeed", b"next\xc2\x85line"])
-def test_what_else_is_mapped_does_not_matter(node: str, tmp_path: Path, name: bytes) -> None:
+def test_other_mapped_memory_does_not_matter(node: str, tmp_path: Path, name: bytes) -> None:
     """The list of mappings has the names of files, which are any bytes."""
     with (tmp_path / os.fsdecode(name)).open("w+b") as file:
         file.truncate(1 << 16)

@@ -39,7 +39,7 @@ def test_threads_after_a_read_are_one_loop_one_per_watch_and_those_of_grpc_and_n
         reader = client.register_cache(EngineSpec(unique_id("d"), (GROUP,)), tensors={"layer": mine}, axes=AXES)
         publication = source.session.publish("request", {"full": Blocks([1, 2])})
         reader.read(publication.reference, {"full": Blocks([3, 4])}).result(20)
-        # That of the handshake ends by itself.
+        # The thread of the handshake ends on its own.
         until(lambda: not any("handshake" in name_of(each) or "plan" in name_of(each) for each in running() - before))
         names = sorted(name_of(each) for each in running() - before)
     mine_only = [name for name in names if name not in SERVERS]

@@ -41,7 +41,7 @@ def ports(client: Client) -> Iterator[Ports]:
     made.scheduler.close()
 
 
-def test_the_session_of_an_engine_that_another_process_opened(node: str, ports: Ports) -> None:
+def test_a_session_of_an_engine_that_another_process_opened(node: str, ports: Ports) -> None:
     with Client(node) as other:
         cache = other.register_cache(
             ports.scheduler.spec, tensors={"l": array()}, axes=AXES, token=str(ports.scheduler.token)

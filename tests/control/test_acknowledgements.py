@@ -65,7 +65,7 @@ def world() -> Iterator[World]:
         yield made
 
 
-def test_after_a_refusal_the_next_release_is_acknowledged_with_those_before_it(world: World) -> None:
+def test_releases_whose_acknowledgement_was_refused_go_with_the_next_one(world: World) -> None:
     world.release(1)
     world.fail(PeerRestarted("the engine is another", engine_id="engine"))
     world.release(2)
@@ -76,7 +76,7 @@ def test_after_a_refusal_the_next_release_is_acknowledged_with_those_before_it(w
     ("asked", "pause"), [(None, ACKNOWLEDGE_AGAIN), (ACKNOWLEDGE_AGAIN / 2, ACKNOWLEDGE_AGAIN), (7.0, 7.0)]
 )
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_home_is_asked_again_when_it_has_said_until_the_end(
+def test_acknowledgements_are_repeated_after_the_pause_unless_the_session_is_closed(
     world: World, asked: float | None, pause: float, closed: bool
 ) -> None:
     world.release(1)
@@ -89,7 +89,7 @@ def test_a_home_is_asked_again_when_it_has_said_until_the_end(
     assert world.acknowledged == [[1]] * (1 if closed else 2)
 
 
-def test_a_call_acknowledges_so_many_releases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_acknowledges_a_bounded_number_of_releases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_session, "MOST_ACKNOWLEDGED", 2)
     for number in range(1, 5):
         world.release(number)

@@ -52,7 +52,7 @@ def recorded_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
+def test_each_call_names_the_steps_received_and_follows_news_without_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = recorded_pauses(monkeypatch)
@@ -168,7 +168,7 @@ def test_a_home_that_is_always_late_is_not_asked_for_ever(tmp_path: Path) -> Non
     ["", reference("home:1").replace("kvf1.", "kvf1.AA"), router_reference("home:1", "source"), "another's"],
     ids=["nothing", "damaged", "a router's", "another's"],
 )
-def test_a_home_has_to_name_what_it_found_under_a_routers_key(tmp_path: Path, told: str) -> None:
+def test_a_home_must_name_the_publication_of_a_routers_key(tmp_path: Path, told: str) -> None:
     """Handshake and replays go by that name, and a wrong one would be another publication's."""
     if told == "another's":
         parsed = parse_reference(reference("home:1"))
@@ -188,7 +188,7 @@ def test_a_home_has_to_name_what_it_found_under_a_routers_key(tmp_path: Path, to
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
 
 
-def test_a_home_that_says_at_once_that_there_is_nothing_is_not_asked_all_the_time(tmp_path: Path) -> None:
+def test_a_home_that_answers_at_once_without_blocks_is_not_asked_all_the_time(tmp_path: Path) -> None:
     with reading(tmp_path, lambda request: polled(accepted=None if request.lease_id else accepted())) as (server, read):
         read.start()
         server.until(lambda: len(server.asked) >= 5)
@@ -199,7 +199,7 @@ def test_a_home_that_says_at_once_that_there_is_nothing_is_not_asked_all_the_tim
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
 
 
-def test_a_home_that_tells_next_to_nothing_at_once_is_not_asked_all_the_time(
+def test_a_home_that_answers_at_once_with_few_blocks_is_not_asked_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acquisition, "CALLS_AT_ONCE", 4)
@@ -260,7 +260,7 @@ def test_a_lease_that_is_granted_anew_begins_with_the_first_step_again(tmp_path:
         assert list(read.renewals._kept) == [got.lease]
 
 
-def test_steps_told_under_one_lease_are_not_counted_under_the_next(tmp_path: Path) -> None:
+def test_steps_received_under_one_lease_are_not_counted_under_the_next(tmp_path: Path) -> None:
     """The lease is acquired again while no call of the read is under way: its home has restarted meanwhile, and was
     told the publication in other steps."""
     again = threading.Event()
@@ -327,7 +327,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_cannot_be_is_refused_and_the_lease_given_back(tmp_path: Path, lie: str) -> None:
+def test_an_impossible_answer_is_refused_and_the_lease_given_back(tmp_path: Path, lie: str) -> None:
     with reading(tmp_path, lambda _: LIES[lie]) as (server, read):
         read.start()
         assert isinstance(read.outcome(), InvalidField)
@@ -336,14 +336,14 @@ def test_what_cannot_be_is_refused_and_the_lease_given_back(tmp_path: Path, lie:
 
 
 @pytest.mark.parametrize("size", [1, 15, 17, 1 << 20])
-def test_a_lease_of_a_strange_name_is_none(tmp_path: Path, size: int) -> None:
+def test_a_lease_id_of_the_wrong_length_is_refused(tmp_path: Path, size: int) -> None:
     with reading(tmp_path, lambda _: polled(accepted=accepted(b"x" * size))) as (_, read):
         read.start()
         assert isinstance(read.outcome(), InvalidField)
         assert not read.given_back
 
 
-def test_what_nobody_foresaw_is_an_error_and_the_lease_given_back(
+def test_an_unexpected_exception_becomes_an_error_and_the_lease_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bug(*_: object) -> None:
@@ -366,7 +366,7 @@ def test_a_call_that_cannot_be_made_ends_the_wait(tmp_path: Path, monkeypatch: p
         assert isinstance(read.outcome(), InternalError)
 
 
-def test_a_revocation_is_the_end_but_not_of_what_is_whole(tmp_path: Path) -> None:
+def test_a_revocation_ends_the_read_unless_the_publication_is_complete(tmp_path: Path) -> None:
     revoked = pb.Revoked(reason=pb.REVOKE_REASON_ABORTED)
     (tmp_path / "whole").mkdir()
     with reading(tmp_path, lambda _: polled(accepted=accepted(), revoked=revoked)) as (_, read):
@@ -432,7 +432,7 @@ def test_a_cancel_ends_a_call_that_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_cancel_waits_a_little_for_the_lease_to_end_it(
+def test_a_cancel_waits_a_moment_for_the_lease_and_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     monkeypatch.setattr(acquisition, "ACCEPTED_PATIENCE", 30.0 if answers else 0.1)

@@ -95,7 +95,7 @@ class Model:
         if self.written:
             one = self.written.pop(self.turns.randrange(len(self.written)))
             if one.asks and self.turns.random() < 0.7:
-                # Nobody says so: it is asked.
+                # No call reports the quiet: the record asks for it.
                 one.is_quiet = True
                 self.written.append(one)
             else:
@@ -145,7 +145,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_block_is_had_exactly_when_nobody_has_it(seed: int) -> None:
+def test_a_block_is_granted_exactly_when_it_is_not_in_use(seed: int) -> None:
     model = Model(Random(seed))
     actions = [model.begin, model.end, model.pin, model.refuse, model.release]
     for _ in range(150):
@@ -167,7 +167,7 @@ def test_a_block_is_had_exactly_when_nobody_has_it(seed: int) -> None:
         model.use.pin(every)
 
 
-def test_who_has_it_is_said() -> None:
+def test_errors_name_the_user_of_a_block() -> None:
     use = BlockUse(GROUPS)
     use.name(use.pin(arrays({"a": [1]})), 5, 0)
     use.name(use.pin(arrays({"b": [2], "full": [1]})), 6, 0)

@@ -11,13 +11,13 @@ def failing(breaker: Breaker, times: int, now: float = 0.0) -> None:
         breaker.failed(now)
 
 
-def test_it_opens_after_the_threshold_and_says_when_to_come_back() -> None:
+def test_a_breaker_opens_after_the_threshold_and_returns_the_pause() -> None:
     breaker = Breaker(3, 1.0, 4.0)
     failing(breaker, 3)
     assert breaker.ask(0.25) == 0.75
 
 
-def test_one_attempt_per_pause_goes_through_and_each_failure_doubles_the_pause_up_to_the_last() -> None:
+def test_an_open_breaker_admits_one_attempt_per_pause_and_each_failure_doubles_the_pause() -> None:
     breaker = Breaker(2, 1.0, 4.0)
     failing(breaker, 2)
     now, pauses = 0.0, []
@@ -31,7 +31,7 @@ def test_one_attempt_per_pause_goes_through_and_each_failure_doubles_the_pause_u
     assert pauses == [1.0, 2.0, 4.0, 4.0, 4.0]
 
 
-def test_failures_of_attempts_that_were_under_way_already_make_no_pause_longer() -> None:
+def test_failures_of_attempts_from_before_the_pause_make_no_pause_longer() -> None:
     breaker = Breaker(1, 1.0, 8.0)
     failing(breaker, 1)
     for _ in range(50):
@@ -39,14 +39,14 @@ def test_failures_of_attempts_that_were_under_way_already_make_no_pause_longer()
     assert breaker.ask(0.5) == 0.5
 
 
-def test_an_attempt_that_never_ends_does_not_keep_it_open() -> None:
+def test_an_attempt_without_an_end_does_not_keep_the_breaker_open() -> None:
     breaker = Breaker(1, 1.0, 8.0)
     failing(breaker, 1)
     assert breaker.ask(1.0) == 0.0
     assert breaker.ask(2.0) == 0.0
 
 
-def test_a_success_closes_it_and_forgets() -> None:
+def test_a_success_closes_the_breaker() -> None:
     breaker = Breaker(2, 1.0, 8.0)
     failing(breaker, 2)
     assert breaker.failing_for(5.0) == 5.0

@@ -62,7 +62,7 @@ def test_a_step_that_is_not_the_next_one_is_refused(numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("room", [-1, 0, 1])
-def test_what_one_publication_takes_has_a_limit_which_counts_steps_without_blocks_too(
+def test_blocks_of_one_publication_have_a_limit_that_counts_steps_without_blocks_too(
     monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     told = [pb.Blocks(step=0, groups=[part("full", 0, 16, (1, 1))]), pb.Blocks(step=1), pb.Blocks(step=2)]
@@ -119,7 +119,7 @@ def test_layers_of_unfinished_blocks_add_up_until_the_blocks_are_complete() -> N
         [part("full", 32, 64, (1, 2))],
     ],
 )
-def test_blocks_that_are_complete_are_those_that_were_not(complete: list[pb.GroupBlocks]) -> None:
+def test_complete_blocks_must_be_those_that_were_unfinished(complete: list[pb.GroupBlocks]) -> None:
     """Layers of the others may have been read already."""
     steps = GrantedSteps()
     steps.add([named(0, "a", begun=[part("full", 16, 48, (1, 2))]), pb.Blocks(step=1, groups=complete)])
@@ -184,7 +184,7 @@ def test_a_home_of_another_version_takes_over_between_two_steps(newer: str) -> N
     assert steps.unfinished is None
 
 
-def test_a_newer_home_tells_the_marks_that_an_older_one_kept_to_itself() -> None:
+def test_marks_that_an_older_home_kept_to_itself_are_taken_from_a_newer_home() -> None:
     """A read that goes on under it is compared all the same. What was told before stays as it was."""
     first, later, other = (
         pb.PromptMark(end=end, digest=digest * 16) for end, digest in ((4, b"a"), (8, b"b"), (4, b"c"))

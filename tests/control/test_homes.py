@@ -9,7 +9,7 @@ from kvferry._control.homes import MOST, Homes
 from kvferry._loop import Loop
 
 
-def test_references_do_not_make_a_client_keep_connections_without_end() -> None:
+def test_connections_of_a_client_are_bounded_whatever_references_name() -> None:
     """Clients of an engine choose the homes in references, and the host has as many addresses of loopback as one
     likes."""
     homes = Homes("127.0.0.1:1", Loop(), None, ())

@@ -123,7 +123,7 @@ def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_grant_beyond_the_size_limit_is_refused(tmp_path: Path) -> None:
     sent: list[int] = []
     ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 500_000), run_counts=[1] * 500_000)
 
@@ -185,7 +185,7 @@ def test_a_handshake_of_too_many_planes_is_refused_before_they_are_made(monkeypa
         put_together([first, page])
 
 
-def test_a_lease_is_believed_for_so_long_and_renewed_meanwhile() -> None:
+def test_a_lease_has_a_longest_time_and_is_renewed_meanwhile() -> None:
     lease = ReaderLease(b"l" * 16, 0.0, 1e12, 1e12)
     assert lease.deadline <= LONGEST_LEASE
     assert lease.next_renewal is not None
@@ -199,7 +199,7 @@ def let_go(holder: LeaseHolder, home: Control) -> None:
     on_loop(home._loop, lambda: holder.let_go(home, granted))
 
 
-def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
+def test_a_home_that_takes_nothing_leaves_room_for_messages_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry._control.notifier.MAX_WAITING", 6)
@@ -231,7 +231,7 @@ def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
         on_loop(server.loop, far.close)
 
 
-def test_a_read_that_is_asked_for_again_says_again_how_many_there_will_be(tmp_path: Path) -> None:
+def test_a_read_that_is_asked_for_again_repeats_its_expected_reads(tmp_path: Path) -> None:
     whole = polled(accepted=accepted(renew_every=0.05), complete=pb.Complete())
     with reading(tmp_path, lambda _: whole) as (server, read):
         ended = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
@@ -241,7 +241,7 @@ def test_a_read_that_is_asked_for_again_says_again_how_many_there_will_be(tmp_pa
         assert {asked.expected_reads for asked in server.asked} == {4}
 
 
-def test_a_refill_that_has_to_wait_is_not_made_again_before(tmp_path: Path) -> None:
+def test_a_refill_is_not_repeated_before_the_pause_that_its_home_asked_for(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced(need_resync=True)])
         refused: list[float] = []
@@ -317,7 +317,7 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -
         session.close()
 
 
-def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> None:
+def test_a_publish_waits_for_another_no_longer_than_its_timeout(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
         session = EngineSession(opened_session(control))
@@ -346,7 +346,7 @@ def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> N
 
 
 def test_a_step_that_a_home_refuses_may_be_published_anew(tmp_path: Path) -> None:
-    """Whoever waits for the answer decides; the publication lives."""
+    """The caller that waits for the answer decides; the publication lives."""
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
         session = EngineSession(opened_session(control))
@@ -363,10 +363,8 @@ def test_a_step_that_a_home_refuses_may_be_published_anew(tmp_path: Path) -> Non
         session.close()
 
 
-def test_nothing_is_queued_at_a_session_that_was_closed_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody would answer it, and its caller would wait for ever."""
+def test_a_session_that_was_closed_meanwhile_queues_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publication would get no answer, and its caller would wait for ever."""
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
         session = EngineSession(opened_session(control))
@@ -399,7 +397,7 @@ def test_renewals_go_on_after_the_system_had_no_thread_for_one(tmp_path: Path) -
         on_loop(server.loop, renewals.close)
 
 
-def test_errors_of_homes_are_typed_whatever_delay_they_carry() -> None:
+def test_errors_of_homes_are_typed_with_any_delay() -> None:
     error = to_notification_error(HomeRecovering("not now", retry_after=3.0))
     error.retry_after.seconds = -5
     found: KvferryError = from_notification_error(error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry._control.judgement import Judgement, judge
 from kvferry._control.reader_lease import ReaderLease, deadline_after
+from kvferry._control.verdict import ReaderVerdict, verdict_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SENT, REMAINING = 100.0, 10.0
@@ -44,7 +44,7 @@ def test_a_read_that_is_over_acquires_nothing() -> None:
     assert not held.acquired_again(b"2" * 16, SENT + 1, SENT + 2, REMAINING)
 
 
-def test_when_to_renew() -> None:
+def test_next_renewal_by_what_remains_of_the_lease() -> None:
     held = lease()
     assert held.next_renewal == SENT + 3
     held.renewing(SENT + 3)
@@ -58,21 +58,23 @@ def test_when_to_renew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "verdict", "judged"),
+    ("late", "verdict", "expected"),
     [
-        (-0.001, pb.VERDICT_VALID, Judgement.CONFIRMED),
-        (-0.001, pb.VERDICT_UNKNOWN, Judgement.TRUSTED),
-        (-0.001, None, Judgement.TRUSTED),
-        (-0.001, pb.VERDICT_EXPIRED, Judgement.EXPIRED),
-        (0.0, pb.VERDICT_VALID, Judgement.EXPIRED),
-        (1.0, None, Judgement.EXPIRED),
+        (-0.001, pb.VERDICT_VALID, ReaderVerdict.CONFIRMED),
+        (-0.001, pb.VERDICT_UNKNOWN, ReaderVerdict.TRUSTED),
+        (-0.001, None, ReaderVerdict.TRUSTED),
+        (-0.001, pb.VERDICT_EXPIRED, ReaderVerdict.EXPIRED),
+        (0.0, pb.VERDICT_VALID, ReaderVerdict.EXPIRED),
+        (1.0, None, ReaderVerdict.EXPIRED),
     ],
 )
-def test_judged_by_both(late: float, verdict: pb.Verdict.ValueType | None, judged: Judgement) -> None:
-    assert judge(DEADLINE + late, DEADLINE, verdict) is judged
+def test_the_verdict_needs_the_readers_clock_and_the_home(
+    late: float, verdict: pb.Verdict.ValueType | None, expected: ReaderVerdict
+) -> None:
+    assert verdict_of(DEADLINE + late, DEADLINE, verdict) is expected
 
 
-def test_a_renewal_that_was_not_answered_is_tried_again_sooner_and_never_later() -> None:
+def test_a_renewal_without_an_answer_is_repeated_sooner_and_never_later() -> None:
     held = lease()
     held.renewing(SENT + 1)
     held.not_renewed(SENT + 2)

@@ -79,7 +79,7 @@ def ask(holding: Holding, timeout: float, text: str = "") -> Any:
     return holding.holder.request(text, "read", parties=3, expected_reads=5, timeout=timeout)
 
 
-def test_a_request_says_what_is_read_by_whom_and_until_when(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_names_publication_reader_and_deadline(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holding.loop, "now", lambda: 1000.0)
     request = ask(holding, 2.5)
     assert request.deadline == 1002.5
@@ -90,20 +90,20 @@ def test_a_request_says_what_is_read_by_whom_and_until_when(holding: Holding, mo
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, LONGEST, float("inf"), float("nan")])
-def test_a_time_that_is_no_deadline_is_refused(holding: Holding, timeout: float) -> None:
+def test_a_timeout_out_of_range_is_refused(holding: Holding, timeout: float) -> None:
     with pytest.raises(InvalidField, match="timeout"):
         ask(holding, timeout)
 
 
 @pytest.mark.parametrize("timeout", [0.001, 1.0, LONGEST - 1])
-def test_any_time_before_the_end_of_time_is_a_deadline(holding: Holding, timeout: float) -> None:
+def test_any_timeout_in_range_makes_a_deadline(holding: Holding, timeout: float) -> None:
     assert ask(holding, timeout).deadline > now() + timeout - 60
 
 
 @pytest.mark.parametrize(
     ("text", "error"), [("nonsense", BadReference), (reference("192.0.2.1:50051"), HomeNotAllowed)], ids=["bad", "far"]
 )
-def test_what_cannot_be_read_is_refused_before_any_call(holding: Holding, text: str, error: type[Exception]) -> None:
+def test_a_bad_reference_is_refused_before_any_call(holding: Holding, text: str, error: type[Exception]) -> None:
     for refused in (lambda: ask(holding, 1.0, text), lambda: holding.holder.check(text, Prompt.unknown)):
         with pytest.raises(error):
             refused()
@@ -122,7 +122,7 @@ def test_what_cannot_be_read_is_refused_before_any_call(holding: Holding, text: 
     ],
     ids=["valid", "expired", "no verdict", "error"],
 )
-def test_the_verdict_is_the_homes_or_none(
+def test_the_verdict_is_that_of_the_home_or_none(
     holding: Holding, monkeypatch: pytest.MonkeyPatch, result: pb.NotificationResult, verdict: Verdict
 ) -> None:
     monkeypatch.setattr(lease_holder, "VERDICT_TIMEOUT", 30.0)
@@ -132,7 +132,7 @@ def test_the_verdict_is_the_homes_or_none(
     assert [(report.rank, report.bytes) for report in told.reports] == [(0, 7)]
 
 
-def test_what_is_let_go_is_renewed_no_more_and_ends_at_its_home(holding: Holding) -> None:
+def test_a_lease_given_back_is_renewed_no_more_and_ends_at_its_home(holding: Holding) -> None:
     granted = holding.granted()
     assert holding.lease in holding.renewals._kept
     on_loop(holding.loop, lambda: holding.holder.let_go(holding.control, granted))
@@ -141,7 +141,7 @@ def test_what_is_let_go_is_renewed_no_more_and_ends_at_its_home(holding: Holding
 
 
 @pytest.mark.parametrize("holding", [0, 2], indirect=True)
-def test_a_rank_lets_its_own_share_go_and_no_others(holding: Holding) -> None:
+def test_a_rank_gives_back_its_own_share_only(holding: Holding) -> None:
     rank = holding.holder._rank
     assert rank is not None
     granted = holding.granted()
@@ -151,7 +151,7 @@ def test_a_rank_lets_its_own_share_go_and_no_others(holding: Holding) -> None:
     assert list(told.read_done.reports) == [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_CANCELLED)]
 
 
-def test_a_drop_tells_nobody(holding: Holding) -> None:
+def test_a_dropped_lease_sends_nothing(holding: Holding) -> None:
     granted = holding.granted()
     on_loop(holding.loop, lambda: holding.holder.drop(granted))
     assert holding.lease not in holding.renewals._kept
@@ -161,7 +161,7 @@ def test_a_drop_tells_nobody(holding: Holding) -> None:
     assert [told.cancel.lease_id for told in holding.told()] == [b"o" * 16]
 
 
-def test_a_decline_is_told_for_so_long(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decline_is_repeated_for_its_patience(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
     untils: list[float] = []
     send = Notifier.send
 
@@ -178,10 +178,10 @@ def test_a_decline_is_told_for_so_long(holding: Holding, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.0, 8.0), (0.5, 4.0), (1.0, 0.0), (1.25, 0.0)])
-def test_close_takes_no_longer_than_it_may(
+def test_close_waits_no_longer_than_its_timeout(
     holding: Holding, monkeypatch: pytest.MonkeyPatch, share: float, left: float
 ) -> None:
-    """Leases that nobody has seen take this share of the time that it is given; the notifications have what is left."""
+    """Leases of cancelled reads take this share of the timeout; the notifications have the rest."""
     clock, given = [1000.0], list[float]()
 
     async def wait(_: object, *, timeout: float) -> None:
@@ -203,7 +203,7 @@ def test_close_takes_no_longer_than_it_may(
     assert given == [8.0, left]
 
 
-def test_what_is_granted_is_renewed_until_it_is_dropped(holding: Holding) -> None:
+def test_a_granted_lease_is_renewed_until_it_is_dropped(holding: Holding) -> None:
     whole = polled(accepted=accepted(), complete=pb.Complete(payload=b"token"))
     holding.server.read_blocks = lambda _: whole
     request, changes = ask(holding, 60.0), list[None]()

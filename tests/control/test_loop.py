@@ -1,4 +1,4 @@
-"""The event loop of a client: whoever hands work to it hears of its end, whatever happens to the loop."""
+"""The event loop of a client: every caller learns the end of its work, whatever happens to the loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_thread_starts_with_the_first_work_and_ends_with_the_loop() -> None:
     made.close()
 
 
-def test_without_a_thread_nothing_starts_until_there_is_one(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_without_a_thread_starts_nothing_until_there_is_one(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -58,7 +58,7 @@ def test_without_a_thread_nothing_starts_until_there_is_one(loop: Loop, monkeypa
     assert done == []
 
 
-def test_a_closed_loop_does_nothing_and_says_so() -> None:
+def test_a_closed_loop_refuses_work() -> None:
     for used in (False, True):
         made = Loop()
         if used:
@@ -69,7 +69,7 @@ def test_a_closed_loop_does_nothing_and_says_so() -> None:
             made.run(forever())
 
 
-def test_the_end_of_a_loop_ends_every_wait_for_it() -> None:
+def test_the_end_of_a_loop_ends_every_wait_on_the_loop() -> None:
     """However deep coroutines wait for each other, and whatever they begin when they are cancelled."""
     made, began = Loop(), threading.Barrier(9)
 
@@ -100,8 +100,8 @@ def test_the_end_of_a_loop_ends_every_wait_for_it() -> None:
         assert [each.result(SOON) for each in waits] == [Closed] * 8
 
 
-def test_work_that_is_handed_over_while_the_loop_ends_is_done_or_refused() -> None:
-    """Nobody waits for ever."""
+def test_work_handed_over_while_the_loop_ends_is_done_or_refused() -> None:
+    """No caller waits for ever."""
     for _ in range(20):
         made = Loop()
         made.run(asyncio.sleep(0))
@@ -121,7 +121,7 @@ def test_work_that_is_handed_over_while_the_loop_ends_is_done_or_refused() -> No
 
 
 @pytest.mark.parametrize("raised", [ValueError, SystemExit, KeyboardInterrupt])
-def test_the_loop_goes_on_after_whatever_its_work_raises(loop: Loop, raised: type[BaseException]) -> None:
+def test_the_loop_goes_on_after_any_exception_of_its_work(loop: Loop, raised: type[BaseException]) -> None:
     def fail() -> None:
         raise raised
 
@@ -136,7 +136,7 @@ def test_the_loop_goes_on_after_whatever_its_work_raises(loop: Loop, raised: typ
 
 
 @pytest.mark.parametrize("raised", [ValueError, SystemExit, KeyboardInterrupt])
-def test_turns_go_on_after_whatever_one_raises(
+def test_turns_go_on_after_any_exception(
     loop: Loop, raised: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = [0]
@@ -223,7 +223,9 @@ def test_a_signal_ends_one_wait(when: str) -> None:
         again.result(SOON)
 
 
-def test_a_failure_beside_the_coroutine_that_runs_is_logged(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_in_a_callback_beside_the_running_coroutine_is_logged(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
     async def fails() -> None:
         raise ValueError("a bug")
 

@@ -50,7 +50,7 @@ def told(offers: Offers) -> list[pb.Publish]:
     return [one.publish for one in offers.snapshot().notifications if one.HasField("publish")]
 
 
-def test_steps_of_a_publication_are_numbered_and_told_in_their_order(offers: Offers) -> None:
+def test_steps_of_a_publication_are_numbered_in_order(offers: Offers) -> None:
     number = publish(offers, last=False)
     more = [pb.Publish(last=False), pb.Publish(last=True)]
     for step in more:
@@ -59,7 +59,7 @@ def test_steps_of_a_publication_are_numbered_and_told_in_their_order(offers: Off
     assert [(step.step, step.last) for step in told(offers)] == [(0, False), (1, False), (2, True)]
 
 
-def test_nothing_is_added_to_a_complete_or_a_released_publication(offers: Offers) -> None:
+def test_a_complete_or_released_publication_takes_no_step(offers: Offers) -> None:
     number = publish(offers, last=False)
     offers.publish_more(number, pb.Publish(last=True))
     with pytest.raises(WrongState, match="is complete"):
@@ -95,7 +95,7 @@ def test_the_local_release_comes_after_every_home_has_ended_its_leases(offers: O
     assert released(offers, at + 0.001) == [number]
 
 
-def test_each_is_released_at_its_own_time_and_once(offers: Offers) -> None:
+def test_each_publication_is_released_at_its_own_time_and_once(offers: Offers) -> None:
     first, second, third = (publish(offers, sent_at=at) for at in (0.0, 1.0, 2.0))
     under_way = publish(offers)
     assert released(offers, AFTER) == [first]
@@ -131,7 +131,7 @@ def test_a_refused_step_leaves_no_mark(offers: Offers) -> None:
     assert [mark.end for mark in last.marks] == [16, 40]
 
 
-def test_a_step_of_what_was_released_meanwhile_was_taken(offers: Offers) -> None:
+def test_a_step_of_a_publication_released_meanwhile_counts_as_taken(offers: Offers) -> None:
     step = pb.Publish(request_id="r", last=True)
     number = offers.publish("home:1", step).number
     offers.released(pb.Released(publication=number, outcome=pb.RELEASE_OUTCOME_READ))
@@ -150,5 +150,5 @@ def test_a_step_of_what_was_released_meanwhile_was_taken(offers: Offers) -> None
         (EngineUnknown("who?"), False),
     ],
 )
-def test_which_errors_leave_open_whether_a_home_took_a_step(error: KvferryError, *, is_open: bool) -> None:
+def test_errors_that_leave_open_whether_a_home_took_a_step(error: KvferryError, *, is_open: bool) -> None:
     assert leaves_open(error) is is_open

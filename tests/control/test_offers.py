@@ -27,14 +27,14 @@ def test_a_refused_step_is_given_back_only_if_no_home_can_have_taken_it(answered
     assert (publication in offers.unreleased()) is not answered
 
 
-def test_a_step_told_to_a_restarted_home_may_have_been_taken() -> None:
+def test_a_step_sent_to_a_restarted_home_may_have_been_taken() -> None:
     offers, step = Offers(ENGINE, SECRET), pb.Publish(request_id="r", last=True)
     offers.publish("home:1", step)
     offers.snapshot()
     assert not offers.refused(step)
 
 
-def test_a_prompt_that_is_continued_with_each_token_is_marked_where_it_counts() -> None:
+def test_a_prompt_that_grows_with_each_token_is_marked_at_its_ends() -> None:
     """At its own end, and at that of all that was published, however many steps there are."""
     offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
     step = pb.Publish(request_id="r", groups=[pb.GroupBlocks(group="full", end_token=50)])
@@ -49,7 +49,7 @@ def test_a_prompt_that_is_continued_with_each_token_is_marked_where_it_counts() 
     assert marks[-1].digest == prompt.mark(publication_key(SECRET, number), 250)
 
 
-def test_what_a_refused_step_said_of_the_prompt_is_forgotten() -> None:
+def test_the_prompt_of_a_refused_step_is_forgotten() -> None:
     """The engine has lost what it generated, and publishes less, of other tokens."""
     offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
     step = pb.Publish(request_id="r", groups=[pb.GroupBlocks(group="full", end_token=48)])
@@ -65,7 +65,7 @@ def test_what_a_refused_step_said_of_the_prompt_is_forgotten() -> None:
     assert {mark.end: mark.digest for mark in last.marks} == {end: other.mark(key, end) for end in (52, 53)}
 
 
-def test_what_a_refused_step_published_is_not_marked_again() -> None:
+def test_blocks_of_a_refused_step_are_not_marked_again() -> None:
     offers, prompt = Offers(ENGINE, SECRET), Prompt(range(50))
     number = offers.publish("home:1", pb.Publish(request_id="r"), prompt=prompt).number
     refused = pb.Publish(groups=[pb.GroupBlocks(group="full", end_token=40)])
@@ -105,7 +105,7 @@ def test_a_snapshot_copies_nothing_while_the_source_waits() -> None:
     assert (notifications[0].resync.phase, snapshot.end.resync.phase) == (1, 2)
 
 
-def test_a_snapshot_is_of_its_moment() -> None:
+def test_a_snapshot_holds_the_state_of_its_moment() -> None:
     offers = held(3)
     offers.abort(2)
     snapshot = offers.snapshot()
@@ -117,12 +117,12 @@ def test_a_snapshot_is_of_its_moment() -> None:
     assert snapshot.end.resync.high_water == 3
 
 
-def test_each_final_deadline_is_met_whatever_is_sent_meanwhile() -> None:
+def test_each_final_deadline_is_kept_whatever_is_sent_meanwhile() -> None:
     offers = held(2)
     first = offers.next_deadline()
     assert first < 120
     snapshot = offers.snapshot()
-    # While a home is told again, nobody knows when it may hold a lease on them.
+    # During a refill it is unknown until when the home may hold a lease on the publications.
     offers.advance(first + 1)
     assert not offers.news
     offers.snapshot_sent(snapshot, 200.0)
@@ -134,7 +134,7 @@ def test_each_final_deadline_is_met_whatever_is_sent_meanwhile() -> None:
     assert offers.next_deadline() == math.inf
 
 
-def test_an_outcome_that_is_not_known_frees_the_blocks_all_the_same() -> None:
+def test_an_unknown_outcome_frees_the_blocks_all_the_same() -> None:
     offers = held(1)
     offers.released(pb.Released(publication=1, outcome=99))  # type: ignore[arg-type]
     (release,) = offers.take_released()

@@ -52,7 +52,7 @@ def scripted_steps(*answers: pb.ReadBlocksResponse | Exception) -> Poll:
     return poll
 
 
-def test_each_step_with_blocks_is_told_and_the_payload_with_the_last(tmp_path: Path) -> None:
+def test_each_step_with_blocks_is_returned_and_the_payload_with_the_last(tmp_path: Path) -> None:
     poll = scripted_steps(
         polled(accepted=accepted(), blocks=[pb.Blocks(step=0)]),
         polled(blocks=[step(1)]),
@@ -73,7 +73,7 @@ def test_each_step_with_blocks_is_told_and_the_payload_with_the_last(tmp_path: P
         assert not read.given_back
 
 
-def test_a_home_that_restarted_tells_all_again_and_only_what_is_new_is_told_on(tmp_path: Path) -> None:
+def test_a_restarted_home_sends_all_steps_again_and_only_new_ones_are_returned(tmp_path: Path) -> None:
     poll = scripted_steps(
         polled(accepted=accepted(), blocks=[step(0)]),
         HomeRecovering("just started"),
@@ -93,7 +93,7 @@ def test_a_home_that_restarted_tells_all_again_and_only_what_is_new_is_told_on(t
         assert not read.given_back
 
 
-def test_a_home_that_tells_other_blocks_after_its_restart_is_not_believed(tmp_path: Path) -> None:
+def test_a_restarted_home_that_sends_other_blocks_is_refused(tmp_path: Path) -> None:
     other = step(0)
     other.groups[0].run_starts[0] = 7
     poll = scripted_steps(
@@ -137,19 +137,19 @@ def test_a_lease_that_is_granted_again_too_late_ends_the_read_and_is_given_back(
         (polled(blocks=[step(1)], complete=pb.Complete(steps=7)), InvalidField),
     ],
 )
-def test_what_ends_it_leaves_the_lease_to_the_read(
+def test_errors_after_the_grant_leave_the_lease_to_the_read(
     tmp_path: Path, answer: pb.ReadBlocksResponse | Exception, error: type[Exception]
 ) -> None:
     with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), answer)) as (_, read):
         read.start(progressive=True)
         lease = first(read, [1]).lease
         read.outcome_of(error)
-        # Whoever has the lease reports how the read has ended.
+        # The owner of the lease reports the end of the read.
         assert not read.given_back
         assert lease in read.renewals._kept
 
 
-def test_a_source_that_says_nothing_more_ends_it_in_time(tmp_path: Path) -> None:
+def test_a_source_that_stops_publishing_ends_the_acquisition_in_time(tmp_path: Path) -> None:
     steps = scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())
 
     def poll(request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
@@ -163,7 +163,7 @@ def test_a_source_that_says_nothing_more_ends_it_in_time(tmp_path: Path) -> None
         read.outcome_of(PublicationTimeout)
 
 
-def test_cancelled_between_steps(tmp_path: Path) -> None:
+def test_an_acquisition_cancelled_between_steps_keeps_its_lease(tmp_path: Path) -> None:
     with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())) as (_, read):
         read.start(progressive=True)
         first(read, [1])
@@ -172,7 +172,7 @@ def test_cancelled_between_steps(tmp_path: Path) -> None:
         assert not read.given_back
 
 
-def test_a_read_hears_of_the_deadline_of_a_lease_that_was_granted_again(tmp_path: Path) -> None:
+def test_a_read_receives_the_deadline_of_a_lease_that_was_granted_again(tmp_path: Path) -> None:
     short, long = accepted(), accepted(SECOND)
     short.remaining.CopyFrom(to_duration(20))
     short.renew_every.CopyFrom(to_duration(5))

@@ -112,19 +112,19 @@ def test_a_lost_lease_is_asked_for_as_the_first_time_for_as_long_as_it_lasts(wor
     assert 0 < world.calls[1][1] < 0.01
 
 
-def test_one_call_takes_no_longer_than_any_other(world: World) -> None:
+def test_a_call_for_a_lost_lease_has_the_usual_timeout(world: World) -> None:
     world.ask(remaining=50 * CALL_TIMEOUT)
     assert world.calls[0][1] == CALL_TIMEOUT
 
 
-def test_a_lease_that_nobody_needs_is_not_asked_for(world: World) -> None:
+def test_a_lost_lease_whose_read_has_ended_is_not_asked_for(world: World) -> None:
     lease = ReaderLease(FIRST, BEGAN, REMAINING, 10.0)
     lease.end()
     world.ask_for(lease)
     assert world.calls == []
 
 
-def test_a_grant_in_time_goes_on_from_when_it_was_asked_for(world: World) -> None:
+def test_a_grant_in_time_counts_from_its_request(world: World) -> None:
     world.now = BEGAN + 5
     world.ask()
     world.now = BEGAN + 20
@@ -155,7 +155,7 @@ def test_a_grant_for_a_read_that_has_ended_meanwhile_is_given_back(world: World,
 
 
 @pytest.mark.parametrize("answer", [pb.ReadBlocksResponse(), HomeRecovering("not now")], ids=["nothing", "recovering"])
-def test_a_home_that_cannot_yet_is_asked_again_after_pauses(world: World, answer: Answer) -> None:
+def test_a_home_that_is_not_ready_is_asked_again_after_pauses(world: World, answer: Answer) -> None:
     world.ask()
     for number in range(1, 7):
         world.answer(answer)
@@ -178,7 +178,7 @@ def test_a_pause_is_as_long_as_the_home_asks_for(world: World) -> None:
     [PublicationStale("gone"), HomeRecovering("not now", retry_after=4.0), HomeRecovering("no", retry_after=REMAINING)],
     ids=["final", "at its end", "after it"],
 )
-def test_a_lease_that_cannot_be_had_in_time_is_said(
+def test_a_lease_that_is_not_granted_again_in_time_is_logged(
     world: World, caplog: pytest.LogCaptureFixture, error: KvferryError
 ) -> None:
     world.now = deadline_after(BEGAN, REMAINING) - 4.0
@@ -189,7 +189,7 @@ def test_a_lease_that_cannot_be_had_in_time_is_said(
     assert "was lost and could not be acquired again" in caplog.text
 
 
-def test_the_end_of_a_lease_that_nobody_needs_is_not_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lease_whose_read_has_ended_is_not_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.ask()
     world.lease.end()
     with caplog.at_level(logging.WARNING):

@@ -53,7 +53,7 @@ def test_read_that_ends_at_the_deadline_does_not_count() -> None:
     assert not held.live(held.deadline)
 
 
-def test_next_renewal_follows_the_last_attempt_whatever_becomes_of_it() -> None:
+def test_next_renewal_follows_the_last_attempt_whether_it_succeeds_or_not() -> None:
     held = lease()
     assert held.next_renewal == 110.0
     held.renewing(111.0)
@@ -85,7 +85,7 @@ def test_a_grant_that_came_again_at_the_deadline_or_later_revives_nothing(late: 
     assert not held.live(before + late)
 
 
-def test_a_grant_that_came_again_after_the_end_of_its_read_is_nobodys() -> None:
+def test_a_grant_that_came_again_after_the_end_of_its_read_is_refused() -> None:
     held = lease()
     held.end()
     assert not held.acquired_again(b"\1" * 16, 110.0, 111.0, 30.0)

@@ -150,7 +150,7 @@ def test_a_renewal_that_is_answered_after_the_deadline_revives_nothing(world: Wo
 
 
 def test_an_overloaded_home_may_answer_until_the_lease_ends(world: World) -> None:
-    # It would answer a repetition no sooner, and drop the call that nobody waits for any more.
+    # The home would answer a repetition no sooner, and drop the abandoned call.
     lease = world.keep(1)
     end = lease.deadline
     world.advance(EVERY)
@@ -194,7 +194,7 @@ def test_a_home_that_extends_nothing_is_not_asked_without_a_pause() -> None:
     assert lease.next_renewal == pytest.approx(lease.deadline - 0.01 + RENEW_LEAST)
 
 
-def test_each_reader_speaks_for_itself_and_only_what_is_due_is_sent(world: World) -> None:
+def test_renewals_of_each_reader_go_in_calls_of_its_own_and_only_when_due(world: World) -> None:
     other = Home(world.loop, "home:3")
     for number, (home, reader) in enumerate([(world.home, 0), (world.home, 1), (other, 0), (world.home, 0)]):
         world.keep(number, home=home, reader=reader)
@@ -270,7 +270,7 @@ def test_a_call_that_failed_is_repeated_whole(
     assert "read 0, read 1" in caplog.text
 
 
-def test_what_fails_on_the_way_out_is_renewed_again(world: World) -> None:
+def test_renewals_that_could_not_be_sent_are_repeated(world: World) -> None:
     world.home.at_once = Unavailable("no connection")
     world.keep(1)
     world.advance(EVERY)
@@ -279,7 +279,7 @@ def test_what_fails_on_the_way_out_is_renewed_again(world: World) -> None:
     world.home.until(2)
 
 
-def test_one_that_is_refused_takes_no_other_with_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_renewal_fails_no_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
     leases = [world.keep(number) for number in range(3)]
     world.advance(EVERY)
     world.home.until(1)
@@ -294,7 +294,7 @@ def test_one_that_is_refused_takes_no_other_with_it(world: World, caplog: pytest
     assert world.home.sent[1][0] == [leases[0].lease_id]
 
 
-def test_what_is_left_out_of_an_answer_was_not_renewed(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lease_that_an_answer_leaves_out_was_not_renewed(world: World, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(3):
         world.keep(number)
     world.advance(EVERY)
@@ -324,7 +324,7 @@ def test_a_lease_that_its_home_does_not_know_is_lost_once(world: World, caplog: 
     world.home.until(1)
 
 
-def test_one_that_its_home_renews_no_more_is_kept_and_not_renewed(world: World) -> None:
+def test_a_lease_that_its_home_renews_no_more_is_kept_and_not_renewed(world: World) -> None:
     lease = ReaderLease(b"1" * 16, world.now, REMAINING, EVERY)
     lease.renewed(world.now, world.now, REMAINING, more=False)
     world.keep_on(1, lease, world.home)
@@ -333,9 +333,7 @@ def test_one_that_its_home_renews_no_more_is_kept_and_not_renewed(world: World) 
 
 
 @pytest.mark.parametrize("answer", ["lost", "refused"])
-def test_of_a_lease_that_was_dropped_nothing_is_said(
-    world: World, caplog: pytest.LogCaptureFixture, answer: str
-) -> None:
+def test_a_dropped_lease_is_not_logged(world: World, caplog: pytest.LogCaptureFixture, answer: str) -> None:
     lease, other = world.keep(1), world.keep(2)
     world.advance(EVERY)
     world.home.until(1)
@@ -348,7 +346,7 @@ def test_of_a_lease_that_was_dropped_nothing_is_said(
     world.advance(EVERY)
     world.home.until(2)
     assert world.home.sent[1][0] == [other.lease_id]
-    # Whoever keeps it again is late.
+    # A later `keep` comes too late.
     world.keep_on(1, lease, world.home)
     world.advance(EVERY)
     world.home.until(3)
@@ -369,7 +367,7 @@ def test_a_bug_of_one_reader_hinders_no_other(world: World) -> None:
     assert [number for number, _ in world.extended] == [1]
 
 
-def test_after_the_end_nothing_is_renewed(world: World) -> None:
+def test_close_ends_all_renewals(world: World) -> None:
     world.keep(1)
     on_loop(world.loop, world.renewals.close)
     world.advance(EVERY)
@@ -390,7 +388,7 @@ def test_a_lease_that_is_due_before_the_others_wakes_the_renewals(world: World) 
     assert {int.from_bytes(one, "big") for ids, _, _ in world.home.sent for one in ids} == {2, 3}
 
 
-def test_renewals_go_on_after_whatever_a_turn_raises(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewals_go_on_after_any_exception_of_a_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler of the application's loggers may raise anything."""
     turn, failed = Renewals._turn, list[int]()
 
@@ -408,7 +406,7 @@ def test_renewals_go_on_after_whatever_a_turn_raises(world: World, monkeypatch: 
     assert failed
 
 
-def test_a_warning_names_a_few(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_names_a_few_leases(world: World, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(NAMED):
         world.keep(number)
     world.advance(EVERY)

@@ -1,4 +1,4 @@
-"""Leases live as long as they are renewed, however many there are and whoever reads."""
+"""Leases live as long as they are renewed, with any number of leases and readers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def remaining_at(home: BlockingControl, lease: ReaderLease, reader: pb.EngineRef
 
 
 @pytest.mark.slow
-def test_more_leases_than_a_call_holds_of_two_readers_in_one_client(tmp_path: Path) -> None:
+def test_renewals_of_two_readers_with_more_leases_than_a_call_holds(tmp_path: Path) -> None:
     with NodeServerProcess(tmp_path / "home", ttl=TTL, max_ttl=TTL) as server, Client(server.address) as client:
         spec = EngineSpec(unique_id("source"), (Group("full", block_tokens=16, num_blocks=8),))
         tensors = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
@@ -127,7 +127,7 @@ def test_a_batch_that_is_refused_goes_again_in_halves(tmp_path: Path, caplog: py
     assert poison.hex() not in caplog.text
 
 
-def test_what_a_home_leaves_out_is_renewed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_renewal_that_a_home_leaves_out_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with scripted(tmp_path) as (server, home):
         server.notify = lambda request: renewed(request)[:-1]
         renewals = Renewals(server.loop)
@@ -139,7 +139,7 @@ def test_what_a_home_leaves_out_is_renewed_again(tmp_path: Path, caplog: pytest.
     assert "read number 0" not in caplog.text
 
 
-def test_one_home_whose_renewals_cannot_be_sent_stops_no_other(tmp_path: Path) -> None:
+def test_a_home_whose_renewals_cannot_be_sent_stops_no_other(tmp_path: Path) -> None:
     class Broken(Control):
         async def notify(self, *_: object) -> list[pb.NotificationResult]:
             raise RuntimeError("a bug")

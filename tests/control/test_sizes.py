@@ -66,7 +66,7 @@ def test_any_notifications_go_out_in_order_and_within_the_limits(sizes: list[int
         assert full, "as few calls as the limits allow"
 
 
-def test_one_that_does_not_fit_is_refused_with_its_size() -> None:
+def test_a_notification_that_is_too_large_is_refused_with_its_size() -> None:
     with pytest.raises(MessageTooLarge) as caught:
         list(batches(SENDER, [published(SENT_NOTIFY_BYTES + 1)]))
     assert int(caught.value.values["size"]) > int(caught.value.values["limit"]) == SENT_NOTIFY_BYTES

@@ -70,7 +70,7 @@ def test_a_decline_that_a_home_cannot_take_yet_is_kept(tmp_path: Path, way: str)
         assert kinds(server) == ["decline"] * 4
 
 
-def test_a_decline_that_a_home_refuses_is_said_once(tmp_path: Path) -> None:
+def test_a_decline_that_a_home_refuses_is_logged_once(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control), holding(control) as holder:
         answered = threading.Event()
 
@@ -89,7 +89,7 @@ def test_a_decline_that_a_home_refuses_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4096])
-def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> None:
+def test_a_report_is_repeated_until_it_is_answered(tmp_path: Path, ranks: int) -> None:
     with scripted(tmp_path) as (server, control), holding(control) as holder:
         valid = pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID))
 
@@ -114,7 +114,7 @@ def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> No
 
 
 @pytest.mark.parametrize("limit", ["MAX_WAITING", "MAX_WAITING_AT_HOME"])
-def test_of_what_a_home_does_not_take_so_much_is_kept(
+def test_notifications_that_a_home_does_not_take_are_kept_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
 ) -> None:
     told: list[int] = []
@@ -153,7 +153,7 @@ def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
         assert now() - began < 29
 
 
-def test_a_lease_is_given_back_whatever_its_home_answers(tmp_path: Path) -> None:
+def test_a_lease_is_given_back_whatever_error_its_home_answers(tmp_path: Path) -> None:
     """Blocks that are none."""
     group = pb.GroupBlocks(group="full", run_starts=[1], run_counts=[])
     malformed = polled(accepted=accepted(), blocks=[pb.Blocks(groups=[group])], complete=pb.Complete(steps=1))
@@ -163,7 +163,7 @@ def test_a_lease_is_given_back_whatever_its_home_answers(tmp_path: Path) -> None
         assert [lease_id for lease_id, _ in read.given_back] == [LEASE]
 
 
-def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> None:
+def test_a_home_that_asks_for_constant_renewals_gets_a_bounded_number(tmp_path: Path) -> None:
     whole = polled(accepted=accepted(renew_every=0.0), complete=pb.Complete())
     with reading(tmp_path, lambda _: whole) as (server, read):
         server.notify = lambda request: [
@@ -185,7 +185,7 @@ def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> No
         Closed("x"),
     ],
 )
-def test_what_cannot_be_named_as_transient_is_not_repeated(error: KvferryError) -> None:
+def test_an_error_that_is_not_retryable_is_not_repeated(error: KvferryError) -> None:
     calls = []
 
     async def call(left: float) -> None:
@@ -197,7 +197,7 @@ def test_what_cannot_be_named_as_transient_is_not_repeated(error: KvferryError) 
     assert len(calls) == 1
 
 
-def test_who_waits_in_silence_is_told_what_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_without_an_answer_is_logged_with_its_subject(caplog: pytest.LogCaptureFixture) -> None:
     async def call(_: float) -> None:
         # Once it was said, what is waited for comes too late.
         raise Unreachable("nobody is there", retry_after=60.0 if caplog.records else None, address="home:1")
@@ -209,7 +209,7 @@ def test_who_waits_in_silence_is_told_what_for(caplog: pytest.LogCaptureFixture)
     assert "nobody is there" in said
 
 
-def test_a_connection_that_was_closed_says_so(tmp_path: Path) -> None:
+def test_a_closed_connection_raises_closed(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         release = threading.Event()
 
@@ -254,7 +254,7 @@ def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(
         assert len(server.notified) == 1
 
 
-def test_what_a_home_refuses_of_a_call_is_repeated_without_the_rest(
+def test_a_notification_that_a_home_refuses_is_repeated_without_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_holder, "VERDICT_TIMEOUT", 30.0)

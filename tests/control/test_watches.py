@@ -33,7 +33,7 @@ SCHEDULER = pb.WatchRequest(
 
 
 class Handler:
-    """Takes events; raises while it is told to."""
+    """Takes events; raises while the test says."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
@@ -57,7 +57,7 @@ def watcher_of(control: Control, handler: Callable[[pb.WatchResponse], Awaitable
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), HomeRecovering("not now"), KvferryError("neither")])
-def test_an_event_whose_handler_raises_is_told_again(
+def test_an_event_whose_handler_raises_is_sent_again(
     tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     with scripted(tmp_path) as (server, control):
@@ -74,7 +74,7 @@ def test_an_event_whose_handler_raises_is_told_again(
     assert str(error) in caplog.text
 
 
-def test_an_event_whose_handler_raises_is_told_again_after_a_watch_was_resumed(tmp_path: Path) -> None:
+def test_an_event_whose_handler_raises_is_sent_again_after_a_watch_was_resumed(tmp_path: Path) -> None:
     told_again = threading.Event()
 
     def events(count: int) -> Iterator[pb.WatchResponse]:
@@ -99,7 +99,7 @@ def test_an_event_whose_handler_raises_is_told_again_after_a_watch_was_resumed(t
     assert found
 
 
-def test_a_watch_of_a_restarted_home_is_resumed_from_what_this_home_has_said(tmp_path: Path) -> None:
+def test_a_watch_of_a_restarted_home_is_resumed_from_the_events_of_this_home(tmp_path: Path) -> None:
     def events(count: int) -> Iterator[pb.WatchResponse]:
         for number, message in enumerate((opened(), synced())):
             message.home_epoch, message.sequence = bytes([count]) * 16, 10 - 4 * count + number
@@ -135,7 +135,7 @@ def interrupted(kind: str) -> Iterator[pb.WatchResponse]:
 
 
 @pytest.mark.parametrize("kind", ["oversized", "internal", "draining", "restarted", "unknown"])
-def test_an_answer_that_cannot_be_taken_is_survived(tmp_path: Path, kind: str) -> None:
+def test_a_watch_goes_on_after_a_message_that_cannot_be_decoded(tmp_path: Path, kind: str) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda count: interrupted(kind) if count < 3 else iter([opened(), released(1), released(2)])
         handler = Handler(None)
@@ -177,7 +177,7 @@ def test_an_engine_publishes_again_when_the_release_of_its_home_was_taken_back(t
         session.close()
 
 
-def test_an_engine_that_was_never_there_is_told_at_once(tmp_path: Path) -> None:
+def test_a_watch_of_an_engine_that_was_never_there_is_refused_at_once(tmp_path: Path) -> None:
     def unknown() -> Iterator[pb.WatchResponse]:
         raise EngineUnknown("this home has no engine 'engine'", engine_id="engine")
         yield
@@ -190,7 +190,7 @@ def test_an_engine_that_was_never_there_is_told_at_once(tmp_path: Path) -> None:
         assert isinstance(watcher.failure, EngineUnknown)
 
 
-def test_a_refusal_ends_it(tmp_path: Path) -> None:
+def test_a_refusal_ends_the_watch(tmp_path: Path) -> None:
     def taken_over() -> Iterator[pb.WatchResponse]:
         yield opened()
         raise WatchTakenOver("a newer one", engine_id="engine")
@@ -203,7 +203,7 @@ def test_a_refusal_ends_it(tmp_path: Path) -> None:
         assert isinstance(watcher.failure, WatchTakenOver)
 
 
-def test_a_refill_that_a_home_cannot_take_now_is_made_again(tmp_path: Path) -> None:
+def test_a_refill_that_a_home_cannot_take_now_is_repeated(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced(need_resync=True)])
         refusals = [HomeRecovering("not now", retry_after=0.01), InternalError("lost")]
@@ -221,13 +221,13 @@ def test_a_refill_that_a_home_cannot_take_now_is_made_again(tmp_path: Path) -> N
             for notification in request.notifications
             if notification.WhichOneof("kind") == "resync"
         ]
-        # The end is told only once all before it was taken.
+        # The end is sent only after all earlier notifications were taken.
         assert phases == [pb.RESYNC_PHASE_BEGIN] * 3 + [pb.RESYNC_PHASE_END]
         session.close()
 
 
 def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whoever waited for an answer would wait longer than the session has time to open.
+    # A wait for an answer would take longer than the session has time to open.
     monkeypatch.setattr(Control.notify_one, "__defaults__", (60.0,))
     count = 2000
     with scripted(tmp_path) as (server, control):
@@ -281,7 +281,7 @@ def test_acknowledgements_that_failed_are_sent_again(tmp_path: Path) -> None:
         session.close()
 
 
-def test_who_waits_for_a_home_is_told_why(
+def test_a_wait_for_a_home_is_logged_with_its_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recovering() -> Iterator[pb.WatchResponse]:

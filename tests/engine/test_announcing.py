@@ -98,7 +98,7 @@ def test_memory_whose_port_or_client_was_closed_is_not_announced(node: str) -> N
         port.close()
         with pytest.raises(Closed):
             port.announce()
-        # Nobody was told of its agent, so that other memory may be registered instead.
+        # The agent was not announced, so that other memory may be registered instead.
         again = WorkerPort(client, spec)
         assert again.register({"l": memory()}, axes=AXES) is again.cache
 
@@ -141,7 +141,7 @@ def test_a_rank_whose_registration_failed_may_be_registered_again(node: str) -> 
         scheduler.close()
 
 
-def test_reading_agents_are_made_before_the_announcement_and_what_stops_them_is_raised(
+def test_reading_agents_are_made_before_the_announcement_and_their_failure_is_raised(
     node: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(node) as client:

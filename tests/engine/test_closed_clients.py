@@ -1,4 +1,4 @@
-"""A client that is closed before the ports and futures that use it leaves nobody waiting."""
+"""A client that is closed before the ports and futures that use it leaves no caller waiting."""
 
 from __future__ import annotations
 

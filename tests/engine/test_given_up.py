@@ -1,4 +1,4 @@
-"""Publications that are given up: what is left of them at the engine, and what a restarted home is told."""
+"""Publications that are given up: their rest at the engine, and the refill of a restarted home."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def by_port(fabric: Fabric) -> tuple[Publication, Callable[[], Any], Callable[[]
 
 
 @pytest.mark.parametrize("engine", [by_session, by_port])
-def test_an_abort_that_never_reached_its_home_is_told_to_the_next(
+def test_an_abort_that_never_reached_its_home_is_sent_to_the_next(
     monkeypatch: pytest.MonkeyPatch, engine: Callable[[Fabric], Any]
 ) -> None:
     notify, failed = Control.notify, threading.Event()

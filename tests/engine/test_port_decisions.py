@@ -149,7 +149,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World()
 
 
-def test_a_worker_that_waits_is_woken_by_the_end_of_a_share_and_by_quiet(world: World) -> None:
+def test_a_waiting_worker_is_woken_by_the_end_of_a_share_and_by_quiet(world: World) -> None:
     assert not world.port.wait_news(0.0)
     world.port.start(grant())
     assert not world.port.wait_news(0.0)
@@ -164,13 +164,13 @@ def test_a_worker_that_waits_is_woken_by_the_end_of_a_share_and_by_quiet(world: 
         world.port.wait_news(-1.0)
 
 
-def test_the_end_of_a_share_that_comes_as_a_workers_wait_ends_is_told(world: World) -> None:
+def test_the_end_of_a_share_during_the_end_of_a_workers_wait_is_returned(world: World) -> None:
     world.port.start(grant())
     world.port._news._told = LateNews(lambda: world.end("one"))
     assert world.port.wait_news(0.0)
 
 
-def test_a_rank_is_one_that_the_engine_has(world: World) -> None:
+def test_a_rank_index_must_be_one_of_the_engine(world: World) -> None:
     client = Clients(world.below)
     assert [WorkerPort(client, SPEC, rank).rank for rank in (0, 1)] == [0, 1]
     for wrong in (-1, 2, "0"):
@@ -197,7 +197,7 @@ def test_memory_is_registered_once_as_it_is_described(world: World) -> None:
     assert world.below.closed == 1
 
 
-def test_a_port_that_could_not_be_registered_is_as_before(world: World) -> None:
+def test_a_port_whose_registration_failed_is_unchanged(world: World) -> None:
     below = Below()
     below.refusal = LimitReached("no thread")
     port = WorkerPort(Clients(below), SPEC)
@@ -215,7 +215,7 @@ def test_a_port_that_could_not_be_registered_is_as_before(world: World) -> None:
     assert cast(Any, port.warm("reference", timeout=4.0)) == ("reference", 4.0)
 
 
-def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> None:
+def test_a_share_reads_granted_blocks_into_attached_blocks(world: World) -> None:
     asked = grant()
     before = now()
     world.port.start(asked, tails=Tails.ZERO)
@@ -237,7 +237,7 @@ def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> Non
     assert world.port.running() == 4
 
 
-def test_what_cannot_be_started_is_refused_and_may_be_tried_again(world: World) -> None:
+def test_a_read_that_cannot_be_started_is_refused_and_may_be_started_again(world: World) -> None:
     with pytest.raises(WrongState, match="attach"):
         world.port.start(grant(local=False))
     # Blocks that are given do not make an offer a grant: the scheduler has to know of them.
@@ -281,7 +281,7 @@ def test_a_read_is_started_once(world: World) -> None:
     assert len(world.below.started) == 1
 
 
-def test_so_many_ended_reads_are_remembered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_reads_are_remembered_up_to_a_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.engine.worker.MAX_DONE", 2)
     for read_id in ("one", "two", "three"):
         world.port.start(grant(read_id))
@@ -294,7 +294,7 @@ def test_so_many_ended_reads_are_remembered(world: World, monkeypatch: pytest.Mo
     world.port.start(grant("one"))
 
 
-def test_what_is_not_acknowledged_is_said_again(world: World) -> None:
+def test_events_are_returned_again_until_they_are_acknowledged(world: World) -> None:
     for read_id in ("one", "two", "three"):
         world.port.start(grant(read_id))
     world.end("one")
@@ -322,12 +322,12 @@ def test_what_is_not_acknowledged_is_said_again(world: World) -> None:
         world.port.start(grant("two"))
     with pytest.raises(InvalidField, match=r"output is .*expected a WorkerOutput"):
         world.port.acknowledge(cast(WorkerOutput, "output"))
-    # What nobody knows does no harm.
+    # An unknown report does no harm.
     world.port.acknowledge(WorkerOutput(1, (replace(good, read_id="unknown"),), (), ("nobody's",)))
     world.port.start(grant("unknown"))
 
 
-def test_a_share_that_is_not_quiet_is_known_until_it_is(world: World) -> None:
+def test_a_share_is_known_until_it_is_quiet(world: World) -> None:
     world.port.start(grant())
     failed = world.end("one", TransferFailed("the peer died"), quiet=False)
     assert [end.quiet for end in world.port.finished().failed] == [False]
@@ -337,7 +337,7 @@ def test_a_share_that_is_not_quiet_is_known_until_it_is(world: World) -> None:
     assert world.port._reads == {}
 
 
-def test_a_cancel_reaches_the_share_that_is_meant(world: World) -> None:
+def test_a_cancel_reaches_the_share_of_its_read(world: World) -> None:
     for read_id in ("one", "two"):
         world.port.start(grant(read_id))
     world.port.cancel("two")
@@ -392,7 +392,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     return Scheduler(monkeypatch)
 
 
-def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
+def test_a_scheduler_refuses_invalid_arguments(scheduler: Scheduler) -> None:
     port = scheduler.port(max_waiting=1, hold_until_quiet=True)
     assert scheduler.made == [("loop", SPEC, "holder", "writes", 1, {"hold_until_quiet": True, "meter": "meter"})]
     assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, "token", "engine")
@@ -426,7 +426,7 @@ def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     assert (scheduler.reads.calls, scheduler.publishing.calls, scheduler.session.calls) == ([], [], [])
 
 
-def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
+def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
     port, reads, publishing = scheduler.port(), scheduler.reads, scheduler.publishing
     reads.answers = {"granted": "a grant", "attach": "a grant", "cancel": True, "take_cancels": ["one"]}
     assert (cast(Any, port.granted("mine")), reads.last()) == ("a grant", ("granted", ("mine",), {}))
@@ -462,7 +462,7 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     assert cast(Any, port.released()) == ["released"]
 
 
-def test_a_scheduler_counts(scheduler: Scheduler) -> None:
+def test_a_scheduler_counts_its_reads(scheduler: Scheduler) -> None:
     port = scheduler.port()
     counts = {"done": 1, "failed": 2, "cancelled": 3, "expired": 4, "refused": 5, "disputed": 7}
     vars(scheduler.reads).update(counts=counts, bytes=6)
@@ -481,7 +481,7 @@ def test_a_scheduler_counts(scheduler: Scheduler) -> None:
     assert (found.published, found.released, found.refused) == (20, 21, 22)
 
 
-def test_a_schedulers_end_ends_all_in_turn(scheduler: Scheduler) -> None:
+def test_a_schedulers_close_ends_all_parts_in_order(scheduler: Scheduler) -> None:
     port = scheduler.port()
     port.close(0.0)
     assert scheduler.reads.last() == ("close", (0.0,), {})

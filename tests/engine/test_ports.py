@@ -80,7 +80,7 @@ def test_a_request_from_prefill_to_decode(pair: Pair) -> None:
     assert [read.reported for read in release.reads] == [3]
 
 
-def test_a_prefix_that_is_there_already_is_not_read(pair: Pair) -> None:
+def test_a_prefix_that_is_cached_already_is_not_read(pair: Pair) -> None:
     source, destination = pair
     publication, values = publish(source, "prefix")
     destination.scheduler.acquire("mine", publication.reference)
@@ -119,7 +119,7 @@ def test_tails_are_cleared_where_asked(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_reading_begins_before_the_publication(pair: Pair) -> None:
+def test_a_read_may_begin_before_the_publication(pair: Pair) -> None:
     source, destination = pair
     blocks = {"full": Blocks(SOURCE_IDS[:2])}
     publication = source.scheduler.publish("slow", blocks, last=False)
@@ -132,7 +132,7 @@ def test_reading_begins_before_the_publication(pair: Pair) -> None:
     assert source.release_of(publication).outcome is ReleaseOutcome.ABORTED
 
 
-def test_samples_of_one_prompt(pair: Pair) -> None:
+def test_samples_of_one_prompt_read_one_publication(pair: Pair) -> None:
     source, destination = pair
     publication, values = publish(source, "samples", expected_reads=3)
     for sample in range(3):
@@ -151,14 +151,14 @@ def test_samples_of_one_prompt(pair: Pair) -> None:
     assert len(release.reads) == 3
 
 
-def test_declined_is_released_at_once(pair: Pair) -> None:
+def test_a_declined_publication_is_released_at_once(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "declined")
     destination.scheduler.decline(publication.reference)
     assert source.release_of(publication).outcome is ReleaseOutcome.DECLINED
 
 
-def test_declined_after_it_was_granted(pair: Pair) -> None:
+def test_a_publication_declined_after_its_grant_is_released(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "late-decline")
     destination.scheduler.acquire("mine", publication.reference)
@@ -169,7 +169,7 @@ def test_declined_after_it_was_granted(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_cancelled_while_it_waits(pair: Pair) -> None:
+def test_a_read_cancelled_while_it_waits(pair: Pair) -> None:
     source, destination = pair
     publication = source.scheduler.publish("never", {"full": Blocks([1])}, last=False)
     destination.scheduler.acquire("mine", publication.reference)
@@ -182,7 +182,7 @@ def test_cancelled_while_it_waits(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_cancelled_while_it_reads(pair: Pair) -> None:
+def test_a_read_cancelled_while_its_bytes_move(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "cancelled")
     destination.scheduler.acquire("mine", publication.reference)
@@ -203,7 +203,7 @@ def test_cancelled_while_it_reads(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_a_publication_taken_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_that_its_source_aborts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = pair
     accept, accepted = Acquisition._accept, threading.Event()
 
@@ -225,7 +225,7 @@ def test_a_publication_taken_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
         destination.grant("late")
 
 
-def test_one_that_never_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_that_never_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = pair
     accept = Acquisition._accept
 
@@ -243,7 +243,7 @@ def test_one_that_never_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     source.release_of(publication)
 
 
-def test_one_that_is_not_attached_in_time(pair: Pair) -> None:
+def test_a_grant_that_is_not_attached_in_time(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "forgotten")
     destination.scheduler.acquire("mine", publication.reference, timeout=1.5)
@@ -258,7 +258,7 @@ def test_one_that_is_not_attached_in_time(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_blocks_that_do_not_hold_it_are_refused_and_the_request_stays_granted(pair: Pair) -> None:
+def test_blocks_that_are_too_few_are_refused_and_the_request_stays_granted(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "short")
     destination.scheduler.acquire("mine", publication.reference)
@@ -272,7 +272,7 @@ def test_blocks_that_do_not_hold_it_are_refused_and_the_request_stays_granted(pa
     source.release_of(publication)
 
 
-def test_a_byte_that_changed_is_found(homes: tuple[str, str], port_engine: Callable[..., PortEngine]) -> None:
+def test_a_changed_byte_is_found(homes: tuple[str, str], port_engine: Callable[..., PortEngine]) -> None:
     model = Model(heads=6)
     source = port_engine(homes[0], model, shards(6, 2), integrity="full")
     destination = port_engine(homes[1], model, shards(6, 1), integrity="full")
@@ -297,7 +297,7 @@ def test_a_byte_that_changed_is_found(homes: tuple[str, str], port_engine: Calla
         source.release_of(publication)
 
 
-def test_what_is_refused_at_once(pair: Pair) -> None:
+def test_invalid_arguments_are_refused_at_once(pair: Pair) -> None:
     source, destination = pair
     scheduler = destination.scheduler
     with pytest.raises(BadReference):
@@ -323,7 +323,7 @@ def test_what_is_refused_at_once(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_a_limit_of_those_that_wait(homes: tuple[str, str], pair: Pair) -> None:
+def test_waiting_reads_have_a_limit(homes: tuple[str, str], pair: Pair) -> None:
     source, destination = pair
     publication = source.scheduler.publish("awaited", {"full": Blocks([1])}, last=False)
     with Client(homes[1]) as client:
@@ -333,13 +333,13 @@ def test_a_limit_of_those_that_wait(homes: tuple[str, str], pair: Pair) -> None:
         with pytest.raises(LimitReached):
             port.acquire("c", publication.reference)
         port.close()
-    # Those that waited were told to end; nobody waits for their leases.
+    # The waiting reads were cancelled; no caller waits for their leases.
     source.scheduler.abort(publication)
     release = source.release_of(publication)
     assert {read.state for read in release.reads} <= {"cancelled"}
 
 
-def test_a_source_that_dies_is_told_with_the_blocks(
+def test_the_loss_of_a_source_is_returned_with_the_blocks(
     homes: tuple[str, str], port_engine: Callable[..., PortEngine]
 ) -> None:
     model = Model()
@@ -359,7 +359,7 @@ def test_a_source_that_dies_is_told_with_the_blocks(
     assert destination.scheduler.stats().uncertain == 0
 
 
-def test_counts_are_exact(pair: Pair) -> None:
+def test_counts_of_ports_are_exact(pair: Pair) -> None:
     source, destination = pair
     before, mine = destination.scheduler.stats(), source.scheduler.stats()
     publications, size = [], 0
@@ -388,7 +388,7 @@ def test_a_home_that_refuses_releases_the_publication(pair: Pair) -> None:
     assert (release.outcome, release.local) == (ReleaseOutcome.ABORTED, True)
 
 
-def test_workers_that_say_nothing_are_given_up(
+def test_workers_without_reports_are_given_up(
     homes: tuple[str, str], port_engine: Callable[..., PortEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their blocks stay aside until they have said that these are quiet."""
@@ -434,7 +434,7 @@ def test_failed_reads_are_withheld_until_quiet(
     assert (isinstance(end.error, TransferStuck), end.quiet) == (True, True)
 
 
-def test_a_port_that_is_closed_gives_its_leases_back(
+def test_a_closed_port_gives_its_leases_back(
     homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]
 ) -> None:
     source, _ = pair
@@ -451,7 +451,7 @@ def test_a_port_that_is_closed_gives_its_leases_back(
     source.release_of(publication, timeout=10)
 
 
-def test_poll_grows_until_it_is_acknowledged(pair: Pair) -> None:
+def test_poll_returns_more_until_it_is_acknowledged(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "polled")
     destination.scheduler.acquire("mine", publication.reference)
@@ -478,7 +478,7 @@ def test_poll_grows_until_it_is_acknowledged(pair: Pair) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "exec"])
-def test_however_the_workers_come_to_be(homes: tuple[str, str], tmp_path: Path, method: str) -> None:
+def test_workers_may_be_made_in_any_way(homes: tuple[str, str], tmp_path: Path, method: str) -> None:
     """Forked before their parent uses kvferry, spawned, or started by somebody else with the token in their
     environment, as Ray does."""
     command = [sys.executable, "-m", "tests.engine.startup", "engine", method, homes[0], str(tmp_path)]
@@ -486,7 +486,9 @@ def test_however_the_workers_come_to_be(homes: tuple[str, str], tmp_path: Path, 
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 
-def test_warmed_up(homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]) -> None:
+def test_warm_up_makes_the_handshakes(
+    homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]
+) -> None:
     source, _ = pair
     destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
     ranks = [worker.call("warm", source.scheduler.engine_reference) for worker in destination.workers]

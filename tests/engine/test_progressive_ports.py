@@ -69,7 +69,7 @@ def arrived(destination: PortEngine, values: Values, tokens: tuple[int, int], id
     return all(bool((memory.cells == expect(memory, values, ids, tokens)).all()) for memory in destination.memories)
 
 
-def test_what_is_published_moves_while_the_source_still_computes(pair: Pair) -> None:
+def test_published_blocks_move_while_the_source_still_computes(pair: Pair) -> None:
     source, destination = pair
     prefill = Prefill(source, "chunks")
     destination.scheduler.acquire("mine", prefill.publication.reference, progressive=True)
@@ -130,7 +130,7 @@ def test_layers_move_as_they_finish(pair: Pair) -> None:
     assert source.release_of(publication).outcome is ReleaseOutcome.READ
 
 
-def test_a_prefix_that_is_there_already_and_a_source_that_thinks_better_of_it(pair: Pair) -> None:
+def test_a_prefix_that_is_cached_already_and_a_source_that_aborts(pair: Pair) -> None:
     source, destination = pair
     prefill = Prefill(source, "prefix")
     destination.scheduler.acquire("mine", prefill.publication.reference, progressive=True)
@@ -160,7 +160,7 @@ def test_a_source_that_stops_publishing_is_not_waited_for_beyond_the_timeout(pai
 
 
 @pytest.mark.slow
-def test_a_home_that_restarts_halfway(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
+def test_a_read_goes_on_when_its_home_restarts_halfway(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
     with NodeServerProcess(tmp_path / "one", tcp=True, ttl=20, max_ttl=20) as server:
         source = port_engine(server.address, SOURCE, shards(6, 2))
         destination = port_engine(server.address, DESTINATION, shards(6, 1))

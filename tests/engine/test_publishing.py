@@ -129,14 +129,14 @@ def publish(port: SchedulerPort, block: int, *, last: bool = True) -> int:
     return port.publish(f"request {block}", {"full": Blocks([block])}, last=last).number
 
 
-def test_what_is_published_during_a_call_goes_in_the_next(port: SchedulerPort, calls: Calls) -> None:
+def test_publications_made_during_a_call_go_in_the_next(port: SchedulerPort, calls: Calls) -> None:
     first = publish(port, 1)
     assert calls.begun.wait(SOON)
     others = [publish(port, block) for block in range(2, 6)]
     calls.go.set()
     until(lambda: len(calls.sent) == 2)
     assert calls.sent == [[(first, 0)], [(number, 0) for number in others]]
-    # All of them are there, each by itself.
+    # All of them are there, each in a message of its own.
     port.abort(port.publish("last", {"full": Blocks([9])}))
     port.close()
     assert sum(map(len, calls.sent)) == 6
@@ -162,7 +162,7 @@ def test_steps_of_one_publication_go_together_behind_the_first_of_all(port: Sche
     assert port.stats().refused == 0
 
 
-def test_no_publication_takes_the_room_of_others(port: SchedulerPort, calls: Calls, small_calls: int) -> None:
+def test_a_publication_takes_no_room_of_others(port: SchedulerPort, calls: Calls, small_calls: int) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     number = steps(port, *range(2, 9)).number
@@ -174,7 +174,7 @@ def test_no_publication_takes_the_room_of_others(port: SchedulerPort, calls: Cal
 
 
 @pytest.mark.parametrize("waits", [0, 1])
-def test_steps_behind_one_that_must_wait_are_sent_after_it(port: SchedulerPort, calls: Calls, waits: int) -> None:
+def test_steps_behind_a_waiting_step_are_sent_after_it(port: SchedulerPort, calls: Calls, waits: int) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     publication = steps(port, 2, 3, 4)
@@ -192,7 +192,7 @@ def test_steps_behind_one_that_must_wait_are_sent_after_it(port: SchedulerPort, 
 
 
 @pytest.mark.parametrize(("taken", "local"), [(0, True), (1, False)])
-def test_what_waits_is_not_sent_again_once_it_is_aborted(
+def test_a_waiting_step_is_not_sent_again_once_it_is_aborted(
     port: SchedulerPort, calls: Calls, taken: int, local: bool
 ) -> None:
     publish(port, 1)
@@ -210,7 +210,7 @@ def test_what_waits_is_not_sent_again_once_it_is_aborted(
 
 
 @pytest.mark.slow
-def test_what_a_home_did_not_take_for_long_is_taken_when_the_home_is_back(
+def test_a_step_that_a_home_did_not_take_for_long_is_taken_when_the_home_is_back(
     port: SchedulerPort, calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(port, 1)
@@ -233,7 +233,7 @@ def test_what_a_home_did_not_take_for_long_is_taken_when_the_home_is_back(
     assert sum("publications of engine 'prefill' wait" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_publication_that_no_home_has_taken_for_as_long_as_one_holds_it_is_given_up(
+def test_a_publication_that_no_home_takes_within_the_hold_is_given_up(
     port: SchedulerPort, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
     port._session._session.patience = 0.5
@@ -253,7 +253,7 @@ def test_a_publication_that_no_home_has_taken_for_as_long_as_one_holds_it_is_giv
     assert f"publication {publications[0].number}: request 'lost' is given up after" in lost[0]
 
 
-def test_a_home_that_takes_steps_behind_one_that_it_refused_may_have_all(port: SchedulerPort, calls: Calls) -> None:
+def test_a_home_that_takes_steps_behind_a_refused_one_may_have_all(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     number = steps(port, 2, 3).number
@@ -273,7 +273,7 @@ def test_a_home_that_takes_steps_behind_one_that_it_refused_may_have_all(port: S
     assert calls.aborts == 1
 
 
-def test_one_that_is_refused_and_one_that_must_wait_hold_no_other_up(port: SchedulerPort, calls: Calls) -> None:
+def test_refused_and_waiting_steps_hold_up_no_other_publication(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     refused, waits, good = (publish(port, block) for block in (2, 3, 4))
@@ -302,7 +302,7 @@ def test_a_call_without_an_answer_is_repeated_whole(port: SchedulerPort, calls: 
     assert port.released() == []
 
 
-def test_one_that_must_wait_for_long_ends_no_other(port: SchedulerPort, calls: Calls) -> None:
+def test_a_step_that_waits_for_long_ends_no_other(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     port._session._session.patience = SOON
@@ -319,7 +319,7 @@ def test_one_that_must_wait_for_long_ends_no_other(port: SchedulerPort, calls: C
     assert calls.sent[1:] == [[(long, 0), (short, 0), (good, 0)], [(short, 0)]]
 
 
-def test_one_that_must_wait_holds_up_nothing_that_is_published_meanwhile(port: SchedulerPort, calls: Calls) -> None:
+def test_a_waiting_step_holds_up_no_later_publication(port: SchedulerPort, calls: Calls) -> None:
     calls.go.set()
     waits = publish(port, 1, last=False)
     later, free = waits + 1, threading.Event()
@@ -338,7 +338,7 @@ def test_one_that_must_wait_holds_up_nothing_that_is_published_meanwhile(port: S
     assert port.released() == []
 
 
-def test_an_abort_that_must_wait_holds_up_nothing(port: SchedulerPort, calls: Calls) -> None:
+def test_a_waiting_abort_holds_up_nothing(port: SchedulerPort, calls: Calls) -> None:
     calls.go.set()
     free = threading.Event()
     calls.refuse_abort = lambda _: None if free.is_set() else HomeRecovering("not now", retry_after=1.0)
@@ -352,9 +352,7 @@ def test_an_abort_that_must_wait_holds_up_nothing(port: SchedulerPort, calls: Ca
     assert [release.publication for release in all_released(port, 1)] == [publication.number]
 
 
-def test_a_call_that_the_home_ends_after_it_has_taken_some_of_it_frees_nothing(
-    port: SchedulerPort, calls: Calls
-) -> None:
+def test_a_call_that_fails_after_the_home_took_some_steps_frees_no_block(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     numbers = [publish(port, block) for block in (2, 3)]
@@ -371,9 +369,7 @@ def test_a_call_that_the_home_ends_after_it_has_taken_some_of_it_frees_nothing(
     assert sorted((release.publication, release.local) for release in found) == [(number, False) for number in numbers]
 
 
-def test_each_call_of_a_step_that_publishes_much_has_its_own_time(
-    port: SchedulerPort, calls: Calls, small_calls: int
-) -> None:
+def test_each_call_of_a_large_step_has_its_own_timeout(port: SchedulerPort, calls: Calls, small_calls: int) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     numbers = [publish(port, block) for block in range(2, 3 + 2 * small_calls)]
@@ -384,7 +380,7 @@ def test_each_call_of_a_step_that_publishes_much_has_its_own_time(
     assert set(calls.timeouts) == {CALL_TIMEOUT}
 
 
-def test_what_is_left_of_a_refused_publication_is_not_sent(port: SchedulerPort, calls: Calls) -> None:
+def test_the_rest_of_a_refused_publication_is_not_sent(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     publication = port.publish("two steps", {"full": Blocks([2])}, last=False)
@@ -404,7 +400,7 @@ def test_what_is_left_of_a_refused_publication_is_not_sent(port: SchedulerPort, 
     assert (port.released(), calls.aborts) == ([], 0)
 
 
-def test_what_was_accepted_for_sending_is_sent_or_said_to_be_too_large(
+def test_an_accepted_step_is_sent_or_refused_as_too_large(
     port: SchedulerPort, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("batches", "publication_steps"):
@@ -432,7 +428,7 @@ def test_what_was_accepted_for_sending_is_sent_or_said_to_be_too_large(
     assert port.released() == []
 
 
-def test_what_waits_is_sent_before_the_port_is_closed(port: SchedulerPort, calls: Calls) -> None:
+def test_waiting_steps_are_sent_before_the_port_is_closed(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
     waits = publish(port, 2)
@@ -446,7 +442,7 @@ def test_what_waits_is_sent_before_the_port_is_closed(port: SchedulerPort, calls
 
 
 @pytest.mark.slow
-def test_what_waits_is_not_overtaken_by_more_than_a_home_allows(
+def test_waiting_steps_are_overtaken_no_more_than_a_home_allows(
     port: SchedulerPort, calls: Calls, small_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert publication_sender.MAX_OVERTAKEN + BATCH <= MAX_SKIPPED
@@ -472,7 +468,7 @@ def test_what_waits_is_not_overtaken_by_more_than_a_home_allows(
 
 
 @pytest.mark.parametrize("published", ["before", "meanwhile"])
-def test_what_a_home_did_not_answer_is_not_overtaken(
+def test_steps_without_an_answer_are_not_overtaken(
     port: SchedulerPort, calls: Calls, small_calls: int, published: str
 ) -> None:
     first = publish(port, 1)

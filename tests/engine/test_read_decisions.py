@@ -15,9 +15,9 @@ from kvferry import Blocks, EngineSpec, Group
 from kvferry._control.acquisition import Acquired, MoreBlocks
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
-from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.verdict import Confirm
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter
@@ -155,7 +155,7 @@ def test_a_read_counts_if_its_last_rank_ended_before_the_lease(world: World, lat
     assert world.finished() == []
     world.now = world.lease.deadline + late
     world.ends(read_id, 1)
-    # The home is told in any case.
+    # The home gets the report in any case.
     assert world.home.heard("report", *(() if counts else ("drop",)))
     assert [report.rank for report in world.home.reports[0]] == [0, 1]
     if counts:
@@ -178,7 +178,7 @@ def test_a_read_counts_if_its_last_rank_ended_before_the_lease(world: World, lat
         (pb.VERDICT_EXPIRED, False, False),
     ],
 )
-def test_the_home_has_its_say(world: World, verdict: Verdict, *, good: bool, confirmed: bool) -> None:
+def test_the_homes_verdict_decides_a_read(world: World, verdict: Verdict, *, good: bool, confirmed: bool) -> None:
     read_id = world.reading()
     for rank in range(RANKS):
         world.ends(read_id, rank)
@@ -195,7 +195,7 @@ def test_the_home_has_its_say(world: World, verdict: Verdict, *, good: bool, con
 @pytest.mark.parametrize(
     ("verdict", "disputed"), [(pb.VERDICT_VALID, False), (None, False), (pb.VERDICT_EXPIRED, True)]
 )
-def test_what_the_home_says_after_the_end_is_an_audit(
+def test_the_homes_verdict_after_the_end_only_audits_the_read(
     make: Callable[..., World], verdict: Verdict, *, disputed: bool
 ) -> None:
     world = make(confirm=Confirm.AFTER)
@@ -220,7 +220,7 @@ def test_what_the_home_says_after_the_end_is_an_audit(
     assert not world.reads.take_finished()
 
 
-def test_a_read_that_ended_after_its_lease_counts_neither_before_nor_after(make: Callable[..., World]) -> None:
+def test_a_read_that_ended_after_its_lease_fails_before_and_after_its_report(make: Callable[..., World]) -> None:
     world = make(confirm=Confirm.AFTER)
     read_id = world.reading()
     world.ends(read_id, 0)
@@ -248,7 +248,7 @@ def test_the_ends_of_several_reads_are_reported_in_one_call(world: World) -> Non
     assert calls == [3]
 
 
-def test_an_end_that_no_report_can_tell_keeps_back_no_other(world: World) -> None:
+def test_an_end_that_fits_no_report_delays_no_other(world: World) -> None:
     read_ids, free = world.three_reading(), world.busy()
     for number, read_id in enumerate(read_ids):
         for rank in range(RANKS):
@@ -261,7 +261,7 @@ def test_an_end_that_no_report_can_tell_keeps_back_no_other(world: World) -> Non
     assert {end.read_id for end in world.finished()} == {read_ids[0], read_ids[2]}
 
 
-def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: World) -> None:
+def test_a_home_without_a_verdict_is_awaited_for_a_bounded_time(world: World) -> None:
     read_id = world.reading()
     for rank in range(RANKS):
         world.ends(read_id, rank)
@@ -294,7 +294,7 @@ def test_the_time_for_the_verdict_runs_from_the_report(world: World) -> None:
     assert isinstance(end.error, TransferExpired)
 
 
-def test_a_home_that_is_never_heard_is_waited_for_so_long_and_no_longer(world: World) -> None:
+def test_an_unreachable_home_is_awaited_for_a_bounded_time(world: World) -> None:
     world.reads.acquire("mine", "reference", 0, TIMEOUT)
     world.now += TIMEOUT + RANKS_GRACE - 0.001
     world.look()
@@ -308,7 +308,7 @@ def test_a_home_that_is_never_heard_is_waited_for_so_long_and_no_longer(world: W
 
 
 @pytest.mark.parametrize("why", ["cancelled", "expired"])
-def test_a_read_that_failed_as_a_whole_is_none_for_its_source(world: World, why: str) -> None:
+def test_a_read_that_failed_as_a_whole_reports_its_outcome_for_each_rank(world: World, why: str) -> None:
     read_id = world.reading()
     if why == "cancelled":
         assert world.reads.cancel("mine")
@@ -342,7 +342,7 @@ def test_a_lease_that_ends_stops_the_ranks_and_the_read_ends_with_them(world: Wo
     assert world.free()
 
 
-def test_a_rank_that_fails_stops_the_others_and_its_error_is_told(world: World) -> None:
+def test_a_rank_that_fails_stops_the_others_and_its_error_is_returned(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 1, "TransferFailed", quiet=False)
     assert world.reads.take_cancels() == [read_id]
@@ -361,7 +361,7 @@ def test_a_rank_that_fails_stops_the_others_and_its_error_is_told(world: World) 
     assert world.free()
 
 
-def test_a_read_that_fails_under_way_ends_whoever_asks_for_it_before(world: World) -> None:
+def test_a_failed_read_returns_its_error_only_at_its_end(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 1, "TransferFailed")
     with pytest.raises(WrongState, match="attach each request once"):
@@ -373,7 +373,7 @@ def test_a_read_that_fails_under_way_ends_whoever_asks_for_it_before(world: Worl
     assert isinstance(end.error, TransferFailed)
 
 
-def test_what_went_wrong_first_is_told_though_the_lease_ended_since(world: World) -> None:
+def test_the_first_error_is_returned_though_the_lease_ended_since(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0, "TransferFailed")
     world.now = world.lease.deadline + 1
@@ -397,7 +397,7 @@ def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: Wo
     assert world.free()
 
 
-def test_a_read_is_attached_once_and_reports_of_unknown_reads_are_nobodys(world: World) -> None:
+def test_a_read_is_attached_once_and_reports_of_unknown_reads_are_ignored(world: World) -> None:
     world.reading()
     with pytest.raises(WrongState, match="attach each request once"):
         world.reads.attach("mine", {"full": Blocks([1, 2], end_token=32)}, None, allow_overlap=False)
@@ -417,7 +417,7 @@ def test_the_error_of_a_read_says_whether_its_blocks_are_quiet(world: World) -> 
     assert end.error.quiet
 
 
-def test_the_last_rank_that_fails_has_nobody_to_stop(world: World) -> None:
+def test_the_last_rank_that_fails_stops_no_other(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0)
     world.ends(read_id, 1, "TransferFailed")
@@ -443,7 +443,7 @@ def test_a_rank_ends_a_read_once_and_only_ranks_that_exist_do(world: World) -> N
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("holds", [False, True])
-def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
+def test_workers_without_reports_are_awaited_for_a_bounded_time(
     make: Callable[..., World], *, holds: bool, at_once: bool
 ) -> None:
     world = make(hold_until_quiet=holds)
@@ -484,7 +484,7 @@ def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
 
 
 @pytest.mark.parametrize("why", ["its lease", "its time"])
-def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, why: str) -> None:
+def test_a_grant_that_is_not_attached_in_time_is_refused_and_given_back(world: World, why: str) -> None:
     world.granted()
     if why == "its time":
         world.lease.renewed(BEGAN + TIMEOUT, BEGAN + 1, 1000.0, more=True)
@@ -507,7 +507,7 @@ def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, wh
     assert dict(world.reads.counts) == {"refused": 1}
 
 
-def test_what_is_refused_is_told_once(world: World) -> None:
+def test_a_refusal_is_returned_once(world: World) -> None:
     world.reads.acquire("mine", "reference", 0, TIMEOUT)
     assert world.reads.granted("mine") is None
     with pytest.raises(WrongState, match="is waiting for its source"):
@@ -521,7 +521,7 @@ def test_what_is_refused_is_told_once(world: World) -> None:
 
 
 def test_news_names_the_requests_that_were_granted_or_refused_each_once(world: World) -> None:
-    """Of those that still wait an engine hears nothing, so it need not ask for each in each step."""
+    """News do not name waiting requests, so an engine need not ask for each in each step."""
     for request in ("granted", "refused", "cancelled", "waits"):
         world.reads.acquire(request, request, 0, TIMEOUT)
     assert world.reads.take_changed() == []
@@ -570,7 +570,7 @@ def test_news_of_a_request_outlives_an_earlier_read_of_the_same_name(world: Worl
     assert world.reads.take_changed() == ["mine"]
 
 
-def test_no_more_reads_wait_than_may_and_one_that_is_granted_or_given_up_waits_no_longer(
+def test_waiting_reads_have_a_limit_and_granted_or_cancelled_ones_do_not_count(
     make: Callable[..., World],
 ) -> None:
     world = make(max_waiting=2)
@@ -587,7 +587,7 @@ def test_no_more_reads_wait_than_may_and_one_that_is_granted_or_given_up_waits_n
         world.reads.acquire("five", "five", 0, TIMEOUT)
 
 
-def test_the_end_of_a_read_that_comes_as_a_schedulers_wait_ends_is_told(world: World) -> None:
+def test_the_end_of_a_read_during_the_end_of_a_schedulers_wait_is_returned(world: World) -> None:
     read_id = world.reading()
     assert world.reads.news.wait(30.0)
     world.ends(read_id, 0)
@@ -600,7 +600,7 @@ def test_the_end_of_a_read_that_comes_as_a_schedulers_wait_ends_is_told(world: W
     assert world.reads.news.wait(0.0)
 
 
-def test_a_scheduler_that_waits_is_woken_by_a_grant_an_end_a_refusal_and_quiet(world: World) -> None:
+def test_a_waiting_scheduler_is_woken_by_a_grant_an_end_a_refusal_and_quiet(world: World) -> None:
     reads = world.reads
     assert not reads.news.wait(0.0)
     read_id = world.reading()
@@ -622,7 +622,7 @@ def test_a_scheduler_that_waits_is_woken_by_a_grant_an_end_a_refusal_and_quiet(w
         reads.granted("other")
 
 
-def test_times_are_looked_at_again_and_again(world: World) -> None:
+def test_deadlines_are_checked_again_and_again(world: World) -> None:
     for number in (1, 2):
         world.home.answers.clear()
         world.granted()
@@ -634,7 +634,7 @@ def test_times_are_looked_at_again_and_again(world: World) -> None:
         world.lease = ReaderLease(b"m" * 16, world.now, LEASE, 10.0)
 
 
-def test_a_home_that_cannot_be_told_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_home_is_not_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         world.home.say("asked")
         raise RuntimeError("a bug")
@@ -649,7 +649,7 @@ def test_a_home_that_cannot_be_told_is_not_waited_for(world: World, monkeypatch:
 
 
 @pytest.mark.parametrize("granted", [False, True])
-def test_a_cancel_before_the_read_gives_back_what_it_has_or_gets(world: World, *, granted: bool) -> None:
+def test_a_cancel_before_the_read_gives_back_the_lease_it_has_or_gets(world: World, *, granted: bool) -> None:
     if granted:
         world.granted()
         assert world.reads.cancel("mine")
@@ -677,7 +677,7 @@ def test_a_cancel_of_a_read_under_way_waits_for_the_ranks(world: World) -> None:
     assert world.free()
 
 
-def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
+def test_waiting_reads_have_a_limit(make: Callable[..., World]) -> None:
     world = make(max_waiting=2)
     for name in ("one", "two"):
         world.reads.acquire(name, name, 0, TIMEOUT)
@@ -692,8 +692,8 @@ def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
     assert world.reads.stages() == {ReadStage.WAITING: 2, ReadStage.GRANTED: 1}
 
 
-def test_close_waits_until_those_that_waited_have_told_their_homes(world: World) -> None:
-    """A lease that was accepted pins its source until its home hears of its end."""
+def test_close_waits_until_waiting_reads_have_reported_to_their_homes(world: World) -> None:
+    """An accepted lease pins its source until the home receives its end."""
     for request in ("mine", "another"):
         world.reads.acquire(request, "reference", 0, TIMEOUT)
     world.look()
@@ -740,7 +740,7 @@ def test_reads_whose_client_is_closed_end(world: World) -> None:
     world.reads.close(20)
 
 
-def test_a_grant_that_cannot_be_taken_ends_the_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grant_that_cannot_be_decoded_ends_the_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("a bug")
 

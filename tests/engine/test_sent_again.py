@@ -26,7 +26,7 @@ def memory() -> Any:
     return np.zeros((2, 32, 1, 16, 4), np.float32)
 
 
-def test_what_was_released_is_not_published_again_to_a_restarted_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_released_publication_is_not_published_again_to_a_restarted_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """The home accepts a publication and dies before its answer arrives, but after the release."""
     notify, released, attempts, begun = Control.notify, threading.Event(), list[int](), threading.Event()
 

@@ -21,7 +21,7 @@ def test_steps_are_taken_in_their_order_and_once() -> None:
     assert orders.take("r") == []
 
 
-def test_reads_that_never_start_do_not_push_out_one_that_has() -> None:
+def test_reads_that_never_start_do_not_push_out_a_started_one() -> None:
     orders = StepOrders()
     orders.put(step("started", 2), {"started"})
     for number in range(MAX_EARLY + 10):
@@ -33,14 +33,14 @@ def test_reads_that_never_start_do_not_push_out_one_that_has() -> None:
     assert [one.index for one in orders.take(f"early {MAX_EARLY + 9}")] == [1]
 
 
-def test_as_many_early_reads_as_may_wait_are_kept() -> None:
+def test_early_reads_are_kept_up_to_their_limit() -> None:
     orders = StepOrders()
     for number in range(MAX_EARLY):
         orders.put(step(f"early {number}", 1), ())
     assert [one.index for one in orders.take("early 0")] == [1]
 
 
-def test_what_is_forgotten_begins_anew() -> None:
+def test_a_forgotten_read_begins_anew() -> None:
     orders = StepOrders()
     orders.put(step("r", 1), {"r"})
     orders.forget("r")

@@ -104,7 +104,7 @@ class Here:
         """Attach and start it if it is granted."""
         if self.scheduler.granted(request_id) is None:
             return False
-        # All into the same blocks: nobody looks at the bytes.
+        # All into the same blocks: the bytes do not matter here.
         grant = self.scheduler.attach(request_id, {"full": Blocks(ids)}, allow_overlap=True)
         self.worker.start(grant, tails=Tails.ZERO)
         return True
@@ -122,7 +122,7 @@ def here(tmp_path: Path) -> Iterator[tuple[Here, PortEngine, NodeServerProcess]]
         engine.close()
 
 
-def test_while_gigabytes_move(here: tuple[Here, PortEngine, NodeServerProcess]) -> None:
+def test_a_scheduler_step_while_gigabytes_move(here: tuple[Here, PortEngine, NodeServerProcess]) -> None:
     made, source, _ = here
     publications = [
         source.scheduler.publish(f"big-{index}", {"full": Blocks(range(HALF))}).reference for index in range(8)
@@ -150,7 +150,7 @@ def test_while_gigabytes_move(here: tuple[Here, PortEngine, NodeServerProcess]) 
     assert made.steps > 8
 
 
-def test_while_a_peer_is_stopped(here: tuple[Here, PortEngine, NodeServerProcess]) -> None:
+def test_a_scheduler_step_while_a_peer_is_stopped(here: tuple[Here, PortEngine, NodeServerProcess]) -> None:
     made, source, server = here
     references = [
         source.scheduler.publish(f"stopped-{index}", {"full": Blocks(range(HALF))}).reference for index in range(3)

@@ -45,7 +45,7 @@ class Cable:
         return list(zip((SOURCE, DESTINATION), prefixes, strict=True))
 
     def cut(self) -> None:
-        """Nothing passes from now on; nobody is told."""
+        """Let nothing pass from now on, silently."""
         self._lost_before = self._lost()
         _ip("-n", self._names[0], "link", "set", DEVICE, "down")
 

@@ -37,7 +37,7 @@ would be found, 1,500 that leaked 18, and 10,000 that leaked 3."""
 
 # 10,000 requests take a minute and a half on two idle cores.
 @pytest.mark.timeout(400)
-def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
+def test_requests_in_large_numbers_leave_nothing(tmp_path: Path) -> None:
     options = NixlOptions()
     world = World(
         tmp_path, times=TIMES, chunk_descriptors=options.chunk_descriptors, bytes_in_flight=options.bytes_in_flight

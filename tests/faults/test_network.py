@@ -60,7 +60,7 @@ def over(world: World) -> None:
     nothing_left(world)
 
 
-def test_cut_before_the_read_and_healed_while_it_waits(cable: Cable, apart: World) -> None:
+def test_a_cut_before_the_read_that_heals_while_it_waits(cable: Cable, apart: World) -> None:
     row = HEALED_WHILE_IT_WAITS.expected
     request = apart.source.publish()
     cable.cut()
@@ -72,7 +72,7 @@ def test_cut_before_the_read_and_healed_while_it_waits(cable: Cable, apart: Worl
     over(apart)
 
 
-def test_cut_before_the_read_and_healed_after_its_end(cable: Cable, apart: World) -> None:
+def test_a_cut_before_the_read_that_heals_after_its_end(cable: Cable, apart: World) -> None:
     row = CUT_TOO_LONG_TO_ASK.expected
     request = apart.source.publish()
     cable.cut()
@@ -85,7 +85,7 @@ def test_cut_before_the_read_and_healed_after_its_end(cable: Cable, apart: World
     over(apart)
 
 
-def test_cut_in_the_middle_and_healed_within_the_lease(cable: Cable, apart: World) -> None:
+def test_a_cut_halfway_that_heals_within_the_lease(cable: Cable, apart: World) -> None:
     row = HEALED_IN_TIME.expected
     request, reading = moving(apart, [apart.source.second], PATIENT)
     cable.cut()
@@ -98,7 +98,7 @@ def test_cut_in_the_middle_and_healed_within_the_lease(cable: Cable, apart: Worl
     over(apart)
 
 
-def test_cut_in_the_middle_until_the_source_has_overwritten_the_blocks(cable: Cable, apart: World) -> None:
+def test_a_cut_halfway_until_the_source_has_overwritten_the_blocks(cable: Cable, apart: World) -> None:
     row = CUT_TOO_LONG.expected
     request, reading = moving(apart, [apart.source.second], PATIENT)
     cable.cut()
@@ -111,7 +111,7 @@ def test_cut_in_the_middle_until_the_source_has_overwritten_the_blocks(cable: Ca
     over(apart)
 
 
-def test_cut_between_the_bytes_and_the_verdict(cable: Cable, apart: World) -> None:
+def test_a_cut_between_the_bytes_and_the_verdict(cable: Cable, apart: World) -> None:
     row = CUT_VERDICT.expected
     request, reading = moving(apart, [apart.source.second], PATIENT)
     apart.home.stop()
@@ -127,7 +127,7 @@ def test_cut_between_the_bytes_and_the_verdict(cable: Cable, apart: World) -> No
     over(apart)
 
 
-def test_cut_while_nothing_moves(cable: Cable, apart: World) -> None:
+def test_a_cut_while_nothing_moves(cable: Cable, apart: World) -> None:
     request = apart.source.publish()
     serve(apart, request)
     cable.cut()
@@ -136,7 +136,7 @@ def test_cut_while_nothing_moves(cable: Cable, apart: World) -> None:
     over(apart)
 
 
-def test_cut_that_tcp_reports(cable: Cable, tmp_path: Path) -> None:
+def test_a_cut_that_tcp_reports(cable: Cable, tmp_path: Path) -> None:
     row = CUT_WITH_TCP_TIMEOUT.expected
     times = Times(ttl=6.0, max_ttl=6.0, engine_ttl=3.0, hold=2.0)
     world = World(tmp_path, cable.sides, times, tcp_user_timeout=Term.TCP.here).ready()

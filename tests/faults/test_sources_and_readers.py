@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
-def test_a_reader_that_goes_on_after_its_blocks_were_overwritten_says_expired(tmp_path: Path, ucx_tls: str) -> None:
+def test_a_reader_that_goes_on_after_its_blocks_were_overwritten_fails_as_expired(tmp_path: Path, ucx_tls: str) -> None:
     world = World(tmp_path, times=Times(ttl=1.5, max_ttl=1.5, hold=0.5), ucx_tls=ucx_tls).ready()
     try:
         for _ in range(2):
@@ -106,7 +106,7 @@ def test_a_stranger_who_would_end_the_server(world: World) -> None:
     world.sound = True
 
 
-def test_every_message_twice(tmp_path: Path) -> None:
+def test_messages_sent_twice_have_no_further_effect(tmp_path: Path) -> None:
     settings = {"engine_ttl": TIMES.engine_ttl, "ttl": TIMES.ttl, "hold": TIMES.hold, "drain": 1.0}
     node = DoublingNode(tmp_path / "node", f"127.0.0.1:{free_port()}", **settings)
     node.start().ready()

@@ -9,9 +9,9 @@ from typing import TypeAlias, cast
 
 from kvferry._clock import from_duration, to_duration
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.judgement import Judgement, judge
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.right_prompt import PromptCheck
+from kvferry._control.verdict import ReaderVerdict, verdict_of
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import KvferryError, LeaseEnded, WrongKey
@@ -386,7 +386,7 @@ class Share:
     def _finish(self) -> None:
         """As `LeasedReads._conclude`."""
         lease, ended_at = cast(ReaderLease, self.lease), cast(float, self.ended_at)
-        if judge(ended_at, lease.deadline, None) is Judgement.EXPIRED:
+        if verdict_of(ended_at, lease.deadline, None) is ReaderVerdict.EXPIRED:
             self._report(pb.RANK_OUTCOME_EXPIRED, lambda _: None)
             self._end()
             return
@@ -396,9 +396,9 @@ class Share:
             verdict = None if isinstance(result, KvferryError) else result.read_ended.verdict
             if self.over:
                 return
-            judgement = judge(ended_at, lease.deadline, verdict)
-            if judgement is not Judgement.EXPIRED:
-                self._check_good(judgement, ended_at, lease.deadline)
+            found = verdict_of(ended_at, lease.deadline, verdict)
+            if found is not ReaderVerdict.EXPIRED:
+                self._check_good(found, ended_at, lease.deadline)
             self._end()
             if verdict is None:
                 self._report(pb.RANK_OUTCOME_DONE, lambda _: None)
@@ -406,10 +406,10 @@ class Share:
         self._reported = True
         self._report(pb.RANK_OUTCOME_DONE, answered)
 
-    def _check_good(self, judgement: Judgement, ended_at: float, deadline: float) -> None:
-        """R1: the engine gets the bytes that were published."""
+    def _check_good(self, found: ReaderVerdict, ended_at: float, deadline: float) -> None:
+        """R1: what the engine is given is what was published."""
         self.good = True
-        if self.reader.fell_behind and judgement is Judgement.TRUSTED:
+        if self.reader.fell_behind and found is ReaderVerdict.TRUSTED:
             return
         ended_at = max(ended_at, self.copied_at)
         if ended_at >= deadline:

@@ -9,9 +9,10 @@ from weakref import WeakSet
 
 import pytest
 
-from kvferry._control import judgement, publications, reader_lease
+from kvferry._control import publications, reader_lease
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.granted_steps import GrantedSteps
+from kvferry._control.verdict import ReaderVerdict
 from kvferry.errors import WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -183,20 +184,20 @@ def released_twice(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def expired_answer_of_the_home_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> judgement.Judgement:
+    def verdict_of(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> ReaderVerdict:
         late = ended_at >= deadline
-        return judgement.Judgement.EXPIRED if late else judgement.Judgement.CONFIRMED
+        return ReaderVerdict.EXPIRED if late else ReaderVerdict.CONFIRMED
 
-    patch.setattr(readers, "judge", judge)
+    patch.setattr(readers, "verdict_of", verdict_of)
 
 
 @sabotage
 def own_deadline_is_not_checked(patch: pytest.MonkeyPatch) -> None:
-    def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> judgement.Judgement:
+    def verdict_of(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> ReaderVerdict:
         expired = verdict == pb.VERDICT_EXPIRED
-        return judgement.Judgement.EXPIRED if expired else judgement.Judgement.TRUSTED
+        return ReaderVerdict.EXPIRED if expired else ReaderVerdict.TRUSTED
 
-    patch.setattr(readers, "judge", judge)
+    patch.setattr(readers, "verdict_of", verdict_of)
 
 
 # Mistakes of a reader that moves each step on arrival.

@@ -16,9 +16,9 @@ import pytest
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
-from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.verdict import Confirm
 from kvferry._memory.tails import Tails
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter
@@ -136,7 +136,7 @@ def world(make: Callable[..., Reading]) -> Reading:
 
 
 @pytest.mark.parametrize("confirmed", [True, False])
-def test_a_good_read_tells_what_it_moved_and_whether_its_home_has_confirmed_it(world: Reading, confirmed: bool) -> None:
+def test_a_successful_read_returns_its_bytes_and_whether_its_home_confirmed_it(world: Reading, confirmed: bool) -> None:
     plain = world.expand
 
     def expand(*wanted: object) -> object:
@@ -193,7 +193,7 @@ def test_a_read_that_is_confirmed_after_its_end_does_not_wait_for_its_home(
     assert len(alarms) == disputed
 
 
-def test_a_read_that_outlasts_its_lease_is_no_good_before_or_after(make: Callable[..., Reading]) -> None:
+def test_a_read_that_outlasts_its_lease_fails_before_or_after_its_report(make: Callable[..., Reading]) -> None:
     world = make(confirm=Confirm.AFTER)
     handle = world.reading()
     world.lease.deadline = now()
@@ -203,7 +203,7 @@ def test_a_read_that_outlasts_its_lease_is_no_good_before_or_after(make: Callabl
     assert not handle.disputed
 
 
-def test_an_answer_that_comes_too_late_is_an_audit(make: Callable[..., Reading]) -> None:
+def test_an_answer_that_comes_too_late_only_audits_the_read(make: Callable[..., Reading]) -> None:
     world = make()
     handle = world.reading()
     world.transfers[0].landed(10)
@@ -214,7 +214,7 @@ def test_an_answer_that_comes_too_late_is_an_audit(make: Callable[..., Reading])
     assert handle.disputed
 
 
-def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: Reading) -> None:
+def test_a_share_is_started_as_requested_and_ends_with_its_lease(world: Reading) -> None:
     handle = world.reading()
     assert handle.share is not None
     order = handle.share.order
@@ -225,7 +225,7 @@ def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: R
     assert world.transfers[0].deadline == world.lease.deadline
 
 
-def test_a_read_ends_whose_home_had_lost_the_source_before_it_was_granted(world: Reading) -> None:
+def test_a_read_ends_if_its_home_had_lost_the_source_before_the_grant(world: Reading) -> None:
     handle = world.read()
     # By a renewal, which was the last one.
     world.lease.renewed(now(), now(), LEASE_SECONDS, more=False, source_lost=True)
@@ -237,7 +237,7 @@ def test_a_read_ends_whose_home_had_lost_the_source_before_it_was_granted(world:
     assert world.home.heard("drop", "report")
 
 
-def test_a_read_ends_whose_home_has_lost_the_source(world: Reading) -> None:
+def test_a_read_ends_if_its_home_loses_the_source(world: Reading) -> None:
     handle = world.reading()
     world.lease.renewed(now(), now(), LEASE_SECONDS, more=False, source_lost=True)
     error = error_of(handle)
@@ -256,7 +256,7 @@ def test_a_renewal_moves_the_end_of_the_transfer(world: Reading) -> None:
     assert waiting.state is ReadState.WAITING
 
 
-def test_a_renewal_while_the_transfer_begins_counts(world: Reading) -> None:
+def test_a_renewal_while_the_transfer_begins_moves_its_end(world: Reading) -> None:
     begin = world.transfer
 
     def renewed_meanwhile(*parts: Any, **how: Any) -> Transfer:
@@ -271,7 +271,7 @@ def test_a_renewal_while_the_transfer_begins_counts(world: Reading) -> None:
     assert world.transfers[0].deadline == world.lease.deadline
 
 
-def test_so_many_run_and_no_more(make: Callable[..., Reading]) -> None:
+def test_running_reads_have_a_limit(make: Callable[..., Reading]) -> None:
     world = make(max_reads=2)
     first, second = world.read("a"), world.read("b")
     with pytest.raises(LimitReached) as caught:
@@ -290,7 +290,7 @@ def test_so_many_run_and_no_more(make: Callable[..., Reading]) -> None:
     [(PeerRestarted("anew"), True), (EngineUnknown("who"), True), (PublicationAborted("no"), False)],
     ids=["restarted", "unknown", "aborted"],
 )
-def test_a_source_that_its_home_does_not_know_any_more_is_met_anew(
+def test_a_source_that_its_home_no_longer_knows_gets_another_handshake(
     world: Reading, error: KvferryError, *, gone: bool
 ) -> None:
     handle = world.read()
@@ -316,7 +316,7 @@ def test_a_share_that_cannot_begin_ends_its_read_at_the_home_too(world: Reading)
     assert now() - 60 < handle.share.ended_at <= now()
 
 
-def test_a_read_that_fails_is_told_at_once_and_its_quiet_later(world: Reading) -> None:
+def test_a_failed_read_ends_at_once_and_is_quiet_later(world: Reading) -> None:
     handle = world.reading()
     world.transfers[0].fail(TransferFailed("the peer died"))
     error = error_of(handle)
@@ -333,7 +333,7 @@ def test_a_read_that_fails_is_told_at_once_and_its_quiet_later(world: Reading) -
     assert not world.cache._under_way
 
 
-def test_a_read_that_was_cancelled_stops_its_transfer(world: Reading) -> None:
+def test_a_cancelled_read_stops_its_transfer(world: Reading) -> None:
     handle = world.reading()
     assert not handle.cancel()
     error = error_of(handle)
@@ -349,7 +349,7 @@ def test_a_read_that_was_cancelled_stops_its_transfer(world: Reading) -> None:
     [(LONG, LEASE_SECONDS, TransferExpired), (30.0, 31.0, TransferStuck)],
     ids=["lease", "time"],
 )
-def test_a_read_that_cannot_end_well_any_more_is_stopped(
+def test_a_read_that_cannot_succeed_any_more_is_stopped(
     world: Reading, within: float, later: float, kind: type[KvferryError]
 ) -> None:
     handle = world.reading(within)
@@ -366,7 +366,7 @@ def test_a_read_that_cannot_end_well_any_more_is_stopped(
     assert (handle.quiet, error.quiet) == (True, True)
 
 
-def test_nothing_is_started_once_it_is_closed_and_all_that_ran_was_cancelled(world: Reading) -> None:
+def test_a_closed_cache_starts_nothing_and_cancels_all_reads(world: Reading) -> None:
     waiting, reading = world.read("waiting"), world.reading()
     threading.Thread(target=world.cache.close, args=(now() + 60,), daemon=True).start()
     for handle in (waiting, reading):
@@ -395,16 +395,16 @@ def test_a_close_waits_until_nothing_writes_any_more(world: Reading) -> None:
     assert order == ["quiet", "closed"]
 
 
-def test_a_close_that_may_not_wait_does_not(world: Reading) -> None:
+def test_a_close_without_a_timeout_does_not_wait(world: Reading) -> None:
     handle = world.reading()
-    # It is not quiet for as long as nobody fences it.
+    # The read is not quiet until its agent is fenced.
     world.cache.close(0)
     error_of(handle)
     assert not handle.quiet
 
 
-def test_a_close_waits_for_what_its_home_is_told_of_the_end(world: Reading) -> None:
-    """A lease that was accepted pins its source until its home hears of its end."""
+def test_a_close_waits_for_the_reports_of_the_end(world: Reading) -> None:
+    """An accepted lease pins its source until the home receives its end."""
     handles = [world.read("a"), world.read("b")]
     world.worked()
     world.cache.close(now() + 30)
@@ -421,8 +421,8 @@ def test_callbacks_come_before_the_end_of_a_close(world: Reading) -> None:
 
 
 @pytest.mark.parametrize("where", ["waiting", "reading", "judging"])
-def test_a_read_whose_client_ends_before_it_has_an_end(world: Reading, where: str) -> None:
-    """Whoever waits for its result would wait for ever."""
+def test_a_read_whose_client_ends_first_gets_an_end(world: Reading, where: str) -> None:
+    """A caller that waits for the result would wait for ever."""
     handle = world.read() if where == "waiting" else world.reading()
     if where == "judging":
         world.transfers[0].landed(10)
@@ -435,7 +435,7 @@ def test_a_read_whose_client_ends_before_it_has_an_end(world: Reading, where: st
     assert (error is None) is (where == "judging")
 
 
-def test_a_wish_that_no_grant_can_meet_ends_its_read(world: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grant_whose_blocks_cannot_be_taken_ends_its_read(world: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> int:
         raise RuntimeError("a bug")
 

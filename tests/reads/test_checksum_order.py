@@ -79,7 +79,7 @@ def steps(loop: PlayedLoop, home: Home) -> list[Future[int]]:
     return [first, *found]
 
 
-def test_a_later_step_waits_for_one_that_is_repeated_and_others_do_not(loop: PlayedLoop) -> None:
+def test_a_later_step_waits_for_a_repeated_one_of_its_publication_only(loop: PlayedLoop) -> None:
     home = Home(HomeRecovering("busy", retry_after=0.2))
     assert [future.result() for future in steps(loop, home)] == [8, 4, 4]
     assert home.taken == [(2, [0], True), (1, [0], False), (1, [2], True)]
@@ -94,7 +94,7 @@ def test_a_later_step_does_not_fail_with_an_earlier_one(loop: PlayedLoop) -> Non
     assert sorted(home.taken) == [(1, [2], True), (2, [0], True)]
 
 
-def test_a_sum_that_cannot_be_computed_fails_with_its_own_error_and_no_other(
+def test_a_failed_checksum_fails_with_its_own_error_and_no_other(
     loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summer = summer_for(loop, Home(HomeRecovering("busy", retry_after=0.01)))
@@ -114,7 +114,7 @@ def test_a_sum_that_cannot_be_computed_fails_with_its_own_error_and_no_other(
     summer.close()
 
 
-def test_a_close_waits_for_the_sums_that_are_being_computed_and_ends_all_that_wait(
+def test_a_close_waits_for_checksums_in_progress_and_ends_all_waits(
     loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After it the memory may be unmapped."""
@@ -150,7 +150,7 @@ def test_a_close_waits_for_the_sums_that_are_being_computed_and_ends_all_that_wa
         summer.submit(3, {"full": Blocks([1], end_token=4)}, last=True, timeout=SOON)
 
 
-def test_sums_that_are_asked_for_as_it_is_closed_have_an_end(loop: PlayedLoop) -> None:
+def test_checksums_requested_during_a_close_get_an_end(loop: PlayedLoop) -> None:
     summer, free = summer_for(loop, Home(HomeRecovering("busy"))), threading.Event()
     loop.call(lambda: free.wait(30))
     future = summer.submit(1, {"full": Blocks([1, 2], end_token=8)}, last=True, timeout=SOON)

@@ -38,7 +38,7 @@ def world() -> Iterator[PlayedRank]:
     made.close()
 
 
-def test_a_share_that_arrived_ended_well_and_is_quiet(world: PlayedRank) -> None:
+def test_a_share_that_arrived_succeeds_and_is_quiet(world: PlayedRank) -> None:
     read = world.moving()
     world.transfers[0].landed(10)
     world.until(lambda: world.ended)
@@ -48,7 +48,7 @@ def test_a_share_that_arrived_ended_well_and_is_quiet(world: PlayedRank) -> None
     assert read.ended_at == world.transfers[0].ended_at
 
 
-def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: PlayedRank) -> None:
+def test_a_failed_share_is_reported_at_once_and_its_quiet_once(world: PlayedRank) -> None:
     read = world.moving()
     world.transfers[0].fail(TransferFailed("the peer died"))
     world.until(lambda: world.ended)
@@ -65,7 +65,7 @@ def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: PlayedRan
     assert (world.ended, world.quiesced) == ([read], [read])
 
 
-def test_a_cancel_says_nothing_of_the_source(world: PlayedRank) -> None:
+def test_a_cancel_is_no_failure_of_its_source(world: PlayedRank) -> None:
     read = world.moving()
     world.reads.cancel(read)
     world.until(lambda: world.ended)
@@ -74,7 +74,7 @@ def test_a_cancel_says_nothing_of_the_source(world: PlayedRank) -> None:
     assert world.said == []
 
 
-def test_a_share_that_is_overdue_ends_and_its_error_tells_when_it_is_quiet(world: PlayedRank) -> None:
+def test_an_overdue_share_ends_and_its_error_holds_when_it_is_quiet(world: PlayedRank) -> None:
     # A source that is known: to meet one may take longer.
     world.known_sources[SOURCE] = world.peer()
     read = world.moving(within=0.05)
@@ -92,7 +92,7 @@ def test_a_share_that_is_overdue_ends_and_its_error_tells_when_it_is_quiet(world
 
 
 @pytest.mark.parametrize("how", ["cancelled", "overdue"])
-def test_a_share_that_ended_while_its_source_was_met_is_not_begun(world: PlayedRank, how: str) -> None:
+def test_a_share_that_ended_during_its_handshake_is_not_begun(world: PlayedRank, how: str) -> None:
     read = world.start(within=0.05 if how == "overdue" else LONG)
     world.until(lambda: world.asked)
     if how == "cancelled":
@@ -140,7 +140,7 @@ def test_a_share_that_is_stopped_while_its_transfer_begins_may_write(world: Play
     assert not read.quiet
 
 
-def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: PlayedRank) -> None:
+def test_closed_rank_reads_begin_nothing_and_cancel_all_shares(world: PlayedRank) -> None:
     read = world.moving()
     world.reads.close(now() + 20)
     assert isinstance(read.error, TransferCancelled)
@@ -148,7 +148,7 @@ def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: Pl
         world.start("late")
     assert world.quiesced == []
     world.transfers[0].landed(10)
-    # Also what becomes quiet later is told.
+    # A share that becomes quiet later is reported, too.
     assert world.quiesced == [read]
 
 
@@ -162,14 +162,14 @@ def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_s
     assert world.transfers[0].deadline is None
 
 
-def test_a_source_that_is_known_is_not_met_again(world: PlayedRank) -> None:
+def test_a_known_source_needs_no_handshake(world: PlayedRank) -> None:
     world.known_sources[SOURCE] = world.peer()
     world.start("a")
     world.until(lambda: world.transfers)
     assert world.asked == []
 
 
-def test_a_source_that_could_not_be_met_is_met_anew_by_the_next_share(world: PlayedRank) -> None:
+def test_a_failed_handshake_is_repeated_for_the_next_share(world: PlayedRank) -> None:
     world.answer("a", TransferFailed("no such source"))
     world.start("a")
     world.until(lambda: world.ended)
@@ -182,7 +182,7 @@ def test_a_source_that_could_not_be_met_is_met_anew_by_the_next_share(world: Pla
 
 @pytest.mark.parametrize("where", ["handshake", "expansion", "transport"])
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BadReference("nonsense")], ids=["bug", "input"])
-def test_what_goes_wrong_before_the_read_is_its_error(world: PlayedRank, where: str, error: Exception) -> None:
+def test_an_error_before_the_read_is_the_error_of_the_share(world: PlayedRank, where: str, error: Exception) -> None:
     def refuse(*_: object, **__: object) -> Any:
         raise error
 
@@ -202,18 +202,18 @@ def test_what_goes_wrong_before_the_read_is_its_error(world: PlayedRank, where: 
     assert world.transfers == []
 
 
-def test_a_share_ends_at_its_deadline_however_long_another_may_take(world: PlayedRank) -> None:
+def test_a_share_ends_at_its_deadline_however_long_another_takes(world: PlayedRank) -> None:
     longer = world.moving()
     world.known_sources[SOURCE] = world.peer()
     first = world.start("b", within=0.2)
     world.until(lambda: world.ended)
     assert world.ended == [first]
     assert not longer.ended
-    # It is told to stop, since nobody waits for it any more.
+    # The comparison is stopped, since its share has ended.
     assert [transfer.state for transfer in world.transfers] == [TransferState.MOVING, TransferState.CANCELLED]
 
 
-def test_a_clock_that_leaps_ends_what_is_overdue(world: PlayedRank) -> None:
+def test_a_clock_that_leaps_ends_overdue_shares(world: PlayedRank) -> None:
     read = world.moving()
     # As after a suspend, which the sleep of a thread does not count.
     world.loop.leap = 2 * LONG
@@ -221,7 +221,7 @@ def test_a_clock_that_leaps_ends_what_is_overdue(world: PlayedRank) -> None:
     assert isinstance(read.error, TransferStuck)
 
 
-def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: PlayedRank) -> None:
+def test_a_cancel_that_came_first_counts_though_all_bytes_have_arrived(world: PlayedRank) -> None:
     read = world.moving()
     goes_on = threading.Event()
     world.loop.call(lambda: goes_on.wait(30))
@@ -234,7 +234,7 @@ def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: PlayedRan
     assert world.said == []
 
 
-def test_a_cancel_that_comes_when_all_has_arrived_and_before_that_is_noticed_counts(world: PlayedRank) -> None:
+def test_a_cancel_between_arrival_and_its_detection_counts(world: PlayedRank) -> None:
     read = world.moving()
     goes_on = threading.Event()
     world.loop.call(lambda: goes_on.wait(30))
@@ -258,7 +258,7 @@ def test_a_share_that_is_cancelled_before_its_first_step_ends(world: PlayedRank)
     assert (world.ended, world.asked) == ([read], [])
 
 
-def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: PlayedRank) -> None:
+def test_an_engine_whose_callback_raises_hinders_no_other(world: PlayedRank) -> None:
     asked = threading.Event()
 
     def refuse(_: RankRead) -> None:
@@ -285,7 +285,7 @@ def careful() -> Iterator[PlayedRank]:
     made.close()
 
 
-def test_what_arrived_is_compared_before_it_counts(careful: PlayedRank) -> None:
+def test_arrived_blocks_are_compared_before_the_share_succeeds(careful: PlayedRank) -> None:
     read = careful.moving()
     compared = threading.Event()
 
@@ -310,7 +310,7 @@ def test_what_arrived_is_compared_before_it_counts(careful: PlayedRank) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), DataLoss("other bytes")], ids=["bug", "bytes"])
-def test_what_is_not_as_it_was_summed_does_not_count(careful: PlayedRank, error: Exception) -> None:
+def test_blocks_that_differ_from_their_checksums_fail_the_share(careful: PlayedRank, error: Exception) -> None:
     def verify(_: Arrived) -> None:
         raise error
 
@@ -326,7 +326,7 @@ def test_what_is_not_as_it_was_summed_does_not_count(careful: PlayedRank, error:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "overdue"])
-def test_nobody_compares_for_a_share_that_has_ended(careful: PlayedRank, how: str) -> None:
+def test_blocks_of_an_ended_share_are_not_compared(careful: PlayedRank, how: str) -> None:
     stopped = threading.Event()
 
     def verify(arrived: Arrived) -> None:
@@ -358,7 +358,7 @@ def test_nobody_compares_for_a_share_that_has_ended(careful: PlayedRank, how: st
     assert careful.ended == [read]
 
 
-def test_what_does_not_count_is_not_cleared(careful: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tails_of_a_failed_share_are_not_cleared(careful: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
     tail = Tail(monkeypatch)
 
     def verify(_: Arrived) -> None:
@@ -374,7 +374,7 @@ def test_what_does_not_count_is_not_cleared(careful: PlayedRank, monkeypatch: py
     assert tail.cleared == []
 
 
-def test_no_thread_to_compare_on_ends_the_share(careful: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_without_a_thread_to_compare_on_ends(careful: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> threading.Thread:
         raise LimitReached("no thread", retry_after=1.0)
 
@@ -403,7 +403,7 @@ class Tail:
             raise self.error
 
 
-def test_tails_are_cleared_when_all_has_arrived_and_only_where_asked(
+def test_tails_are_cleared_after_arrival_and_only_where_asked(
     world: PlayedRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tail = Tail(monkeypatch)
@@ -440,7 +440,7 @@ def test_tails_that_are_not_cleared_fail_the_share(
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferFailed)
     assert (read.quiet, read.error.quiet) == (quiet, quiet)
-    # Whoever had been about to stop it hears the same.
+    # A caller that was about to stop the share gets the same answer.
     assert read.stop() is quiet
     assert read.wait_quiet(0) is quiet
     assert world.quiesced == []
@@ -482,7 +482,7 @@ def test_a_share_that_ends_while_its_tails_are_cleared_is_quiet_after_that(
     assert world.quiesced == ([] if lost else [read])
 
 
-def test_no_thread_to_clear_tails_on_ends_the_share(world: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_without_a_thread_to_clear_tails_on_ends(world: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> threading.Thread:
         raise LimitReached("no thread", retry_after=1.0)
 

@@ -80,7 +80,7 @@ def ends(port: WorkerPort, count: int) -> dict[str, RankEnd]:
 
 
 @pytest.mark.slow
-def test_a_share_cancelled_while_its_source_is_met_stays_ended(node: NodeServerProcess) -> None:
+def test_a_share_cancelled_during_its_handshake_stays_ended(node: NodeServerProcess) -> None:
     with silent_home() as home, worker(node.address) as port:
         # The first one's time is up soon; then the others would be begun again, as they may wait for longer.
         port.start(grant(home, "short", 3.0))
@@ -101,7 +101,7 @@ def test_a_share_cancelled_while_its_source_is_met_stays_ended(node: NodeServerP
         port.close()
 
 
-def test_closing_while_sources_are_met_ends_every_share(node: NodeServerProcess) -> None:
+def test_close_during_handshakes_ends_every_share(node: NodeServerProcess) -> None:
     with silent_home() as home, worker(node.address) as port:
         for number in range(5):
             port.start(grant(home, f"read {number}", 60.0, f"source {number % 2}"))
@@ -113,7 +113,7 @@ def test_closing_while_sources_are_met_ends_every_share(node: NodeServerProcess)
             port.start(grant(home, "late", 60.0))
 
 
-def test_starting_beside_closing_leaves_no_share_without_an_end(node: NodeServerProcess) -> None:
+def test_start_beside_close_leaves_no_share_without_an_end(node: NodeServerProcess) -> None:
     with silent_home() as home, worker(node.address) as port:
         started: list[str] = []
 
@@ -133,7 +133,7 @@ def test_starting_beside_closing_leaves_no_share_without_an_end(node: NodeServer
         assert {end.read_id for end in port.finished().failed} == set(started)
 
 
-def test_a_source_is_met_again_after_a_thread_could_not_be_had(
+def test_a_handshake_is_repeated_after_a_thread_could_not_be_had(
     node: NodeServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
@@ -153,7 +153,7 @@ def test_a_source_is_met_again_after_a_thread_could_not_be_had(
         assert ends(port, 1)["second"].error_name not in (LimitReached.__name__, "TransferStuck")
 
 
-def test_an_engine_that_raises_at_one_end_hears_of_the_others(
+def test_an_exception_of_an_engines_callback_hides_no_other_end(
     node: NodeServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = WorkerPort._share_ended
@@ -209,7 +209,7 @@ def calls_after_close(port: SchedulerPort, reference: str) -> list[Callable[[], 
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan"), 1e12])
-def test_a_time_that_is_no_deadline_is_refused(node: NodeServerProcess, tmp_path: Path, timeout: float) -> None:
+def test_a_timeout_out_of_range_is_refused(node: NodeServerProcess, tmp_path: Path, timeout: float) -> None:
     with Client(node.address) as client:
         port = scheduler(client)
         with pytest.raises(InvalidField):

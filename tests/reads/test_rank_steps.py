@@ -46,7 +46,7 @@ def told(world: PlayedRank) -> list[list[int]]:
     return [expanded[0]["full"].ids.tolist() for expanded in world.expanded]  # type: ignore[index]
 
 
-def test_what_comes_while_a_step_moves_is_moved_by_one_transfer_when_it_has_ended(world: PlayedRank) -> None:
+def test_steps_that_come_while_one_moves_are_moved_together_afterwards(world: PlayedRank) -> None:
     read = begun(world)
     for place in (1, 2, 3):
         world.reads.add(read, {"full": Blocks([2 + place], 16 * place, 16 * place + 16)}, last=False)
@@ -71,7 +71,7 @@ def test_what_comes_while_a_step_moves_is_moved_by_one_transfer_when_it_has_ende
     assert (read.work.descriptors, read.work.pieces) == (9, 15)
 
 
-def test_a_step_that_is_not_enough_for_anything_starts_no_transfer(world: PlayedRank) -> None:
+def test_a_step_with_too_few_tokens_starts_no_transfer(world: PlayedRank) -> None:
     world.reaches = 0
     read = world.start(complete=False)
     world.until(lambda: world.expanded)
@@ -83,7 +83,7 @@ def test_a_step_that_is_not_enough_for_anything_starts_no_transfer(world: Played
     world.until(lambda: world.transfers)
 
 
-def test_the_steps_that_come_before_its_source_is_met_are_moved_together() -> None:
+def test_steps_that_come_before_the_handshake_are_moved_together() -> None:
     world = PlayedRank()
     world.first = {"full": Blocks([2], 0, 16)}
     read = world.start(complete=False)
@@ -111,7 +111,7 @@ def test_a_step_that_fails_ends_the_share_and_nothing_more_is_moved(world: Playe
     world.until(lambda: world.quiesced)
 
 
-def test_cancelled_between_two_steps_it_ends_at_once_and_is_quiet(world: PlayedRank) -> None:
+def test_a_share_cancelled_between_two_steps_ends_at_once_and_is_quiet(world: PlayedRank) -> None:
     read = begun(world)
     world.transfers[0].landed(10)
     world.worked()
@@ -132,7 +132,7 @@ def test_blocks_that_do_not_follow_end_the_share_before_they_are_touched(world: 
 
 
 @pytest.mark.parametrize("moving", [False, True])
-def test_at_its_deadline_it_says_who_is_late(world: PlayedRank, moving: bool) -> None:
+def test_a_share_at_its_deadline_names_what_is_late(world: PlayedRank, moving: bool) -> None:
     read = begun(world)
     if not moving:
         world.transfers[0].landed(10)
@@ -143,7 +143,7 @@ def test_at_its_deadline_it_says_who_is_late(world: PlayedRank, moving: bool) ->
     assert read.quiet is not moving
 
 
-def test_what_arrived_in_all_steps_is_compared_at_the_end(careful: PlayedRank) -> None:
+def test_blocks_of_all_steps_are_compared_at_the_end(careful: PlayedRank) -> None:
     read = begun(careful)
     careful.transfers[0].landed(10)
     careful.reads.add(read, {"full": Blocks([5], 16, 32)}, last=True)

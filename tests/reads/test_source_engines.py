@@ -122,7 +122,7 @@ def test_an_engine_whose_reads_keep_failing_is_remembered(found: Engines) -> Non
     assert not home.asked
 
 
-def test_a_source_is_met_once_for_all_that_wait(found: Engines) -> None:
+def test_one_handshake_serves_all_waiting_reads(found: Engines) -> None:
     home = Home()
     first, second = found.met_together(home, ("a", SOON), ("b", SOON))
     assert first is second
@@ -130,7 +130,7 @@ def test_a_source_is_met_once_for_all_that_wait(found: Engines) -> None:
 
 
 @pytest.mark.parametrize("error", [WrongKey("no"), PublicationStale("old")], ids=["key", "stale"])
-def test_a_reference_that_is_gone_says_nothing_of_another(found: Engines, error: KvferryError) -> None:
+def test_a_reference_that_is_gone_affects_no_other_reference(found: Engines, error: KvferryError) -> None:
     home = Home(error)
     first, same, other = found.met_together(home, ("a", SOON), ("a", SOON), ("b", SOON))
     assert (type(first), type(same)) == (type(error), type(error))
@@ -143,7 +143,7 @@ def test_a_reference_that_is_gone_says_nothing_of_another(found: Engines, error:
     [(PeerRestarted("anew"), True), (EngineUnknown("who"), True), (TransferFailed("no such source"), False)],
     ids=["restarted", "unknown", "failed"],
 )
-def test_an_error_that_is_true_of_the_source_ends_all_that_wait_for_it(
+def test_an_error_of_the_source_ends_all_reads_that_wait_for_its_handshake(
     found: Engines, error: KvferryError, *, gone: bool
 ) -> None:
     found.met(Home())
@@ -156,7 +156,7 @@ def test_an_error_that_is_true_of_the_source_ends_all_that_wait_for_it(
     assert bool(found._slots) is not gone
 
 
-def test_a_read_that_may_wait_for_longer_tries_again(found: Engines) -> None:
+def test_a_read_with_time_left_repeats_the_handshake(found: Engines) -> None:
     home = Home(Unavailable("not now", retry_after=SOON + 1))
     short, patient = found.met_together(home, ("a", SOON), ("b", 2 * SOON))
     assert isinstance(short, Unavailable)
@@ -181,9 +181,7 @@ def test_a_read_that_is_cancelled_does_not_end_the_handshake_of_others(found: En
     assert home.asked == ["a"]
 
 
-def test_a_thread_that_cannot_be_had_ends_a_handshake_and_no_other(
-    found: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handshake_without_a_thread_ends_and_no_other(found: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> threading.Thread:
         raise LimitReached("no thread", retry_after=1.0)
 
@@ -205,7 +203,7 @@ def test_an_agent_that_is_named_after_another_engine_is_refused(found: Engines) 
     assert found.met(home).agents[0].name == "agent of " + (b"p" * 16).hex()
 
 
-def test_a_source_is_met_anew_after_a_failed_read(found: Engines) -> None:
+def test_a_source_gets_another_handshake_after_a_failed_read(found: Engines) -> None:
     home = Home()
     first = found.met(home)
     assert found.met(home) is first

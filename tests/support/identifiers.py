@@ -1,4 +1,4 @@
-"""Identifiers that nobody else has."""
+"""Unique identifiers."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import uuid
 
 
 def unique_id(prefix: str) -> str:
-    """An engine_id nobody else has."""
+    """A unique engine_id."""
     return f"{prefix}-{uuid.uuid4().hex[:8]}"

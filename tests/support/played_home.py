@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, cast
 from kvferry import Prompt
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.connection import Control
-from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.verdict import Confirm
 from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span
 from kvferry.v1 import kv_transfer_pb2 as pb

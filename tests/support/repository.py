@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples" / "geometry"
 
 @cache
 def syntax(path: Path) -> ast.Module:
-    """The syntax tree of a Python file, which nobody may change."""
+    """The syntax tree of a Python file; do not change it."""
     text = path.read_text()
     while True:
         try:

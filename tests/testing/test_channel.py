@@ -54,14 +54,14 @@ def raised(call: Any) -> Any:
     return caught.value
 
 
-def test_an_answer_comes(channel: grpc.Channel) -> None:
+def test_an_answer_arrives(channel: grpc.Channel) -> None:
     stub = IntrospectionStub(channel)
     assert stub.ListEngines(ipb.ListEnginesRequest(), timeout=SOON).home_epoch
     answer, call = stub.ListEngines.with_call(ipb.ListEnginesRequest(), timeout=SOON)
     assert (len(answer.home_epoch), call.code()) == (16, grpc.StatusCode.OK)
 
 
-def test_an_answer_comes_to_who_does_not_wait(channel: grpc.Channel) -> None:
+def test_an_answer_arrives_without_a_waiting_caller(channel: grpc.Channel) -> None:
     done, seen = threading.Event(), []
 
     def take(future: Any) -> None:
@@ -74,7 +74,7 @@ def test_an_answer_comes_to_who_does_not_wait(channel: grpc.Channel) -> None:
     assert (seen, future.done(), future.cancelled()) == ([(None, 16)], True, False)
 
 
-def test_an_error_comes_with_its_values(channel: grpc.Channel) -> None:
+def test_an_error_arrives_with_its_values(channel: grpc.Channel) -> None:
     request = ipb.GetEngineRequest(engine_id="nobody")
     error = raised(lambda: IntrospectionStub(channel).GetEngine(request, timeout=SOON))
     typed = from_rpc_error(error, "address")
@@ -90,13 +90,13 @@ def test_a_call_without_a_deadline_is_refused(channel: grpc.Channel) -> None:
 
 
 @pytest.mark.parametrize("path", ["/kvferry.v1.KVTransfer/Notify", "/kvferry.v1.KVTransfer/Watch"])
-def test_what_is_no_message_is_refused(channel: grpc.Channel, path: str) -> None:
+def test_an_object_that_is_no_message_is_refused(channel: grpc.Channel, path: str) -> None:
     call = channel.unary_unary(path, bytes, bytes)
     error = raised(lambda: call(b"\xff\xff", timeout=SOON))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_what_nobody_offers_is_refused(channel: grpc.Channel) -> None:
+def test_a_method_that_is_not_offered_is_refused(channel: grpc.Channel) -> None:
     error = raised(lambda: channel.unary_unary("/kvferry.v1.KVTransfer/Nothing", bytes, bytes)(b"", timeout=SOON))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
@@ -139,7 +139,7 @@ def test_a_call_that_was_cancelled_has_neither_result_nor_exception(channel: grp
 
 
 @pytest.mark.parametrize("method", ["ListEngines", "Nothing"])
-def test_what_is_larger_than_a_message_is_refused(channel: grpc.Channel, method: str) -> None:
+def test_a_message_that_is_too_large_is_refused(channel: grpc.Channel, method: str) -> None:
     call = channel.unary_unary(f"/kvferry.v1.Introspection/{method}", bytes, bytes)
     error = raised(lambda: call(bytes(MAX_MESSAGE_BYTES + 1), timeout=SOON))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -153,7 +153,7 @@ def test_the_end_of_a_channel_ends_its_streams(channel: grpc.Channel, watch: Any
         IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=SOON)
 
 
-def test_who_leaves_is_noticed_by_the_home(channel: grpc.Channel, watch: Any) -> None:
+def test_a_client_that_leaves_is_noticed_by_the_home(channel: grpc.Channel, watch: Any) -> None:
     stub = IntrospectionStub(channel)
 
     def live() -> bool:

@@ -56,7 +56,7 @@ def test_right_planes_pass_by_the_values_of_an_end_block_and_some_others() -> No
     assert found == check(cache, planes, write=write, token=TOKEN, seed=1)
 
 
-def test_without_a_way_to_write_planes_are_compared_with_the_tensor_alone() -> None:
+def test_planes_without_a_way_to_write_are_compared_with_the_tensor_alone() -> None:
     cache, _, planes = engine()
     assert check(cache, planes) == CheckedLayout()
     with pytest.raises(LayoutMismatch, match="declare the same bytes") as refused:
@@ -156,7 +156,7 @@ def test_a_kernel_that_also_writes_into_the_next_block_is_found() -> None:
         check(cache, planes, write=writes_one_more, token=TOKEN)
 
 
-def test_what_an_engine_raises_is_raised_and_the_bytes_are_put_back() -> None:
+def test_an_exception_of_the_engine_is_raised_and_the_bytes_are_put_back() -> None:
     cache, write, planes = engine()
 
     def fails(inputs: Any, slots: torch.Tensor) -> None:
@@ -253,7 +253,7 @@ def test_kernel_pages_are_parts_of_blocks() -> None:
     assert check_layout(GROUP, pages, planes, write=write_pages, token=TOKEN).values == ("key", "value")
 
 
-def test_arguments_that_belong_together() -> None:
+def test_arguments_that_belong_together_are_required_together() -> None:
     cache, write, planes = engine()
     for given in ({"write": write}, {"token": TOKEN}):
         with pytest.raises(InvalidField, match="token"):
@@ -262,7 +262,7 @@ def test_arguments_that_belong_together() -> None:
         check(cache, [])
 
 
-def test_it_imports_no_node_server() -> None:
+def test_the_layout_check_imports_no_node_server() -> None:
     code = "from kvferry.testing import check_layout\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "kvferry_server" not in done.stdout

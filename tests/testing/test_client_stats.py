@@ -221,7 +221,7 @@ def test_no_name_is_there_twice_and_a_registry_refuses_a_second_collector(fabric
         samples(collector, ClientCollector(fabric.client()))
 
 
-def test_labels_do_not_grow_with_what_moves(pair: tuple[Engine, Engine]) -> None:
+def test_labels_do_not_grow_with_the_traffic(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
 
     def lines() -> int:

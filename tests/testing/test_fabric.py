@@ -44,7 +44,7 @@ def test_every_byte_arrives_whatever_the_ratio(fabric: Fabric, source: int, dest
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
-def test_small_pieces_go_either_way(fabric: Fabric, path: str) -> None:
+def test_small_pieces_move_either_way(fabric: Fabric, path: str) -> None:
     prefill, decode = Engine(fabric, "p", 2, "nhd"), Engine(fabric, "d", 1, "hnd")
     assert prefill.layout != decode.layout
     values = kv(tokens=64)
@@ -61,7 +61,7 @@ def test_small_pieces_go_either_way(fabric: Fabric, path: str) -> None:
     assert np.array_equal(memory[:, :16].reshape(2, 64, HEADS, 8), values[0])
 
 
-def test_what_is_read_comes_later_and_in_steps(fabric: Fabric) -> None:
+def test_bytes_arrive_later_and_in_steps(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     values = kv(tokens=10)
     prefill.write(values, [1, 2, 3])
@@ -82,7 +82,7 @@ def test_a_read_may_come_before_its_publication(fabric: Fabric) -> None:
     padded = {name: np.concatenate([block] * BLOCKS, axis=1) for name, block in memory.items()}
     client.register_cache(spec, tensors=padded, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
     fabric.stop_home()
-    # Good at once; the home hears of it when it is back.
+    # Successful at once; the home gets the report when it is back.
     publication = port.publish("request", {"full": Blocks([1])})
     (read,) = decode.read(publication.reference, [2])
     with pytest.raises(TimeoutError):
@@ -131,7 +131,7 @@ async def test_the_client_for_asyncio_works_as_well(fabric: Fabric) -> None:
     assert np.array_equal(memory[:, 2].swapaxes(1, 2), values[0])
 
 
-def test_nothing_is_read_to_measure_what_reads_cost(fabric: Fabric) -> None:
+def test_costs_of_reads_are_not_measured(fabric: Fabric) -> None:
     # Of pieces this small, in caches this large, NIXL reads some before the first read, and their time decides on the
     # path.
     prefill, decode = (Engine(fabric, name, ranks, "nhd", blocks=8192) for name, ranks in (("p", 1), ("d", 2)))
@@ -152,7 +152,7 @@ def test_memory_of_a_device_is_refused(fabric: Fabric) -> None:
         fabric.client().register_cache(spec, planes=planes, regions=regions)
 
 
-def test_a_closed_fabric_is_left_by_everybody() -> None:
+def test_a_closed_fabric_ends_all_its_clients() -> None:
     before = set(threading.enumerate())
     with Fabric() as fabric:
         prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
@@ -182,7 +182,7 @@ def test_a_fabric_leaves_no_thread_behind() -> None:
         assert not {thread.name for thread in set(threading.enumerate()) - before}
 
 
-def test_two_fabrics_know_nothing_of_each_other() -> None:
+def test_two_fabrics_are_separate() -> None:
     with Fabric() as one, Fabric() as other:
         assert one.address != other.address
         Engine(one, "p")
@@ -194,7 +194,7 @@ def test_durations_that_make_no_sense_are_refused() -> None:
         Fabric(ttl=31.0)
 
 
-def test_neither_nixl_nor_the_extra_nor_a_connection_is_needed() -> None:
+def test_the_fabric_needs_neither_nixl_nor_the_extra_nor_a_connection() -> None:
     code = """
 import sys
 for name in ("nixl", "torch", "uvloop", "pydantic", "pydantic_settings", "grpc_health", "grpc_reflection"):

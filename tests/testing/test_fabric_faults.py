@@ -26,7 +26,7 @@ VALUES = kv(tokens=8)
 THEIRS, MINE = [3, 1], [5, 6]
 
 
-def test_held_bytes_come_one_chunk_after_the_other(fabric: Fabric) -> None:
+def test_held_bytes_arrive_one_chunk_after_the_other(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p", 2), Engine(fabric, "d", 1)
     publication = prefill.publish(VALUES, THEIRS)
     with fabric.hold_reads() as held:
@@ -45,7 +45,7 @@ def test_held_bytes_come_one_chunk_after_the_other(fabric: Fabric) -> None:
     assert decode.holds(VALUES, MINE)
 
 
-def test_the_end_of_holding_lets_everything_go(fabric: Fabric) -> None:
+def test_the_end_of_a_hold_moves_all_bytes(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     with fabric.hold_reads() as held:
         (read,) = decode.read(prefill.publish(VALUES, THEIRS).reference, MINE)
@@ -58,7 +58,7 @@ def test_the_end_of_holding_lets_everything_go(fabric: Fabric) -> None:
         held.wait(1, timeout=0.01)
 
 
-def test_a_read_that_is_cancelled_in_the_middle_is_uncertain_until_its_bytes_have_come(fabric: Fabric) -> None:
+def test_a_read_cancelled_halfway_is_uncertain_until_its_bytes_have_come(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     publication = prefill.publish(VALUES, THEIRS)
     with fabric.hold_reads() as held:
@@ -87,7 +87,7 @@ def test_a_read_that_fails_is_uncertain_and_becomes_quiet_and_the_next_one_succe
     assert decode.holds(VALUES, MINE)
 
 
-def test_no_read_fails_that_was_not_asked_to(fabric: Fabric) -> None:
+def test_reads_fail_only_where_asked_to(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     fabric.fail_reads(3)
     fabric.fail_reads(0)
@@ -103,7 +103,7 @@ def test_a_lease_ends_while_bytes_are_under_way() -> None:
         with fabric.hold_reads() as held:
             (read,) = decode.read(publication.reference, MINE)
             held.wait()
-            # Nobody renews the lease any more.
+            # The lease is not renewed any more.
             fabric.stop_home()
             error = read.exception(SOON)
             assert isinstance(error, TransferExpired)
@@ -119,7 +119,7 @@ def test_a_publication_that_nobody_reads_is_released_after_the_hold() -> None:
         assert prefill.outcome(prefill.publish(VALUES, THEIRS)).name == "UNREAD"
 
 
-def test_a_home_that_was_restarted_is_told_again_what_there_is(fabric: Fabric) -> None:
+def test_a_restarted_home_is_refilled(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     publication = prefill.publish(VALUES, THEIRS)
     fabric.stop_home()
@@ -168,7 +168,7 @@ def test_a_source_that_died_cannot_be_read_and_its_successor_can() -> None:
         assert decode.holds(VALUES, MINE)
 
 
-def test_a_read_that_nobody_ends_ends_when_its_home_has_lost_the_source() -> None:
+def test_a_read_without_an_end_ends_when_its_home_has_lost_the_source() -> None:
     # As over a network card: the rank's memory is there, and nothing says that its bytes do not come any more.
     with Fabric(engine_ttl=0.1, ttl=4.5, max_ttl=4.5) as fabric:
         prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
@@ -265,7 +265,7 @@ def test_a_scheduler_steps_on_while_bytes_are_under_way(fabric: Fabric) -> None:
         assert decode.quiesced == ["request"]
 
 
-def test_a_scheduler_that_wants_quiet_blocks_hears_of_a_read_when_they_are(fabric: Fabric) -> None:
+def test_a_scheduler_that_wants_quiet_blocks_gets_the_read_when_they_are(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Ports(fabric, hold_until_quiet=True)
     with fabric.hold_reads() as held:
         decode.start(prefill.publish(VALUES, THEIRS).reference)

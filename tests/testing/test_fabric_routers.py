@@ -83,7 +83,7 @@ def test_a_reader_may_wait_for_longer_than_a_lease_lasts() -> None:
         assert decode.holds(VALUES, MINE)
 
 
-def test_a_reader_that_comes_later_gets_them_too(fabric: Fabric, pair: Pair) -> None:
+def test_a_reader_that_comes_later_gets_the_blocks_too(fabric: Fabric, pair: Pair) -> None:
     prefill, decode = pair
     reference = made(fabric)
     publish(prefill, reference)
@@ -103,7 +103,7 @@ def test_a_reader_without_the_key_gets_nothing(fabric: Fabric, pair: Pair) -> No
     assert isinstance(wrong.exception(SOON), WrongKey)
 
 
-def test_a_router_that_gives_up_ends_both_sides(fabric: Fabric, pair: Pair) -> None:
+def test_a_router_that_gives_up_ends_source_and_reader(fabric: Fabric, pair: Pair) -> None:
     prefill, decode = pair
     reference = made(fabric)
     (read,) = decode.read(reference, MINE)
@@ -134,7 +134,7 @@ def test_a_read_that_is_cancelled_waits_no_more(fabric: Fabric, pair: Pair) -> N
     read.cancel()
     assert isinstance(read.exception(SOON), TransferCancelled)
     fabric.wait_until_waiting(0)
-    # Nobody declined, so another reader may have it.
+    # The publication was not declined, so another reader may have it.
     publish(prefill, reference)
     (other,) = decode.read(reference, MINE)
     assert other.result(SOON).bytes == VALUES.nbytes
@@ -196,7 +196,7 @@ def test_a_key_is_used_once(fabric: Fabric, pair: Pair) -> None:
     assert prefill.session.unreleased() == ()
 
 
-def test_what_cannot_be_published_under(fabric: Fabric, pair: Pair) -> None:
+def test_references_that_cannot_be_published_under(fabric: Fabric, pair: Pair) -> None:
     prefill, _ = pair
     own = prefill.publish(VALUES, THEIRS).reference
     for reference in (own, made(fabric, "another"), made(fabric, "p", data_parallel_rank=1)):
@@ -288,10 +288,10 @@ def test_a_destination_that_gives_up_declines_before_the_publication_comes(fabri
     assert ports.outcome() is ReleaseOutcome.DECLINED
 
 
-def test_readers_hear_of_a_publication_that_was_refused(
+def test_readers_are_informed_of_a_refused_publication(
     fabric: Fabric, ports: Ports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source found out that it cannot publish, so nobody needs to wait for the rest of the time."""
+    """The source found out that it cannot publish, so no reader needs to wait for the rest of the time."""
     reference = made(fabric)
     ports.scheduler.acquire("decode-1", reference, timeout=SOON)
     fabric.wait_until_waiting()
@@ -301,7 +301,7 @@ def test_readers_hear_of_a_publication_that_was_refused(
 
     monkeypatch.setattr("kvferry_server.domain.sources.Sources.publish", refuse)
     ports.publish(reference)
-    # Nobody has declined it.
+    # The publication was not declined.
     assert isinstance(ports.refusal("decode-1"), NotPublished)
     ports.scheduler.acquire("decode-2", reference, timeout=SOON)
     assert isinstance(ports.refusal("decode-2"), NotPublished)

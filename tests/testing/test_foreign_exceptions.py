@@ -78,7 +78,7 @@ def calls_of(*names: str) -> set[str]:
     return found
 
 
-def test_every_thread_and_coroutine_that_goes_on_is_known_here() -> None:
+def test_every_thread_and_coroutine_that_goes_on_is_listed_here() -> None:
     """A thread that is new stands in one of the tables above, and what goes on is tested below."""
     assert calls_of("spawn_turns") == set(REPEATED)
     assert calls_of("start_loop") == set(LOOPS)
@@ -135,7 +135,7 @@ class Pair:
 
 @pytest.mark.parametrize("raised", [ValueError, SystemExit])
 @pytest.mark.parametrize("repeated", [PublicationSender, Watcher])
-def test_an_engine_goes_on_after_whatever_a_turn_of_its_coroutines_raises(
+def test_an_engine_goes_on_after_any_exception_of_a_turn(
     repeated: type[Any], raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
 ) -> None:
     """Renewals are tested in tests/control/test_renewal_decisions.py, notifications below."""
@@ -157,7 +157,7 @@ def test_an_engine_goes_on_after_whatever_a_turn_of_its_coroutines_raises(
 
 
 @pytest.mark.parametrize("raised", [ValueError, SystemExit])
-def test_notifications_are_repeated_after_whatever_a_turn_raises(
+def test_notifications_are_repeated_after_any_exception_of_a_turn(
     raised: Raised, monkeypatch: pytest.MonkeyPatch, raising_handler: None
 ) -> None:
     turn, failed = Notifier._turn, list[object]()
@@ -184,7 +184,7 @@ def test_notifications_are_repeated_after_whatever_a_turn_raises(
 
 
 @pytest.mark.parametrize("raised", RAISED)
-def test_a_thread_goes_on_after_whatever_its_turn_raises(raised: Raised, raising_handler: None) -> None:
+def test_a_thread_goes_on_after_any_exception_of_a_turn(raised: Raised, raising_handler: None) -> None:
     turns, again = [0], threading.Event()
 
     def turn() -> bool:
@@ -201,7 +201,7 @@ def test_a_thread_goes_on_after_whatever_its_turn_raises(raised: Raised, raising
 
 
 @pytest.mark.parametrize("raised", RAISED)
-def test_later_callbacks_come_whatever_a_callback_raises(raised: Raised, raising_handler: None) -> None:
+def test_later_callbacks_follow_any_exception_of_a_callback(raised: Raised, raising_handler: None) -> None:
     def fail(_: object) -> None:
         raise raised("a callback")
 
@@ -219,7 +219,7 @@ def test_later_callbacks_come_whatever_a_callback_raises(raised: Raised, raising
 
 
 @pytest.mark.parametrize("raised", RAISED)
-def test_later_sums_come_whatever_a_future_of_checksums_raises(raised: Raised, raising_handler: None) -> None:
+def test_later_checksums_follow_any_exception_of_a_future(raised: Raised, raising_handler: None) -> None:
     def fail(_: object) -> None:
         raise raised("a future")
 
@@ -236,7 +236,7 @@ def test_later_sums_come_whatever_a_future_of_checksums_raises(raised: Raised, r
         pair.serve()
 
 
-def test_a_cache_may_be_closed_by_a_callback_of_its_sums() -> None:
+def test_a_cache_may_be_closed_by_a_callback_of_its_checksums() -> None:
     closed = threading.Event()
 
     def close(_: object) -> None:
@@ -255,7 +255,7 @@ def test_a_cache_may_be_closed_by_a_callback_of_its_sums() -> None:
 
 
 @pytest.mark.parametrize("raised", RAISED)
-def test_later_news_of_a_directory_come_whatever_a_watch_raises(
+def test_later_directory_updates_follow_any_exception_of_a_watch(
     raised: Raised, tmp_path: Path, raising_handler: None
 ) -> None:
     file = tmp_path / "directory.toml"
@@ -276,7 +276,7 @@ def test_later_news_of_a_directory_come_whatever_a_watch_raises(
 
 
 @pytest.mark.parametrize("raised", [ValueError, asyncio.CancelledError])
-def test_reads_go_on_whatever_a_hook_for_traces_raises(raised: Raised, raising_handler: None) -> None:
+def test_reads_go_on_after_any_exception_of_a_trace_hook(raised: Raised, raising_handler: None) -> None:
     def start(*_: object) -> _tracing.Span:
         raise raised("a hook")
 

@@ -68,7 +68,7 @@ def test_descriptors_of_both_kinds_are_copied(fabric: Fabric) -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_what_was_not_registered_is_not_touched(side: int) -> None:
+def test_unregistered_memory_is_not_touched(side: int) -> None:
     process = Process(Wire())
     here, there = Agent(process, "here"), Agent(process, "there")
     cells = [np.zeros(SIZE, np.uint8) for _ in range(2)]
@@ -80,7 +80,7 @@ def test_what_was_not_registered_is_not_touched(side: int) -> None:
         here.createXferReq("READ", ("DRAM", lists[1]), ("DRAM", lists[0]), "there", b"", [])
 
 
-def test_a_source_that_was_closed_cannot_be_read(fabric: Fabric) -> None:
+def test_a_closed_source_cannot_be_read(fabric: Fabric) -> None:
     source, reader, serving, reading = pair(fabric)
     handle = reading.make("source", raw(source.base, reader.base, 8))
     serving.close()
@@ -107,7 +107,7 @@ def test_metadata_of_another_agent_are_refused(fabric: Fabric) -> None:
         reading.add_peer(info)
 
 
-def test_the_end_of_an_agent_is_the_fence(fabric: Fabric) -> None:
+def test_the_end_of_an_agent_fences_its_writes(fabric: Fabric) -> None:
     source, reader, _, reading = pair(fabric)
     with fabric.hold_reads() as held:
         assert reading.make("source", raw(source.base, reader.base, 8)).post() is HandleState.MOVING

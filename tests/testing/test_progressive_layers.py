@@ -58,7 +58,7 @@ def early(layers: int, done: int, tokens: int) -> Values:
     return values
 
 
-def test_of_an_unfinished_chunk_only_the_finished_layers_are_read(fabric: Fabric) -> None:
+def test_layers_of_an_unfinished_chunk_are_read_once_they_are_finished(fabric: Fabric) -> None:
     prefill, decode = LayeredPrefill(fabric), Engine(fabric, "d", 2, "nhd")
     reads = begin(decode, prefill)
     for tokens in (8, 12):
@@ -79,7 +79,7 @@ def test_of_an_unfinished_chunk_only_the_finished_layers_are_read(fabric: Fabric
     assert prefill.outcome(prefill.publication).name == "READ"
 
 
-def test_who_asks_for_the_whole_is_told_of_no_part(fabric: Fabric) -> None:
+def test_a_read_that_is_not_progressive_gets_no_part(fabric: Fabric) -> None:
     prefill, decode = LayeredPrefill(fabric), Engine(fabric, "d")
     (read,) = decode.read(prefill.reference, MINE)
     prefill.compute_layer(0, 16)
@@ -90,7 +90,7 @@ def test_who_asks_for_the_whole_is_told_of_no_part(fabric: Fabric) -> None:
     assert decode.holds(VALUES, MINE)
 
 
-def test_some_layers_of_some_layers(fabric: Fabric) -> None:
+def test_a_read_of_some_layers_gets_only_these(fabric: Fabric) -> None:
     prefill, decode = LayeredPrefill(fabric), Engine(fabric, "d")
     (read,) = begin(decode, prefill, layers=["layer1"])
     prefill.compute_layer(0, 16)
@@ -102,7 +102,7 @@ def test_some_layers_of_some_layers(fabric: Fabric) -> None:
     assert read.result(SOON).bytes == VALUES.nbytes // LAYERS
 
 
-def test_a_home_that_restarts_between_two_layers_is_told_them_again(fabric: Fabric) -> None:
+def test_a_home_that_restarts_between_two_layers_is_refilled_with_them(fabric: Fabric) -> None:
     prefill, decode = LayeredPrefill(fabric), Engine(fabric, "d")
     (read,) = begin(decode, prefill)
     prefill.compute_layer(0, 16)
@@ -128,7 +128,7 @@ def test_a_source_that_gives_up_between_two_layers(fabric: Fabric) -> None:
     assert prefill.outcome(prefill.publication).name == "ABORTED"
 
 
-def test_workers_are_told_of_layers_by_grants_and_steps(fabric: Fabric) -> None:
+def test_workers_receive_layers_by_grants_and_steps(fabric: Fabric) -> None:
     prefill, decode = LayeredPrefill(fabric), Decode(fabric)
     prefill.compute_layer(0, 16)
     grant = decode.attached(prefill)
@@ -181,7 +181,7 @@ CHUNK = {"full": Blocks([1, 2], 0, 8)}
 
 @pytest.fixture(scope="module")
 def unread() -> Iterator[SchedulerPort]:
-    """An engine that nobody reads from. Its end waits for what its home has not taken: it has no ranks."""
+    """An engine without readers. Its end waits for the messages that its home has not taken: it has no ranks."""
     with Fabric() as fabric, contextlib.closing(SchedulerPort(fabric.client(), EngineSpec("p", GROUPS))) as port:
         yield port
 
@@ -203,7 +203,7 @@ def unread() -> Iterator[SchedulerPort]:
         ({"full": Blocks([9], 0, 4)}, ["layer0"], {}),
     ],
 )
-def test_layers_of_blocks_that_cannot_be_published_so_are_refused(
+def test_layers_of_blocks_that_allow_none_are_refused(
     unread: SchedulerPort, blocks: dict[str, Blocks], layers: Collection[str], options: dict[str, Any]
 ) -> None:
     given: Any = {"last": False, "layers": layers, **options}

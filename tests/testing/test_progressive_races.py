@@ -90,7 +90,7 @@ def test_a_grant_that_is_declined_halfway_releases_its_source(fabric: Fabric) ->
     assert prefill.outcome(prefill.publication).name == "DECLINED"
 
 
-def test_closed_halfway_it_is_quiet_and_its_source_is_free(fabric: Fabric) -> None:
+def test_a_read_closed_halfway_is_quiet_and_its_source_is_free(fabric: Fabric) -> None:
     prefill, decode, read = halfway(fabric)
     decode.caches[0].close()
     assert isinstance(read.exception(SOON), TransferCancelled)
@@ -99,7 +99,7 @@ def test_closed_halfway_it_is_quiet_and_its_source_is_free(fabric: Fabric) -> No
     assert prefill.outcome(prefill.publication).name == "ABORTED"
 
 
-def test_whenever_it_is_cancelled_nothing_is_written_once_it_says_that_it_is_quiet(fabric: Fabric) -> None:
+def test_a_cancelled_read_writes_nothing_once_it_is_quiet(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     random = np.random.default_rng(7)
     prefill.write(VALUES, THEIRS)
@@ -121,7 +121,7 @@ def test_whenever_it_is_cancelled_nothing_is_written_once_it_says_that_it_is_qui
         assert not decode.memory[0].any(), attempt
 
 
-def test_steps_of_a_read_that_was_given_up_before_its_grant_was_started_are_dropped(fabric: Fabric) -> None:
+def test_steps_of_a_read_cancelled_before_its_start_are_dropped(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Decode(fabric)
     prefill.compute(4)
     before = reachable_steps(decode)

@@ -57,7 +57,7 @@ def test_each_step_moves_while_the_source_computes(fabric: Fabric) -> None:
     assert prefill.outcome(prefill.publication).name == "READ"
 
 
-def test_of_a_prefix_that_is_there_already_nothing_moves(fabric: Fabric) -> None:
+def test_a_prefix_that_is_cached_already_does_not_move(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Engine(fabric, "d", ranks=2)
     reads = [
         cache.read(
@@ -86,7 +86,7 @@ def test_a_publication_that_is_complete_already_is_read_at_once(fabric: Fabric) 
     assert decode.holds(VALUES, MINE)
 
 
-def test_hundreds_of_small_steps(fabric: Fabric) -> None:
+def test_a_read_of_hundreds_of_small_steps(fabric: Fabric) -> None:
     blocks, size = 300, 300 * BLOCK
     values = kv(size)
     prefill, decode = Engine(fabric, "p", blocks=blocks + 1), Engine(fabric, "d", blocks=blocks + 1)
@@ -101,13 +101,13 @@ def test_hundreds_of_small_steps(fabric: Fabric) -> None:
     assert decode.holds(values, mine)
 
 
-def test_the_tokens_are_named_beforehand(fabric: Fabric) -> None:
+def test_tokens_may_be_named_before_they_are_published(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Engine(fabric, "d")
     with pytest.raises(InvalidField, match="tokens"):
         begin(decode, prefill, tokens=None)
 
 
-def test_what_was_not_asked_for_progressively_waits_for_all(fabric: Fabric) -> None:
+def test_a_read_that_is_not_progressive_waits_for_all_blocks(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Engine(fabric, "d")
     (read,) = begin(decode, prefill, progressive=False)
     (other,) = Engine(fabric, "other").read(prefill.reference, MINE, tokens=(0, TOKENS), progressive=True)
@@ -118,7 +118,7 @@ def test_what_was_not_asked_for_progressively_waits_for_all(fabric: Fabric) -> N
     assert read.result(SOON).bytes == other.result(SOON).bytes
 
 
-def test_cancelled_between_steps_it_is_quiet_at_once_and_its_lease_ends(fabric: Fabric) -> None:
+def test_a_read_cancelled_between_steps_is_quiet_at_once_and_its_lease_ends(fabric: Fabric) -> None:
     prefill, decode, read = halfway(fabric)
     assert read.cancel()
     assert isinstance(read.exception(SOON), TransferCancelled)
@@ -128,7 +128,7 @@ def test_cancelled_between_steps_it_is_quiet_at_once_and_its_lease_ends(fabric: 
     decode.read(prefill.reference, MINE, tokens=(0, 8))
 
 
-def test_cancelled_while_a_step_moves_it_is_quiet_when_the_bytes_have_come(fabric: Fabric) -> None:
+def test_a_read_cancelled_while_a_step_moves_is_quiet_when_the_bytes_have_come(fabric: Fabric) -> None:
     prefill, _, read = halfway(fabric)
     with fabric.hold_reads() as held:
         prefill.compute(12)
@@ -151,7 +151,7 @@ def test_a_step_that_fails_fails_the_read(fabric: Fabric) -> None:
     assert read.wait_quiet(SOON)
 
 
-def test_aborted_halfway_it_fails_and_its_source_waits_for_it(fabric: Fabric) -> None:
+def test_a_read_aborted_halfway_fails_and_its_source_waits_for_it(fabric: Fabric) -> None:
     prefill, _, read = halfway(fabric)
     with fabric.hold_reads() as held:
         prefill.compute(12)
@@ -281,7 +281,7 @@ def test_workers_compare_sums_after_a_restart_of_the_home(fabric: Fabric, restar
 
     until(step_engine)
     assert ended[0].error is None
-    # Nobody has told the sums of the last block, and after a restart nobody waits for them.
+    # The sums of the last block were not sent, and after a restart no reader waits for them.
     assert (ended[0].verified, ended[0].unverified) == (4, 2)
 
 
@@ -324,12 +324,12 @@ def test_workers_may_get_steps_late_twice_out_of_order_and_before_their_grant(fa
     (end,) = decode.ended
     assert (end.error, end.payload, end.bytes, end.quiet) == (None, b"token", VALUES.nbytes, True)
     assert decode.holds(TOKENS)
-    # One that comes when all is over is nobody's.
+    # A report after the end of the read is ignored.
     decode.worker.add_step(third)
     assert decode.worker.finished() == decode.worker.poll()
 
 
-def test_what_waits_to_be_handed_out_is_handed_out_together(fabric: Fabric) -> None:
+def test_waiting_steps_are_returned_together(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Decode(fabric)
     prefill.compute(4)
     grant = decode.attached(prefill)
@@ -360,7 +360,7 @@ def test_an_offer_grows_until_it_is_attached(fabric: Fabric) -> None:
     assert decode.holds(TOKENS)
 
 
-def test_an_engine_that_gives_up_halfway_and_one_whose_source_does(fabric: Fabric) -> None:
+def test_an_engine_that_gives_up_halfway_and_an_engine_whose_source_does(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Decode(fabric)
     prefill.compute(4)
     decode.worker.start(decode.attached(prefill))
@@ -400,7 +400,7 @@ def test_tails_are_cleared_when_all_has_come(fabric: Fabric) -> None:
     assert decode.holds(TOKENS)
 
 
-def test_the_time_in_which_it_waited_for_its_source_is_told_apart(fabric: Fabric) -> None:
+def test_the_time_of_waiting_for_the_source_is_counted_apart(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Decode(fabric)
     prefill.compute(4)
     decode.worker.start(decode.attached(prefill))
@@ -415,7 +415,7 @@ def test_the_time_in_which_it_waited_for_its_source_is_told_apart(fabric: Fabric
     assert times.move > 0
 
 
-def test_a_worker_that_says_it_has_all_before_all_was_published_is_not_believed(fabric: Fabric) -> None:
+def test_a_worker_that_reports_its_end_before_all_was_published_is_refused(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Decode(fabric)
     prefill.compute(4)
     grant = decode.attached(prefill)
@@ -450,7 +450,7 @@ def test_blocks_are_checked_when_they_are_attached_though_not_all_is_published(f
         decode.worker.add_step(grant)
 
 
-def test_told_before_the_home_confirms(fabric: Fabric) -> None:
+def test_the_end_of_a_read_is_returned_before_the_home_confirms(fabric: Fabric) -> None:
     prefill, decode = Prefill(fabric), Decode(fabric, confirm="after")
     prefill.compute(4)
     decode.worker.start(decode.attached(prefill))

@@ -82,7 +82,7 @@ def test_kv_of_another_prompt_is_refused_before_a_byte_moves(
     ],
     ids=["adapter", "no adapter", "image", "place of the image", "prompt", "generated"],
 )
-def test_all_that_kv_depends_on_is_compared(fabric: Fabric, source: Prompt, reader: Prompt) -> None:
+def test_all_inputs_of_the_kv_are_compared(fabric: Fabric, source: Prompt, reader: Prompt) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     reference = publish(prefill, source)
     (read,) = decode.read(reference, MINE, tokens=(0, TOKENS), prompt=reader)
@@ -100,14 +100,16 @@ def test_all_that_kv_depends_on_is_compared(fabric: Fabric, source: Prompt, read
     ],
     ids=["longer reader", "longer source", "more generated", "image beyond"],
 )
-def test_the_same_tokens_are_read_though_what_follows_differs(fabric: Fabric, source: Prompt, reader: Prompt) -> None:
+def test_a_common_prefix_is_read_though_the_prompts_differ_later(
+    fabric: Fabric, source: Prompt, reader: Prompt
+) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     (read,) = decode.read(publish(prefill, source), MINE, tokens=(0, TOKENS), prompt=reader)
     read.result(SOON)
     assert decode.workers[0].stats().reads.prompts["matched"] == 1
 
 
-def test_a_part_of_a_prompt_is_read_by_requests_that_begin_alike(fabric: Fabric) -> None:
+def test_a_part_of_a_prompt_is_read_by_requests_with_the_same_beginning(fabric: Fabric) -> None:
     """What is published has its own mark, which another request with the same beginning has, too."""
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     reference = publish(prefill, OURS, tokens=16, expected_reads=3)
@@ -135,7 +137,7 @@ def test_unmarked_kv_is_accepted_and_counted_or_refused(fabric: Fabric) -> None:
         until(lambda: port.news() == ["ours"])
         with pytest.raises(PromptUnmarked, match="not marked"):
             port.granted("ours")
-        # Whoever requires marks says its own prompt.
+        # A reader that requires marks names its own prompt.
         port.acquire("silent", publish(source, OURS))
         until(lambda: port.granted("silent") is not None)
         with pytest.raises(PromptUnmarked):
@@ -151,7 +153,7 @@ def test_a_reader_that_has_no_name_for_an_image_is_not_refused_for_it(fabric: Fa
     assert decode.workers[0].stats().reads.prompts["unmarked"] == 1
 
 
-def test_nothing_is_compared_where_that_is_off(fabric: Fabric) -> None:
+def test_the_check_that_is_off_compares_nothing(fabric: Fabric) -> None:
     source, reader = Engine(fabric, "p"), Decode(fabric, prompt_check="off")
     reader.scheduler.acquire("ours", publish(source, ANOTHER), prompt=OURS)
     reader.until(lambda: reader.scheduler.granted("ours"))
@@ -161,7 +163,7 @@ def test_nothing_is_compared_where_that_is_off(fabric: Fabric) -> None:
     assert reader.holds(TOKENS)
 
 
-def test_a_scheduler_learns_of_it_with_the_grant_or_when_it_attaches(fabric: Fabric) -> None:
+def test_a_scheduler_gets_the_mismatch_with_the_grant_or_at_attach(fabric: Fabric) -> None:
     source, port = Engine(fabric, "p"), Decode(fabric).scheduler
     port.acquire("known", publish(source, ANOTHER), prompt=OURS)
     until(lambda: port.news() == ["known"])
@@ -237,7 +239,7 @@ def test_a_progressive_read_counts_only_once_a_mark_covers_it(fabric: Fabric) ->
     assert decode.holds(VALUES, MINE)
 
 
-def test_a_home_that_has_restarted_tells_the_marks_again(fabric: Fabric) -> None:
+def test_a_restarted_home_sends_the_marks_again(fabric: Fabric) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     reference = without_marks(publish(prefill, ANOTHER))
     fabric.stop_home()
@@ -247,7 +249,7 @@ def test_a_home_that_has_restarted_tells_the_marks_again(fabric: Fabric) -> None
         read.result(SOON)
 
 
-def test_a_read_halfway_ends_right_though_its_home_restarts(fabric: Fabric) -> None:
+def test_a_read_halfway_succeeds_though_its_home_restarts(fabric: Fabric) -> None:
     prefill, decode, read = halfway(fabric, prompt=OURS)
     fabric.stop_home()
     fabric.start_home()
@@ -258,7 +260,7 @@ def test_a_read_halfway_ends_right_though_its_home_restarts(fabric: Fabric) -> N
     assert decode.holds(VALUES, MINE)
 
 
-def test_a_source_says_one_prompt_per_publication(fabric: Fabric) -> None:
+def test_a_source_names_one_prompt_per_publication(fabric: Fabric) -> None:
     source = Engine(fabric, "p")
     publication = source.session.publish("theirs", {}, last=False, prompt=OURS)
     for other in (ANOTHER, Prompt(IDS[:4])):
@@ -321,7 +323,7 @@ TOKEN = st.integers(0, 2)
     mine=st.lists(TOKEN, min_size=1, max_size=6),
     data=st.data(),
 )
-def test_what_is_accepted_was_computed_from_the_same_tokens(
+def test_accepted_kv_was_computed_from_the_same_tokens(
     common: list[int], theirs: list[int], generated: list[int], mine: list[int], data: st.DataObject
 ) -> None:
     """Against the definition: the tokens that are taken are equal. And all that a source marks is accepted where its

@@ -59,7 +59,7 @@ def test_a_state_behind_the_tokens_is_covered_as_well(fabric: Fabric) -> None:
         port.attach("mine", blocks(16, 24), (0, 16))
 
 
-def test_a_state_of_a_read_that_began_before_it_was_published_is_covered(fabric: Fabric) -> None:
+def test_a_state_that_a_read_requested_before_its_publication_is_covered(fabric: Fabric) -> None:
     source = engine(fabric, "p").session
     publication = source.publish("theirs", {"full": Blocks([1, 2], end_token=8)}, last=False, prompt=PROMPT)
     reader = engine(fabric, "d", check=REQUIRED)
@@ -70,7 +70,7 @@ def test_a_state_of_a_read_that_began_before_it_was_published_is_covered(fabric:
         read.result(SOON)
 
 
-def test_what_a_read_leaves_of_a_publication_needs_no_mark(fabric: Fabric) -> None:
+def test_tokens_that_a_read_leaves_out_need_no_mark(fabric: Fabric) -> None:
     """Its own blocks say where it ends; behind that the source has generated."""
     reference = published(fabric, 24, 16, WHOLE)
     reader = engine(fabric, "d", check=REQUIRED)

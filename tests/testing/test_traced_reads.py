@@ -52,7 +52,7 @@ def test_reads_that_never_begin_end_their_spans(fabric: Fabric, recorded: Record
     assert len(recorded.of("kvferry.publish")) == len(recorded.of("kvferry.release")) == 1
 
 
-def test_the_span_of_a_read_says_what_was_found_of_its_prompt(fabric: Fabric, recorded: Recorded) -> None:
+def test_the_span_of_a_read_has_the_result_of_its_prompt_check(fabric: Fabric, recorded: Recorded) -> None:
     """Metrics have no engines' names: this tells which source does not mark."""
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     for theirs in (Prompt(range(8)), Prompt.unknown):
@@ -64,7 +64,7 @@ def test_the_span_of_a_read_says_what_was_found_of_its_prompt(fabric: Fabric, re
 
 
 @pytest.mark.parametrize("wrong", MALFORMED)
-def test_a_traceparent_that_is_none_begins_a_new_trace(fabric: Fabric, recorded: Recorded, wrong: str) -> None:
+def test_a_malformed_traceparent_begins_a_new_trace(fabric: Fabric, recorded: Recorded, wrong: str) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     publication = prefill.publish(kv(tokens=8), [3, 1])
     (read,) = decode.read(publication.reference, [5, 6], traceparent=wrong)
@@ -74,7 +74,7 @@ def test_a_traceparent_that_is_none_begins_a_new_trace(fabric: Fabric, recorded:
 
 
 @pytest.mark.parametrize("wrong", MALFORMED)
-def test_a_traceparent_that_is_none_is_not_passed_on(fabric: Fabric, wrong: str) -> None:
+def test_a_malformed_traceparent_is_not_passed_on(fabric: Fabric, wrong: str) -> None:
     """gRPC would refuse to send some of them, and the read would fail."""
     prefill = Engine(fabric, "p")
     for turn_on in (otel.stop, lambda: otel.trace(NoOpTracerProvider())):

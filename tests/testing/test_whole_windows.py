@@ -65,12 +65,12 @@ KEPT = Blocks([1, 7, 2, 5], 16, 31)
         (KEPT, Blocks([0, 3, 4, 6], 16, 31), 20),
     ],
 )
-def test_the_token_that_only_some_engines_need_is_not_missed_where_it_is_freed(
+def test_the_token_that_only_some_engines_need_may_be_freed(
     fabric: Fabric, offered: Blocks, mine: Blocks, first: int
 ) -> None:
     assert arrived(fabric, offered, mine, None) == list(range(first, 31))
 
 
-def test_what_every_engine_needs_is_missed(fabric: Fabric) -> None:
+def test_tokens_that_every_engine_needs_are_required(fabric: Fabric) -> None:
     with pytest.raises(BlocksShort, match=r"tokens \[20, 31\)"):
         arrived(fabric, Blocks([7, 2, 5], 21, 31), Blocks([3, 4, 6], 20, 31), None)

@@ -55,7 +55,7 @@ def test_the_last_rank_of_an_engine_that_lacks_heads_is_refused(fabric: Fabric, 
     fine.read(reference, {"full": Blocks([1])}).result(SOON)
 
 
-def test_nothing_is_left_of_a_registration_that_was_refused(fabric: Fabric) -> None:
+def test_a_refused_registration_leaves_nothing(fabric: Fabric) -> None:
     """Not its groups either, which a rank that corrects itself may declare otherwise."""
     client, larger = fabric.client(), Group("full", block_tokens=4, num_blocks=16)
     wrong, right = EngineSpec("d", (GROUP,)), EngineSpec("d", (larger,))

@@ -46,31 +46,25 @@ HOME_PATIENCE = 15.0
 engine can then recompute instead of waiting for the whole timeout of the read."""
 
 CALLS_AT_ONCE = 128
-"""How many calls of one attempt that are answered at once may follow each other without a pause: as many as the largest
-publication takes. A call that waits for its answer counts less, since the reader of a long prompt must not pause when
-its source publishes the last of many parts."""
+"""Calls of one attempt that may follow each other without a pause although each is answered at once: as many as the
+largest publication takes. A call that waits for its answer counts less, since the reader of a long prompt must not
+pause when its source publishes the last of many parts."""
 
 ACCEPTED_PATIENCE = 1.0
-"""Seconds for which a cancelled read waits for its lease, to end it."""
+"""Seconds for which a cancelled read waits for its lease, in order to end the lease."""
 
 
 @dataclass(slots=True, eq=False)
 class AcquireRequest:
-    """Asks for one read of one publication. Once a read with a router's reference is accepted, it has the publication's
-    own.
+    """Asks for one read of one publication. Once a read with a router's reference is accepted, `reference` and `text`
+    are the publication's own, and `given` is the router's.
 
     Attributes:
-        home: connection to the source's home.
-        reference: the parsed reference.
-        text: the reference as a string.
-        read_id: the name that the ranks of the read share; the home gets a value derived from it.
-        parties: how many ranks will report.
-        expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
+        read_id: the name that the ranks of the read share; the home gets a value derived from this name.
+        parties: number of ranks that will report.
+        expected_reads: number of reads that will be made of the publication; 0: the number that its source gave.
         deadline: time on `kvferry._clock` until which to wait for the publication.
-        prompt: what the publication has to be of.
-        span: the span of a trace that the calls belong to.
-        progressive: tell of the lease with the first blocks; if False, with all blocks.
-        given: the reference as the engine gave it, if that is another one than `text` now.
+        progressive: return the lease with the first blocks; if False, with all blocks.
     """
 
     home: Control
@@ -86,12 +80,12 @@ class AcquireRequest:
     given: str = field(default="", repr=False)
 
     def is_for(self, reference: str) -> bool:
-        """Whether the engine gave this reference, or it is the publication's own."""
+        """Whether this reference is the publication's own, or the one that the engine gave."""
         return reference in (self.text, self.given)
 
     def found(self, reference: str, source: pb.EngineRef, publication: int) -> None:
         """Use the publication's own reference from now on. Its home stays the one that was asked, also in the string:
-        what another home says must not direct this client, or who gets the string from it, anywhere.
+        the answer of a home must not direct this client, or a later owner of the string, to another host.
 
         Raises:
             InvalidField, BadReference: the home's answer contradicts itself, or is about another engine.
@@ -109,11 +103,10 @@ class AcquireRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acquired:
-    """A lease, and the blocks that it covers so far.
+    """A lease, and the blocks that the lease covers so far.
 
     Attributes:
-        lease: the lease; renewed until it is dropped from the renewals.
-        source: the source engine and its incarnation.
+        lease: renewed until it is dropped from the renewals.
         request_id: the source's name for the request.
         blocks: the source's blocks by group.
         payload: opaque bytes from the source; empty until the blocks are complete.
@@ -134,14 +127,8 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoreBlocks:
-    """The blocks that a source has published since those before.
-
-    Attributes:
-        blocks: what groups have gained, each from where it ended.
-        payload: opaque bytes from the source; empty until the blocks are complete.
-        complete: no more follow.
-        unfinished: the blocks after these of which only some layers are complete.
-    """
+    """The blocks that a source has published since those before. `blocks` continue each group where it ended; the other
+    attributes are those of `Acquired`."""
 
     blocks: dict[str, Blocks]
     payload: bytes
@@ -153,12 +140,12 @@ class Acquisition:
     """The acquisition of one read: a sequence of calls and pauses. Belongs to the client's event loop.
 
     Args:
-        loop: the loop.
+        loop: the client's event loop.
         request: the publication to read.
         asked: the request of the calls.
         renewals: renews the lease from its acceptance on.
         give_up: ends a lease that is no longer needed, at its home.
-        aside: runs what goes on when the acquisition was cancelled.
+        aside: runs a coroutine that outlives a cancelled acquisition.
         changed: called after each change of the lease; see `ReaderLease.changed`.
     """
 
@@ -183,25 +170,23 @@ class Acquisition:
         self._began, self._said = loop.now(), False
 
         self._lease: ReaderLease | None = None
-        """The lease of the current attempt."""
+        """Of the current attempt."""
         self._accepted_at = 0.0
         self._told_under = b""
-        """The lease_id when it was granted. The steps that the reader has received under it: a lease that was acquired
-        again has another id, under which the home may count them differently."""
+        """The lease_id under which the reader has received `_steps`. A lease that was acquired again has another id,
+        under which the home may count the steps differently."""
         self._had: ReaderLease | None = None
         """The last lease of all attempts."""
         self._source, self._request_id = pb.EngineRef(), request.reference.request_id
         self._steps = GrantedSteps()
         self._asked_again = False
-        """What is left of the lease was asked for."""
+        """The home was asked for the remaining time of the lease."""
         self._granted = False
         """The first blocks were granted: the lease belongs to the read."""
         self._over = False
         self._calls, self._pace = 0.0, Backoff()
-        """Calls of the current attempt, see `CALLS_AT_ONCE`, and the pauses after calls that were answered with
-        nothing."""
+        """Calls of the current attempt, see `CALLS_AT_ONCE`, and the pauses after answers without news."""
         self._next_call = 0.0
-        """When the next call is due."""
 
     async def first(self) -> Acquired:
         """Wait for the lease and its blocks: all of them, or the first, if the request is progressive.
@@ -224,12 +209,12 @@ class Acquisition:
                 if self._lease is not None:
                     self._renewals.drop(self._lease)
                 if self._had is not None:
-                    # So that the source need not wait until it expires.
+                    # So that the source need not wait until the lease expires.
                     self._give_up(self._request.home, self._had, outcome)
         return acquired
 
     async def more(self) -> MoreBlocks:
-        """Wait for the blocks that the source has published since; none follow if they are `complete`.
+        """Wait for the blocks that the source has published since; none follow if these are `complete`.
 
         Raises:
             KvferryError: see `first`. The lease stays the read's.
@@ -286,7 +271,7 @@ class Acquisition:
 
     async def _end_unseen(self, call: Call[pb.ReadBlocksResponse], sent_at: float) -> None:
         """Wait a moment for the answer of a call whose read was cancelled: a lease that was granted and never seen
-        would pin the source until it ends."""
+        would pin the source's blocks until the lease ends."""
         stop = self._loop.at(self._loop.now() + ACCEPTED_PATIENCE, call.cancel)
         try:
             accepted = (await call.answer()).accepted
@@ -353,7 +338,7 @@ class Acquisition:
         return Acquired(lease, source, self._request_id, blocks, payload, at, complete, unfinished)
 
     def _accept(self, accepted: pb.Accepted, sent_at: float) -> bool:
-        """Take a lease; return whether the answer has all that goes with it. If not, it has to be asked for again."""
+        """Take a lease; return whether the rest of the answer can be used. If not, the home has to be asked again."""
         home = self._request.home
         if len(accepted.lease_id) != LEASE_ID_BYTES:
             raise InvalidField("lease_id", f"{len(accepted.lease_id)} bytes", f"{LEASE_ID_BYTES} bytes")
@@ -370,12 +355,12 @@ class Acquisition:
         self._source, self._request_id = accepted.source, accepted.request_id or self._request_id
         if self._request.reference.router_key:
             self._request.found(accepted.reference, accepted.source, accepted.publication)
-            # What asks again, asks for this publication.
+            # Later calls ask for this publication.
             self._asked.reference = self._request.text
         if not self._asked_again and lease.deadline - self._loop.now() < lease.renew_every:
             # The answer was late: the home has waited for a router's publication first, or could not be reached for a
-            # while. The lease counts from when it was asked for, and may seem to be over. The home says at once what is
-            # left of it.
+            # while. The lease counts from when the call was sent, and may seem to be over. Another call returns its
+            # remaining time at once.
             self._lease, self._told_under, self._asked_again = None, b"", True
             return False
         self._keep(lease)

@@ -30,7 +30,7 @@ class Backoff:
         """Return the seconds to wait before the next attempt, and double the pause after it.
 
         Args:
-            at_least: seconds that the peer asked for (`KvferryError.retry_after`); None: it asked for none.
+            at_least: seconds that the peer asked for (`KvferryError.retry_after`); None: no particular pause.
         """
         pause = self.pause
         self.pause = min(2 * pause, self._last)

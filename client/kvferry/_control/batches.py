@@ -25,7 +25,7 @@ ITEM_BYTES = 8
 """Upper bound for the framing of a notification in its batch: a tag, and a length below 1 MiB."""
 
 ADDED_BYTES = 512
-"""Upper bound for what is added to a step after its size was checked: its numbers, its request_id and its framing."""
+"""Upper bound of the bytes that are added to a step after its size was checked: numbers, request_id and framing."""
 
 
 def check_size(what: str, message: Message, most: int, added: int = 0) -> None:
@@ -40,13 +40,10 @@ def batches(
 ) -> Iterator[pb.NotifyRequest]:
     """Yield requests with the notifications in order, as few as the limits allow.
 
-    Args:
-        sender: the engine that sends them.
-        notifications: the notifications; consumed one at a time.
-        session_secret: the engine's session secret, if it sends them as a source.
+    `notifications` are consumed one at a time. `session_secret` is given if the sender is a source.
 
     Raises:
-        MessageTooLarge: a notification does not fit into one message; those before it were yielded.
+        MessageTooLarge: a notification does not fit into one message; the batches before were yielded.
     """
     batch: list[pb.Notification] = []
     empty = pb.NotifyRequest(sender=sender, session_secret=session_secret).ByteSize()

@@ -3,8 +3,8 @@
 Blocks are counted per pool, the space of block ids that groups share. A block may be in several publications, as shared
 prefixes are. Only one read at a time may write to it, and none while it is published (R2, R4).
 
-It knows only the uses of its own process: a scheduler's port knows all reads of its engine; a cache that reads by
-itself knows its own reads, and the publications of its process.
+The record has only the uses of its own process: that of a scheduler's port has all reads of its engine; that of a cache
+without a scheduler has the cache's own reads, and the publications of its process.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """The blocks that one read writes to.
-
-    Attributes:
-        read_id: of the read.
-        ids: block ids by group.
-        layers: names of the layers that it writes to; None: all.
-        quiet: returns whether nothing can write to them any more; None: the read calls `Writes.end` then.
-    """
+    """The blocks that one read writes to; see `Writes.begin`."""
 
     read_id: str
     ids: Mapping[str, BlockIds]
@@ -115,7 +108,6 @@ class BlockUse:
                     self._count(pin.ids, -1)
 
     def pool(self, group: str) -> Pool:
-        """Return the pool of a group."""
         found = self.groups[group]
         return bool(found.pool), found.pool or found.name
 
@@ -127,7 +119,6 @@ class BlockUse:
         return of[pool]
 
     def bad(self, group: str, side: str, block: int, problem: str) -> BadBlock:
-        """Make the error for a block."""
         return BadBlock(group, side, block, self.groups[group].num_blocks, problem)
 
     def check_unpublished(self, ids: Mapping[str, BlockIds]) -> None:
@@ -193,7 +184,7 @@ class Writes:
             read_id: name of the read, for errors.
             ids: block ids by group, of existing groups and in range.
             layers: names of the layers that the read writes to; None: all.
-            quiet: returns whether nothing can write to the blocks any more; None: the caller calls `end` then.
+            quiet: returns whether no write to the blocks is possible any more; None: the caller calls `end` then.
             allow_overlap: accept blocks that are published, or that another read writes to.
 
         Returns:

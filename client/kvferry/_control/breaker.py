@@ -11,12 +11,8 @@ from kvferry._control.backoff import Backoff
 class Breaker:
     """Admits calls while the peer answers. Not thread-safe.
 
-    After `threshold` consecutive failures it opens: it then admits one attempt per pause, and each failed one doubles
-    the pause. Any success closes it.
-
-    Args:
-        threshold: consecutive failures that open it.
-        first, last: seconds of the first and of the longest pause.
+    After `threshold` consecutive failures the breaker opens: it then admits one attempt per pause, and each failed
+    attempt doubles the pause, from `first` to `last` seconds. Any success closes it.
     """
 
     def __init__(self, threshold: int, first: float, last: float) -> None:
@@ -25,16 +21,13 @@ class Breaker:
         self._backoff = Backoff(first, last)
         self._next = 0.0
         self._probing = False
-        """Whether the attempt of this pause is in progress. Other attempts that fail then began before it."""
+        """Whether the attempt of this pause is in progress. Other attempts that fail then began before the pause."""
         self._failing_since: float | None = None
         self._reported = False
-        """Whether `overdue` has returned True since the last success."""
 
     def ask(self, now: float) -> float:
-        """Return 0.0 if an attempt may be made now, else the seconds until one may.
-
-        While it is open, only one of several simultaneous callers gets 0.0.
-        """
+        """Return 0.0 if an attempt may be made now, else the seconds to wait. While the breaker is open, only one of
+        several simultaneous callers gets 0.0."""
         if self._failures < self._threshold:
             return 0.0
         if now < self._next:
@@ -44,11 +37,7 @@ class Breaker:
         return 0.0
 
     def succeeded(self) -> bool:
-        """Record that the peer answered, even if with an error.
-
-        Returns:
-            Whether `overdue` had returned True before.
-        """
+        """Record that the peer answered, even if with an error; returns whether `overdue` had returned True."""
         self._failures = 0
         self._probing = False
         self._backoff.reset()

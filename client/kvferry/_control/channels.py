@@ -10,13 +10,7 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
 
 class SharedChannel:
-    """A channel, and how many calls use it.
-
-    Attributes:
-        channel, stub: to make calls with.
-        tls: what it was made with; None: no TLS.
-        calls: number of calls that use it.
-    """
+    """A channel, its credentials, and the number of calls that use it."""
 
     def __init__(self, channel: grpc.Channel, tls: TlsContent | None) -> None:
         self.channel = channel
@@ -25,22 +19,14 @@ class SharedChannel:
         self.calls = 0
 
     def begin(self) -> None:
-        """Count a call, until `end`."""
         self.calls += 1
 
     def end(self) -> None:
-        """Note the end of a call."""
         self.calls -= 1
 
 
 class CurrentChannel:
-    """The newest channel to a node server, and older ones until their calls have ended. Not thread-safe.
-
-    Args:
-        address: address of the node server.
-        tls: credentials for TCP connections; None: no TLS.
-        dial: makes the channels.
-    """
+    """The newest channel to a node server, and older ones until their calls have ended. Not thread-safe."""
 
     def __init__(self, address: str, tls: TlsConfig | None, dial: Dial) -> None:
         self._address = address
@@ -66,12 +52,12 @@ class CurrentChannel:
         return self._newest
 
     def distrust(self) -> None:
-        """Look at the TLS files before the next call, since a connection has failed. Thread-safe."""
+        """Read the TLS files before the next call, since a connection has failed. Thread-safe."""
         if self._files is not None:
             self._files.look_soon()
 
     def drop(self) -> grpc.Channel | None:
-        """Forget the newest channel, and return it, still open; None: there is none."""
+        """Forget the newest channel, and return it, still open."""
         shared, self._newest = self._newest, None
         return shared.channel if shared is not None else None
 

@@ -59,28 +59,24 @@ _WITH_VERSION = (
     pb.NotifyResponse,
     pb.WatchResponse,
 )
-"""Answers that say what the node server speaks."""
+"""Answers that contain the node server's version."""
 
 SILENCE = 1.0
-"""Seconds of waiting after which a warning says what is being waited for."""
+"""Seconds of waiting after which a warning is logged."""
 
 MESSAGES_AHEAD = 256
-"""Messages of a stream that may wait to be handled before no more are read."""
+"""Most messages of a stream that wait to be handled; until then, no more are read."""
 
 COMPLAIN_EVERY = 60.0
-"""Seconds in which the same complaint about a node server is logged once, however many wait for it."""
+"""Seconds in which the same complaint about a node server is logged once, however many calls wait."""
 
 
 class _Stream(Protocol[Message_co]):
-    """gRPC's stream of messages from a server."""
-
     def __iter__(self) -> Iterator[Message_co]: ...
     def cancel(self) -> bool: ...
 
 
 class _Future(Protocol[Answer_co]):
-    """gRPC's future of a unary call."""
-
     def add_done_callback(self, callback: Callable[[object], None]) -> None: ...
     def cancel(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
@@ -89,20 +85,15 @@ class _Future(Protocol[Answer_co]):
 
 @dataclass(slots=True)
 class _Complaint:
-    """How often something was complained of since it was logged, and when it is logged next."""
+    """A complaint that repeats: how often since it was logged, and when it is logged next."""
 
     unsaid: int = 0
     next_at: float = 0.0
 
 
 class Call(Generic[Answer]):
-    """A unary call in progress. Belongs to the client's event loop, but for `cancel`.
-
-    Args:
-        loop: the loop.
-        future: gRPC's future of the call.
-        take: returns the answer of the call once it has ended, or raises its error.
-    """
+    """A unary call in progress. Belongs to the client's event loop, but for `cancel`. `take` returns the answer of the
+    call once it has ended, or raises its error."""
 
     def __init__(self, loop: Loop, future: _Future[Answer], take: Callable[[], Answer]) -> None:
         self.cancel = future.cancel
@@ -113,7 +104,6 @@ class Call(Generic[Answer]):
         self._waiting: asyncio.Future[None] | None = None
 
     def end(self) -> None:
-        """Note that it has ended."""
         self._ended = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -135,12 +125,6 @@ class Control:
     may be used on any thread.
 
     Every call raises a `KvferryError` if it fails: the server's error, `Unreachable`, or `Closed` after `close`.
-
-    Args:
-        address: address of the node server.
-        tls: credentials for TCP connections; None: no TLS.
-        loop: the client's event loop.
-        dial: makes the channel.
     """
 
     def __init__(self, address: str, tls: TlsConfig | None, loop: Loop, dial: Dial = connect) -> None:
@@ -150,13 +134,13 @@ class Control:
         self._channels = CurrentChannel(address, tls, dial)
         self._threads_short = False
         self._open: weakref.WeakSet[object] = weakref.WeakSet()
-        """Streams and futures that somebody holds, and the threads that read streams."""
+        """Streams and futures that are referenced, and the threads that read streams."""
         ends_at_exit(self)
         self._closed = False
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
         self._why_unreachable = f"{address} cannot be reached"
         self._answered = False
-        """It has answered a call: its address and the TLS settings were right then."""
+        """The server has answered a call: its address and the TLS settings were right then."""
         self._complaints: dict[str, _Complaint] = {}
         self._calls = self._retried = 0
         self._failed: Counter[str] = Counter()
@@ -167,12 +151,10 @@ class Control:
         return self._breaker.failing_for(self._loop.now())
 
     def stats(self) -> CallStats:
-        """Count the calls."""
         failing = self.unreachable_for
         return CallStats(self._calls, dict(self._failed), self._retried, 1, int(failing > 0), failing)
 
     async def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
-        """Register a rank."""
         introduce(request)
         return await _finished(
             self._start(lambda stub: stub.RegisterCache.future(request, timeout=timeout, metadata=call_metadata()))
@@ -206,7 +188,6 @@ class Control:
         raise self._typed(found)
 
     async def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
-        """Fetch checksums of blocks."""
         return await _finished(
             self._start(lambda stub: stub.ReadChecksums.future(request, timeout=timeout, metadata=call_metadata()))
         )
@@ -220,11 +201,11 @@ class Control:
         return list(answer.results)
 
     async def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
-        """Send a batch of one notification, and return its result; raises the result's error, if it is one."""
+        """Send a batch of one notification, and return its result; raises the error, if the result is one."""
         return checked_results(request, await self.notify(request, timeout), self.address)[0]
 
     async def decline(self, reference: str, timeout: float) -> None:
-        """Say that nobody will read a publication."""
+        """Tell the home that this reader will not read a publication."""
         decline = pb.Notification(decline=pb.Decline(reference=reference))
         await self.notify_one(pb.NotifyRequest(notifications=[decline]), timeout)
 
@@ -239,13 +220,8 @@ class Control:
         return self._messages(lambda stub: stub.Watch(request))
 
     def complain(self, error: KvferryError, what: str) -> None:
-        """Warn that something waits for this node server. Of complaints with errors of the same type only one a minute
-        is logged, with the number of the others.
-
-        Args:
-            error: why it waits.
-            what: what waits.
-        """
+        """Warn that `what` waits for this node server because of an error. Of complaints with errors of the same type
+        only one a minute is logged, with the number of the others."""
         time = self._loop.now()
         complaint = self._complaints.setdefault(type(error).__name__, _Complaint())
         complaint.unsaid += 1
@@ -272,7 +248,6 @@ class Control:
         return tuple(self._open)
 
     def _start(self, call: Callable[[KVTransferStub], _Future[Answer]]) -> Call[Answer]:
-        """Begin a unary call."""
         shared, future = self._begin(call)
 
         def take() -> Answer:
@@ -307,7 +282,7 @@ class Control:
         arrived: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue(MESSAGES_AHEAD)
 
         def hand_over(message: Answer | BaseException | None) -> None:
-            # Nobody waits for it where the client is closed.
+            # A closed client waits for no message.
             with suppress(Closed, CancelledError):
                 self._loop.submit(arrived.put(message)).result()
 
@@ -344,7 +319,7 @@ class Control:
             yield message
 
     def _begin(self, call: Callable[[KVTransferStub], Answer]) -> tuple[SharedChannel, Answer]:
-        """Begin a call, and return what gRPC makes of it, with the channel that it uses until `SharedChannel.end`."""
+        """Begin a call, and return gRPC's object for it, with the channel that it uses until `SharedChannel.end`."""
         pause = self._breaker.ask(self._loop.now())
         if pause > 0:
             self._warn_if_overdue()
@@ -372,7 +347,7 @@ class Control:
         return shared, started
 
     def _check(self, answer: object) -> None:
-        """Check that an answer, or the first message of one, is of a node server that this release works with."""
+        """Check that an answer, or the first message of a stream, is of a node server that this release works with."""
         if isinstance(answer, _WITH_VERSION):
             check_server(answer.version, self.address)
 
@@ -417,13 +392,13 @@ class Control:
             logger.info("%s answers again", self.address)
 
     def _warn_if_overdue(self) -> None:
-        """Warn once per outage, so that the engine's log says why its calls wait."""
+        """Warn once per outage, so that the engine's log has the reason why its calls wait."""
         if self._breaker.overdue(self._loop.now(), SILENCE):
             logger.warning("%s (trying again)", self._why_unreachable)
 
 
 async def _finished(call: Call[Answer]) -> Answer:
-    """Wait for the answer of a call, which ends with the one who waits."""
+    """Wait for the answer of a call; if the waiting task is cancelled, so is the call."""
     try:
         return await call.answer()
     except asyncio.CancelledError:

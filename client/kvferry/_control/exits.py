@@ -18,7 +18,7 @@ PATIENCE = 2.0
 """Seconds for all calls and threads to end."""
 
 POLL = 0.005
-"""Seconds between two looks whether they have."""
+"""Seconds between two checks."""
 
 
 class Ending(Protocol):
@@ -28,15 +28,15 @@ class Ending(Protocol):
         """Make the calls end soon. Does not wait."""
 
     def calls(self) -> Iterable[object]:
-        """Return the calls that somebody holds, and the thread that uses one. Takes none of their locks."""
+        """Return the calls that are referenced, and the thread that uses one. Takes none of their locks."""
 
 
 _living: weakref.WeakKeyDictionary[Ending, None] = weakref.WeakKeyDictionary()
-"""Those of this process."""
 
 
 def ends_at_exit(ending: Ending) -> None:
-    """End this before the interpreter ends, unless it is gone by then. In a child of this process, leave it alone."""
+    """End the calls of this object, if it is still alive, before the interpreter ends. In a child process, leave them
+    alone."""
     _living[ending] = None
 
 
@@ -59,7 +59,7 @@ def _goes_on(call: object) -> bool:
 
 
 def _leave_all() -> None:
-    """Keep the parent's calls for ever, in a child: the threads that held their locks are not there any more."""
+    """Keep the parent's calls for ever, in a child: the threads that held their locks do not exist there."""
     for ending in _all():
         for call in ending.calls():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))

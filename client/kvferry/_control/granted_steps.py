@@ -18,16 +18,14 @@ GRANT_BYTES = 128 << 20
 limit, a home could fill the reader's memory."""
 
 STEP_BYTES = 256
-"""Bytes to count for each step beside its blocks."""
+"""Bytes to count for each step in addition to its blocks."""
 
 
 class GrantedSteps:
-    """The steps that one reader was granted, and which of them it has taken.
+    """The steps that one reader was granted, and which of them it has taken. `marks` are those of the prompt in these
+    steps, by their ends.
 
-    A home that was restarted tells all steps again; they must be those that it told before.
-
-    Attributes:
-        marks: the marks of the prompt that they have told, by their ends.
+    A home that was restarted sends all steps again; they must equal those from before.
     """
 
     def __init__(self) -> None:
@@ -36,13 +34,13 @@ class GrantedSteps:
         """Steps that were not taken."""
         self._told = 0
         self._digests: list[bytes] = []
-        """Of each step. Steps that were taken are not kept."""
+        """The digest of each step. Steps that were taken are not kept."""
         self._ends: dict[str, int] = {}
         self._size = self._blocks = 0
         self._unfinished = _UnfinishedSteps()
 
     def __len__(self) -> int:
-        """The number of steps that were told, or told again."""
+        """The number of steps that were received, since the home's last restart."""
         return self._told
 
     @property
@@ -51,8 +49,8 @@ class GrantedSteps:
         return any(step.groups or step.HasField("unfinished") for step in self._fresh)
 
     def add(self, steps: Iterable[pb.Blocks]) -> None:
-        """Add the next steps; raises `InvalidField` if one is out of order, differs from what was told before, or they
-        are too large."""
+        """Add the next steps; raises `InvalidField` if a step is out of order or differs from the one received before,
+        or the steps are too large."""
         for step in steps:
             if step.step != self._told:
                 raise InvalidField("number of a publication's step", step.step, f"{self._told}, the next one")
@@ -68,7 +66,7 @@ class GrantedSteps:
             elif digest != self._digests[self._told]:
                 raise InvalidField("step of a publication", step.step, "what it was before its home restarted")
             else:
-                # An older home has kept them to itself.
+                # An older home has not sent the marks.
                 self._mark(mark for mark in step.marks if mark.end not in self.marks)
             self._told += 1
 
@@ -83,7 +81,7 @@ class GrantedSteps:
             raise InvalidField("number of a prompt's marks", len(self.marks), f"at most {MAX_MARKS}")
 
     def again(self) -> None:
-        """Start to compare: the home tells all steps again, from the first."""
+        """Start to compare: the home sends all steps again, from the first."""
         self._told = 0
 
     @property
@@ -104,15 +102,15 @@ class GrantedSteps:
 
 
 def _digest(step: pb.Blocks) -> bytes:
-    """Of what a step promises in the end. What is unfinished, and what marks the prompt, is left out: a home that was
-    replaced by one of another version tells it from then on, or tells it no more."""
+    """Digest the blocks of a step, without its unfinished blocks and its marks: a home that is replaced by a home of
+    another version begins to send these, or stops."""
     if step.HasField("unfinished") or step.marks:
         step = pb.Blocks(step=step.step, groups=step.groups)
     return hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
 
 
 class _UnfinishedSteps:
-    """What the steps of a publication say of blocks of which only some layers are complete."""
+    """The blocks of a publication of which only some layers are complete, according to its steps."""
 
     def __init__(self) -> None:
         self._groups: dict[str, BlockRuns] = {}
@@ -121,16 +119,15 @@ class _UnfinishedSteps:
         """Where the complete blocks of groups end."""
 
     def now(self) -> Unfinished | None:
-        """What they say now; None: no blocks are unfinished."""
         return Unfinished(tuple(self._groups.values()), tuple(sorted(self._layers))) if self._groups else None
 
     def add(self, step: pb.Blocks) -> None:
         """Take the next step.
 
         Raises:
-            InvalidField: its blocks are malformed, or not those of which it named layers before; or there are too many
-                blocks or layers.
-            BlocksShort: its unfinished blocks do not continue where the complete ones end.
+            InvalidField: the step's blocks are malformed, or not those of which layers were named before; or there are
+                too many blocks or layers.
+            BlocksShort: the step's unfinished blocks do not continue where the complete ones end.
         """
         if step.groups:
             _check_same(self._groups, step.groups)
@@ -142,7 +139,7 @@ class _UnfinishedSteps:
         if bool(begun) == bool(self._groups):
             expected = "none, until those before are complete" if begun else "at least one group"
             raise InvalidField("unfinished blocks", [group.group for group in begun], expected)
-        # Both bound what each further layer costs: a source may name them one by one.
+        # Both limits bound the cost of each further layer: a source may name layers one by one.
         self._layers.update(step.unfinished.layers)
         if len(self._layers) > MAX_LAYERS:
             raise InvalidField("number of layers of unfinished blocks", len(self._layers), f"at most {MAX_LAYERS}")
@@ -170,10 +167,7 @@ def joined(
 ) -> dict[str, Blocks]:
     """Join the steps of a publication to one list of blocks per group.
 
-    Args:
-        steps: they follow each other.
-        ends: where groups ended in the steps before these.
-        blocks_before: number of blocks of the steps before these.
+    `steps` follow each other. Groups ended at `ends` in the steps before, which have `blocks_before` blocks.
 
     Raises:
         BlocksShort: a step does not continue where the one before ended.

@@ -46,7 +46,7 @@ RETIRE_TIMEOUT = 1.0
 """Seconds for telling the home that the incarnation has ended."""
 
 MOST_ACKNOWLEDGED = 8192
-"""Most publication numbers in one call that acknowledges releases: they take at most 80 KiB."""
+"""Most publication numbers in one call that acknowledges releases: these take at most 80 KiB."""
 
 ACKNOWLEDGE_AGAIN = 1.0
 """Seconds until such a call is repeated that has failed."""
@@ -57,23 +57,14 @@ class HomeSession:
     until their release.
 
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
-    loop. `publish`, `publish_more`, `abort` and `close` wait; so does `released`, if it is given a time.
-
-    Args:
-        loop: the loop.
-        control: connection to the home.
-        spec: the engine.
-        home_in_references: whether references to publications contain the home's address.
+    loop. `publish`, `publish_more`, `abort` and `close` wait; so does `released` with a timeout. `lock` guards the
+    publications and the queue of the sender.
 
     Attributes:
-        spec: the engine.
         advertise: the home's address for readers, once the session is open.
-        block_use: records the blocks that are published, or that reads of this process write to.
-        news: of what `released` returns.
-        lock: guards the publications, and the queue of what is to be sent.
-        closed: it was closed.
-        patience: seconds for which a step is sent again that the home does not take: for as long as the home would hold
-            it for readers.
+        news: set when `released` has something to return.
+        patience: seconds for which a step that the home does not take is sent again: for as long as the home would hold
+            the publication for readers.
     """
 
     def __init__(self, loop: Loop, control: Control, spec: EngineSpec, *, home_in_references: bool = True) -> None:
@@ -94,7 +85,7 @@ class HomeSession:
         self._taken = 0
         """Number of publications that `released` has returned."""
         self._unacknowledged: set[int] = set()
-        """Numbers of released publications of which the home has to know that this session knows."""
+        """Numbers of released publications that are to be acknowledged."""
         self._acknowledging: asyncio.Task[None] | None = None
         self._declines = Notifier(loop, self._engine)
         self._refills: list[Callable[[], Awaitable[None]]] = []
@@ -104,14 +95,7 @@ class HomeSession:
         self._home_in_references = home_in_references
 
     async def open(self, timeout: float) -> None:
-        """Open the session.
-
-        Args:
-            timeout: seconds to keep trying.
-
-        Raises:
-            KvferryError: see `Client.open_engine`.
-        """
+        """Open the session; try for `timeout` seconds. Raises the errors of `Client.open_engine`."""
         self.advertise = (await self._watcher.open(timeout)).advertise
 
     @property
@@ -145,10 +129,9 @@ class HomeSession:
     ) -> Publication:
         """Publish without waiting; see `SchedulerPort.publish`. The blocks are pinned from now on.
 
-        Args:
-            given: what is published.
-            until: time on the loop's clock until which to try to send it; None: as long as the home would hold it.
-            sent: gets the home's answer. None: if it refuses the publication, `released` returns it.
+        `until` is the time on the loop's clock until which to try to send the step; None: as long as the home would
+        hold the publication. `sent` gets the home's answer; if None, `released` returns a publication that the home
+        refuses.
         """
         self._check_open()
         ids, step = new_step(self.spec, given)
@@ -159,7 +142,7 @@ class HomeSession:
             # Number, record and queue under one lock: a snapshot in between would include the number but not the
             # record, and the home takes numbers that rise, with few exceptions.
             try:
-                # Again, since nobody answers what is queued after `close`.
+                # Again, since steps that are queued after `close` get no answer.
                 self._check_open()
                 home = self.advertise if self._home_in_references else ""
                 publication = self._offers.publish(home, step, span.traceparent, given.prompt)
@@ -224,14 +207,14 @@ class HomeSession:
             return tuple(self._offers.unreleased())
 
     def stats(self) -> SourceStats:
-        """Count the publications. Those of a session that was closed are not held by anybody here."""
+        """Count the publications. A session that was closed holds none."""
         with self.lock:
             held = 0 if self.closed else len(self._offers.unreleased())
             return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
     def counts(self) -> tuple[int, int, int]:
-        """Count the publications: those made, those that `released` has returned, and those of these that the home did
-        not accept."""
+        """Return the numbers of publications that were made, that `released` has returned, and, of the latter, that the
+        home did not accept."""
         with self.lock:
             return self._offers.published, self._taken, self._sender.refused
 
@@ -241,17 +224,13 @@ class HomeSession:
             self._refills.append(refill)
 
     def close(self, timeout: float = 0.0) -> None:
-        """See `EngineSession.close`.
-
-        Args:
-            timeout: seconds to go on sending what is queued.
-        """
+        """See `EngineSession.close`. Queued messages are sent for at most `timeout` seconds."""
         with self.lock:
             if self.closed:
                 return
             self.closed = True
         self.news.tell()
-        # If the client is closed, nothing of the session runs any more.
+        # If the client is closed, no coroutine of the session runs any more.
         with suppress(Closed):
             self._loop.run(self._close(timeout))
 
@@ -280,14 +259,14 @@ class HomeSession:
     async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once: as many of the first ones as fit into one call. Of a publication that was
-        released meanwhile, the abort is sent.
+        """Send steps and aborts once: as many of the first ones as fit into one call. For a publication that was
+        released meanwhile, the abort is sent instead of a step.
 
         Call `ended` when no more attempts will be made to send a step.
 
         Returns:
-            For each notification that was sent its error, or None; shorter than `notifications` if not all were sent.
-            And the error of the call, if it failed as a whole.
+            For each notification that was sent its error, or None; shorter than `notifications` if some were not sent.
+            And the error of the call, if the call failed as a whole.
         """
         with self.lock:
             notifications = tuple(self._offers.as_of_now(told) for told in notifications)
@@ -327,14 +306,11 @@ class HomeSession:
     def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
         """Record that no more attempts will be made to send a step. Called with the lock held.
 
-        Args:
-            step: the step.
-            error: the error of the last attempt; None: the home has accepted the step.
-            unsent: there was no attempt.
+        `error` is that of the last attempt; None: the home has accepted the step. `unsent`: there was no attempt.
 
         Returns:
-            Whether the step was taken back, because no home can have accepted it. If there is an error and it was not,
-            abort the publication: it stays pinned until its release.
+            Whether the step was taken back, because no home can have accepted it. If there is an error and the step was
+            not taken back, abort the publication: its blocks stay pinned until its release.
         """
         taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step)
         if error is not None and not taken_back:
@@ -357,28 +333,23 @@ class HomeSession:
         self._control.complain(error, f"publications of engine {self.spec.engine_id!r} wait")
 
     async def _retire(self) -> None:
-        """Tell the home that nobody comes back, so that the next start of the engine need not wait. Once, not for long:
-        a home that does not hear it finds out by itself."""
+        """Tell the home that this incarnation has ended, so that the next start of the engine need not wait. One short
+        attempt: without the message, the home finds out after an engine_ttl."""
         try:
             await self._control.notify_one(self._request([pb.Notification(retire=pb.Retire())]), RETIRE_TIMEOUT)
         except KvferryError as error:
             logger.info("engine %s counts as alive for an engine_ttl: %s", self.spec.engine_id, error)
 
     def _decline(self, step: pb.Publish) -> None:
-        """Tell readers which wait under a router's key that its publication will not come. One whose key was in use is
-        no reason to: they wait for the other one."""
+        """Tell the readers that wait under a router's key that its publication will not come. Not for a key that was in
+        use: those readers wait for the other publication."""
         reference = router_reference("", self.spec.engine_id, router_key=step.router_key, key=step.key)
         decline = pb.Notification(decline=pb.Decline(reference=reference, not_published=True))
         self._declines.send(self._control, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
 
     def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
-        """Record that an attempt has failed; returns the error with which it has.
-
-        Args:
-            told: a step or an abort.
-            error: the home's error for it, or for the call.
-            partly: the home may have acted on it before it ended the call with the error.
-        """
+        """Record that an attempt to send a step or an abort has failed; returns the error to report. `partly`: the home
+        may have acted on the notification before it ended the call with the error."""
         if told.HasField("publish") and (partly or leaves_open(error)):
             with self.lock:
                 self._offers.unanswered(told.publish)
@@ -420,7 +391,7 @@ class HomeSession:
         if kind == "opened":
             times = message.opened.times
             with self.lock:
-                # A reader that waited for the publication may have a lease of a whole ttl from before it.
+                # A reader that waited for the publication may have a lease of a whole ttl from before the publish.
                 self._offers.final = max(from_duration(times.final), from_duration(times.max_ttl))
                 self.patience = max(CALL_TIMEOUT, min(from_duration(times.hold), from_duration(times.final)))
         elif kind == "released":
@@ -443,8 +414,8 @@ class HomeSession:
             self._acknowledging = self._loop.spawn(self._acknowledge(), name)
 
     async def _acknowledge(self) -> None:
-        """Acknowledge releases, with one call at a time: those in the meantime go with the next. A home that refuses
-        repeats the release in its next full state."""
+        """Acknowledge releases, with one call at a time; releases that come meanwhile go with the next call. A home
+        that refuses an acknowledgement repeats the release in its next full state."""
         try:
             while self._unacknowledged:
                 numbers = sorted(self._unacknowledged)[:MOST_ACKNOWLEDGED]
@@ -464,7 +435,8 @@ class HomeSession:
         """Send a restarted home all publications that are not released (PROTOCOL, Home restart).
 
         Raises:
-            KvferryError: the home did not accept all of it; repeating can help. The end of the refill was not sent.
+            KvferryError: the home did not accept all publications; repeating can help. The end of the refill was not
+                sent.
         """
         for refill in tuple(self._refills):
             await refill()

@@ -1,9 +1,9 @@
-"""The node servers that a client connects to: its own, and the homes in references, if it may.
+"""The node servers that a client connects to: its own, and allowed homes in references.
 
-References come from routers and HTTP clients. If a client connected to any home in a reference, anybody could direct it
-at any host it can reach. So a home must be in the allow-list or in the client's directory, or TLS must be configured:
-then the home must have a certificate of the configured authority. Among what is allowed may still be any number of
-addresses, such as those of loopback, so only the last ones are kept.
+References come from routers and HTTP clients. If a client connected to any home in a reference, anybody could direct
+the client at any host that it can reach. So a home must be in the allow-list or in the client's directory, or TLS must
+be configured: then the home must have a certificate of the configured authority. The number of allowed addresses, such
+as those of loopback, is unlimited, so only the connections used last are kept.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvferry.stats import CallStats, total
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 FIRST_ANSWER_TIMEOUT = 2.0
-"""Seconds that a client waits for the first answer of its directory. Without one it goes on: only references without an
-address, and homes that nothing else allows, need it."""
+"""Seconds that a client waits for the first answer of its directory. Without an answer the client goes on: only
+references without an address, and homes that are allowed by the directory alone, need the directory."""
 
 MOST = 1024
-"""Connections that are kept. Reads keep those that were dropped for as long as they use them; gRPC closes a channel to
-which nobody refers."""
+"""Connections that are kept. Reads keep a dropped connection for as long as they use it; gRPC closes a channel without
+references."""
 
 
 class Homes:
@@ -43,7 +43,7 @@ class Homes:
         tls: credentials for all TCP connections; with them every home is allowed.
         allowed: shell patterns of ``host:port`` that are allowed without TLS, beside loopback addresses.
         dial: makes the channels.
-        directory: says the homes of engines whose references name none, and lists homes that are allowed; None: none.
+        directory: names the homes of engines whose references name none, and lists homes that are allowed; None: none.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Homes:
         self._discovered = directory is None
         self._lock = threading.Lock()
         self._controls: dict[str, Control] = {own: self.own}
-        """The one that was asked for last is the last one."""
+        """In the order of their last use."""
         self._dropped: weakref.WeakSet[Control] = weakref.WeakSet()
         self._past = CallStats()
-        """The calls of those that were dropped."""
+        """Calls of the dropped connections."""
         self._closed = False
 
     def known_as(self, advertise: str) -> None:
@@ -76,18 +76,19 @@ class Homes:
             self._controls.setdefault(advertise, self.own)
 
     def discover(self) -> None:
-        """Begin to follow the directory, and wait for its first answer, if this has not been done before. Does not fail
-        if there is none."""
+        """Begin to follow the directory, and wait for its first answer. Only the first call does this; without an
+        answer it returns as well."""
         if not self._discovered and self._directory is not None:
             self._discovered = True
             self._directory.wait(FIRST_ANSWER_TIMEOUT)
 
     def address_of(self, reference: pb.Reference | pb.EngineReference) -> str:
-        """Return the address of a reference's home: the one that it names, or else the one at which the directory lists
-        its engine. Does not wait.
+        """Return the address of a reference's home: the address in the reference, or else that of the engine in the
+        directory. Does not wait.
 
         Raises:
-            EngineNotListed: it names no address, and the directory, if there is one, does not list the engine.
+            EngineNotListed: the reference names no address, and the directory, if there is one, does not list the
+                engine.
             DirectoryUnavailable: the directory is needed, and has not answered yet.
         """
         if reference.home:
@@ -112,8 +113,8 @@ class Homes:
         """Return the connection to the node server at this address. Does not wait.
 
         Raises:
-            HomeNotAllowed: this client may not connect to it.
-            DirectoryUnavailable: only the directory could allow it, and has not answered yet.
+            HomeNotAllowed: this client may not connect to the address.
+            DirectoryUnavailable: only the directory could allow the address, and has not answered yet.
             Closed: the client is closed.
         """
         with self._lock:
@@ -132,17 +133,17 @@ class Homes:
             return control
 
     def home_of(self, token: EngineToken) -> Control:
-        """Return the connection to the home of this client's own engine. The address comes from the engine's scheduler,
-        so that it need not be allowed."""
+        """Return the connection to the home of this client's own engine. Its address comes from the engine's scheduler,
+        and need not be in the allow-list."""
         with self._lock:
             return self._controls.setdefault(token.home, Control(token.home, self._tls, self._loop, self._dial))
 
     def _drop_oldest(self) -> None:
-        """Drop the connection that was not asked for the longest. Called with the lock held."""
+        """Drop the connection whose last use is the earliest. Called with the lock held."""
         address = next(address for address, control in self._controls.items() if control is not self.own)
         dropped = self._controls.pop(address)
         self._dropped.add(dropped)
-        # What it still does for reads that use it is not counted.
+        # Its later calls, for reads that still use it, are not counted.
         past = _sum([self._past, dropped.stats()])
         self._past = replace(past, homes=0, unreachable=0, unreachable_seconds=0.0)
 
@@ -156,7 +157,6 @@ class Homes:
         )
 
     def stats(self) -> CallStats:
-        """Count the calls to all of them."""
         with self._lock:
             controls, past = set(self._controls.values()), self._past
         each = [control.stats() for control in controls]
@@ -182,7 +182,6 @@ class Homes:
 
 
 def _sum(each: Iterable[CallStats]) -> CallStats:
-    """Add the calls of several connections."""
     each = tuple(each)
     longest = max((one.unreachable_seconds for one in each), default=0.0)
     return replace(total(CallStats, each), unreachable_seconds=longest)

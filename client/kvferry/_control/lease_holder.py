@@ -14,11 +14,11 @@ from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
-from kvferry._control.judgement import Confirm
 from kvferry._control.notifier import Message, Notifier
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
+from kvferry._control.verdict import Confirm
 from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
@@ -29,21 +29,16 @@ from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 VERDICT_TIMEOUT = 1.0
-"""Seconds for the home's verdict; without one the reader's own deadline decides (PROTOCOL, Endings)."""
+"""Seconds for the home's verdict; without a verdict the reader's own deadline decides (PROTOCOL, Endings)."""
 
 DECLINE_PATIENCE = 120.0
-"""Seconds for which a decline is repeated: after that, a publication that nobody reads is released by time."""
+"""Seconds for which a decline is repeated: after that, a publication without readers is released by time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadReport:
-    """Reports the ends of all shares of a read.
-
-    Attributes:
-        lease: the lease of the read.
-        shares: the ends of the shares.
-        answered: called with the home's verdict, and with None for each attempt without one.
-    """
+    """Reports the ends of all shares of a read. `answered` is called with the home's verdict, and with None for each
+    attempt without a verdict."""
 
     lease: ReaderLease
     shares: Sequence[pb.RankReport]
@@ -55,13 +50,13 @@ class LeaseHolder:
     called on any thread, and make no RPC.
 
     Args:
-        loop: the loop.
+        loop: the client's event loop.
         homes: connections to node servers.
         renewals: renews the leases.
         token: token of the engine.
-        rank: the rank that it acts for, if each rank has a holder of its own; None: all ranks.
-        confirm: whether the engine is told of a read before or after its home has confirmed the lease.
-        prompt_check: what to do with the marks of publications.
+        rank: the only rank of this holder, if each rank has its own; None: all ranks.
+        confirm: whether a read ends for the engine before or after its home has confirmed the lease.
+        prompt_check: how the marks of publications are checked.
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class LeaseHolder:
         self._secret = token.session_secret
         self._notifier = Notifier(loop, self._reader)
         self._unseen: set[asyncio.Task[None]] = set()
-        """End leases that may be granted to reads which were cancelled."""
+        """Tasks that end the leases which may be granted to cancelled reads."""
 
     def request(
         self,
@@ -106,13 +101,14 @@ class LeaseHolder:
         Raises:
             BadReference: the string is not a reference.
             HomeNotAllowed: this client may not connect to the home in the reference.
-            EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not know it.
+            EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
+                engine.
             InvalidField: an argument is out of range.
         """
         if not 0 < timeout < LONGEST:
             raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
         parsed = parse_reference(reference)
-        # What follows, such as the grant to a rank on another node, needs the address; a reference may lack it.
+        # A reference may lack the address, which later steps need, such as the grant to a rank on another node.
         parsed.home = self._homes.address_of(parsed)
         home = self._homes.get(parsed.home)
         return AcquireRequest(
@@ -129,19 +125,14 @@ class LeaseHolder:
         )
 
     def check(self, reference: str, prompt: Prompt) -> None:
-        """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` for one of
-        another prompt, as far as it says."""
+        """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read, and `PromptMismatch` if the
+        reference itself has a mark of another prompt."""
         parsed = parse_reference(reference)
         self._homes.of(parsed)
         ReaderPrompt(prompt, self._prompt_check, engine_id=self._reader.engine_id).refuse(parsed)
 
     def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> Acquisition:
-        """Begin to acquire a publication: await `Acquisition.first`.
-
-        Args:
-            request: the publication to read.
-            changed: called after each change of the lease; see `ReaderLease.changed`.
-        """
+        """Begin to acquire a publication: await `Acquisition.first`. For `changed` see `ReaderLease.changed`."""
         asked = pb.ReadBlocksRequest(
             reference=request.text,
             reader=self._reader,
@@ -156,7 +147,7 @@ class LeaseHolder:
         self._renewals.drop(acquired.lease)
 
     def let_go(self, home: Control, granted: Acquired) -> None:
-        """Give back a lease whose read will not begin: renew it no more, and tell its home."""
+        """Give back a lease whose read will not begin: stop its renewals, and end it at its home."""
         self.drop(granted)
         self._give_up(home, granted.lease, pb.RANK_OUTCOME_CANCELLED)
 
@@ -170,7 +161,7 @@ class LeaseHolder:
         self._notifier.send(home, messages, timeout=VERDICT_TIMEOUT, span=span)
 
     def decline(self, reference: str) -> None:
-        """Tell the home that nobody will read a publication (PROTOCOL, Leases 8).
+        """Tell the home that this engine will not read a publication (PROTOCOL, Leases 8).
 
         The message is repeated for `DECLINE_PATIENCE` if the home cannot be reached, or is recovering.
 
@@ -182,8 +173,8 @@ class LeaseHolder:
         self._notifier.send(home, [Message(decline, self._loop.now() + DECLINE_PATIENCE)])
 
     async def close(self, timeout: float) -> None:
-        """Stop repeating messages, and wait at most `timeout` seconds for leases that nobody has seen yet, and for the
-        messages that were sent. Idempotent."""
+        """Stop repeating messages, and wait at most `timeout` seconds for leases of cancelled reads that may still be
+        granted, and for the messages that were sent. Idempotent."""
         until = self._loop.now() + timeout
         if self._unseen:
             await asyncio.wait(self._unseen, timeout=timeout)
@@ -195,8 +186,8 @@ class LeaseHolder:
         task.add_done_callback(self._unseen.discard)
 
     def _give_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
-        """End a lease that is not needed; a home that cannot be reached ends it by time (PROTOCOL, Leases 7). If other
-        ranks share it, it ends for this rank only."""
+        """End a lease that is not needed; a home that cannot be reached ends the lease by time (PROTOCOL, Leases 7). A
+        lease that other ranks share ends for this rank only."""
         ends = [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))]
         if self._rank is not None:
             ends = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])

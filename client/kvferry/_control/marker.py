@@ -12,19 +12,14 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 @dataclass(slots=True)
 class Marker:
-    """Marks the steps of a publication with its prompt.
-
-    Attributes:
-        key: the key of the publication's reference.
-        prompt: what the publication is computed from.
-        ends: the ends that were marked.
-    """
+    """Marks the steps of a publication with its prompt. `key` is that of the publication's reference; `ends` are those
+    that were marked."""
 
     key: bytes = field(repr=False)
     prompt: Prompt
     ends: set[int] = field(default_factory=set)
     _held: Prompt = field(init=False, repr=False)
-    """The prompt of the steps that are held, which a further one has to continue."""
+    """The prompt of the steps that are held, which the next step's prompt has to continue."""
     _settled: Prompt = field(init=False, repr=False)
     """The same when the last step had been sent."""
 
@@ -32,11 +27,8 @@ class Marker:
         self._held = self._settled = self.prompt
 
     def follow(self, prompt: Prompt) -> None:
-        """Go on with a longer prompt; `Prompt.unknown`: with the same.
-
-        Raises:
-            InvalidField: the prompt does not continue the one before.
-        """
+        """Go on with a longer prompt; `Prompt.unknown`: with the same. Raises `InvalidField` if the prompt does not
+        continue the one before."""
         if prompt and not prompt.continues(self._held):
             expected = f"one that begins with {self._held}, with which it was published"
             raise InvalidField("prompt", str(prompt), expected)
@@ -44,9 +36,9 @@ class Marker:
 
     def mark(self, step: pb.Publish, before: Sequence[pb.Publish] = ()) -> None:
         """Add to the next step the marks of the prompt's ends that were not marked, while there is room, and to the
-        last step that of the end of what is published, with the steps before it."""
-        # A prompt that is continued with each token has more ends than a publication may have marks: one is kept for
-        # the end of what is published.
+        last step the mark of the end of all published blocks, which need the steps `before`."""
+        # A prompt that is continued with each token has more ends than a publication may have marks: one mark is kept
+        # for the end of all published blocks.
         ends = set(sorted(set(self.prompt.ends) - self.ends)[: MAX_MARKS - 1 - len(self.ends)])
         if step.last:
             groups = (group for each in (*before, step) for group in each.groups)
@@ -59,11 +51,10 @@ class Marker:
         self._held = self.prompt
 
     def unmark(self, step: pb.Publish) -> None:
-        """Forget a step that no home has accepted. What is published instead may be of other tokens, if the engine says
-        so."""
+        """Forget a step that no home has accepted. The engine may publish blocks of other tokens instead."""
         self.ends -= {mark.end for mark in step.marks}
         self._held = self._settled
 
     def settle(self) -> None:
-        """Record that no step is being sent: none is taken back any more."""
+        """Record that no step is being sent: no step is taken back any more."""
         self._settled = self._held

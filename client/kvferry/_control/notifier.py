@@ -1,4 +1,4 @@
-"""Sends notifications to homes, and repeats them until the home has answered or they are useless."""
+"""Sends notifications to homes, and repeats each until the home has answered or the notification is useless."""
 
 from __future__ import annotations
 
@@ -31,15 +31,8 @@ home keeps a home that never answers from using up the room of the others."""
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A notification for a home.
-
-    Attributes:
-        notification: the notification.
-        until: time on the loop's clock after which it is useless.
-        answered: called with each result that is not an error, and with None after each failed attempt.
-        again_at: time of the next attempt.
-        backoff: the pauses between attempts.
-    """
+    """A notification for a home, useless after `until` on the loop's clock. `answered` is called with each result that
+    is not an error, and with None after each failed attempt."""
 
     notification: pb.Notification
     until: float
@@ -49,18 +42,13 @@ class Message:
 
 
 class Notifier:
-    """Sends the notifications of one reader. Belongs to the client's event loop.
-
-    Args:
-        loop: the loop.
-        sender: the reader.
-    """
+    """Sends the notifications of one reader. Belongs to the client's event loop."""
 
     def __init__(self, loop: Loop, sender: pb.EngineRef) -> None:
         self._loop = loop
         self._sender = sender
         self._waiting: dict[Control, list[Message]] = {}
-        """What waits for another attempt. A coroutine of each home makes the attempts."""
+        """Messages that wait for another attempt. A coroutine per home makes the attempts."""
         self._news: dict[Control, Signal] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -69,13 +57,7 @@ class Notifier:
         self, home: Control, messages: Iterable[Message], *, timeout: float = NOTIFY_TIMEOUT, span: Span = NO_SPAN
     ) -> None:
         """Send notifications to a home at once, in as few calls as possible, and repeat those whose errors are
-        retryable.
-
-        Args:
-            home: connection to the home.
-            messages: the notifications.
-            timeout: seconds for the first attempt.
-            span: the span that the calls belong to.
+        retryable. `timeout` is in seconds, for the first attempt.
 
         Raises:
             MessageTooLarge: a notification does not fit into one message; nothing was sent.
@@ -137,7 +119,7 @@ class Notifier:
             self._loop.spawn_turns(partial(self._turn, home), f"notifications to {home.address}")
 
     async def _turn(self, home: Control) -> bool:
-        """Make the next attempts of what waits for a home; returns whether something does."""
+        """Make the attempts that are due for a home, or wait; returns whether messages wait."""
         waiting, time = self._waiting.get(home), self._loop.now()
         if not waiting:
             self._waiting.pop(home, None)

@@ -1,13 +1,13 @@
 """Sends the steps and aborts of an engine's publications to its home.
 
-What is queued while a call is in progress goes in the next call, also several steps of one publication: a source may
-name layers faster than a call takes. A home takes the notifications of a call in order, so that a step which it does
-not take keeps out those behind it. One that has to be sent again goes alone, and delays those of its own publication
-only.
+Messages that are queued while a call is in progress go in the next call, also several steps of one publication: a
+source may name layers faster than a call takes. A home takes the notifications of a call in order, so that a step which
+the home does not take keeps out the steps behind it. A step that has to be sent again goes alone, and delays only the
+steps of its own publication.
 
-What the home does not take, because it is away or is starting, is sent again for as long as the home would hold it for
-readers, who wait meanwhile; or until the engine aborts it. Its blocks are pinned all that time, so that what waits here
-takes no more room than what the engine holds published.
+A publication that the home does not take, because the home is away or is starting, is sent again for as long as the
+home would hold it for readers, which wait meanwhile; or until the engine aborts it. Its blocks are pinned all that
+time, so that the waiting messages take no more room than the blocks that the engine has published.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 MAX_OVERTAKEN = 512
-"""So many publications may wait to be sent again before new ones wait for them. A home takes a number below its highest
-only if at most 1024 were skipped, and the next call may add `BATCH`."""
+"""Most publications that wait to be sent again while new ones are sent. A home takes a number below its highest only if
+at most 1024 were skipped, and the next call may add `BATCH`."""
 
 
 class Publisher(Protocol):
@@ -64,11 +64,11 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How the attempts to send something have ended.
+    """The end of the attempts to send a step or an abort.
 
     Attributes:
-        error: the last error; None: the home has taken it.
-        taken_back: no home can have taken it, and it is forgotten.
+        error: the last error; None: the home has taken the message.
+        taken_back: no home can have taken the step, and it is forgotten.
     """
 
     error: KvferryError | None = None
@@ -80,14 +80,12 @@ class _Message:
     """A step of a publication, or its abort, that the home has not answered yet.
 
     Attributes:
-        publication: the publication.
-        step: the step; None: the abort.
-        until: time on the loop's clock until which it is sent again.
-        answer: gets the home's answer, if somebody waits for it.
-        sent: it was sent before.
-        not_published: it is an abort, and not the engine's: the publication was given up.
-        error: the error of the last attempt.
-        backoff: the pauses between attempts.
+        step: None: the message is the abort.
+        until: time on the loop's clock until which the message is sent again.
+        answer: gets the home's answer, if a caller waits for it.
+        sent: the message was sent before.
+        not_published: the message is an abort, and not the engine's: the publication was given up.
+        error: of the last attempt.
     """
 
     publication: Publication
@@ -100,28 +98,22 @@ class _Message:
     backoff: Backoff = field(default_factory=Backoff)
 
     def notification(self) -> pb.Notification:
-        """Make the notification."""
         if self.step is None:
             abort = pb.Abort(publication=self.publication.number, not_published=self.not_published)
             return pb.Notification(abort=abort)
         return pb.Notification(publish=self.step)
 
     def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
-        """Say how it has ended."""
         if self.answer is not None:
             settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
 
 
 class PublicationSender:
-    """Sends what one engine publishes. `put` and `take_refused` are called with the session's lock held,
-    on any thread; a coroutine on the client's event loop does the rest, as long as there is something to send.
-
-    Args:
-        loop: the loop.
-        session: the engine's session.
+    """Sends the publications of one engine. `put` and `take_refused` are called with the session's lock held, on any
+    thread; a coroutine on the client's event loop does the rest, as long as there are messages.
 
     Attributes:
-        refused: number of publications that the home did not accept, and for whose answer nobody waited.
+        refused: number of publications that the home did not accept, and for whose answer no caller waited.
     """
 
     def __init__(self, loop: Loop, session: Publisher) -> None:
@@ -130,22 +122,21 @@ class PublicationSender:
         self._session = session
         self._lock = session.lock
         self._refused: deque[Release] = deque()
-        """Publications of which no home can have anything, which are released here."""
+        """Publications of which no home can have a step, which are released here."""
         self._news = Signal(loop)
         self._runs = False
         self._task: asyncio.Task[None] | None = None
         self._messages: dict[int, deque[_Message]] = {}
-        """Messages of each publication, in order. The first one is about to be sent, or to be sent again."""
+        """Messages of each publication, in order. The first one is the next to be sent."""
         self._ready: deque[int] = deque()
         """Publications whose first message can be sent, in order."""
         self._again: list[tuple[float, int]] = []
         """Heap of the other publications, each with the time at which its first message is to be sent again."""
         self._in_call: Sequence[_Message] = ()
-        """Messages that are being sent."""
         self._pause_until, self._backoff = 0.0, Backoff()
-        """Until when nothing is sent, because a call failed as a whole; and the pauses after such calls."""
+        """Nothing is sent until then, because a call failed as a whole; and the pauses after such calls."""
         self._failing_since: float | None = None
-        """Since when every call has failed, or has been answered that something has to wait."""
+        """Since then every call has failed as a whole, or for some message that has to wait."""
         self._given_up = 0
         """Publications that were given up since then."""
 
@@ -155,7 +146,7 @@ class PublicationSender:
         return bool(self._refused)
 
     def take_refused(self) -> list[Release]:
-        """Return the publications of which no home can have anything; each appears exactly once."""
+        """Return the publications of which no home can have a step; each exactly once."""
         found = list(self._refused)
         self._refused.clear()
         return found
@@ -181,7 +172,7 @@ class PublicationSender:
             self._loop.call(lambda: self._loop.at(message.until, partial(self._out_of_time, message)))
 
     async def close(self, timeout: float) -> None:
-        """Send what is queued, and end. What was not sent after `timeout` seconds is dropped. Idempotent."""
+        """Send the queued messages, and end. Messages not sent after `timeout` seconds are dropped. Idempotent."""
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task], timeout=timeout)
             self._task.cancel()
@@ -197,7 +188,7 @@ class PublicationSender:
         self._task = self._loop.spawn_turns(self._turn, f"publications of engine {self._session.spec.engine_id}")
 
     async def _turn(self) -> bool:
-        """Make the next call, or wait until it may be made; returns whether there was something to send."""
+        """Make the next call, or wait until it may be made; returns whether there were messages."""
         with self._lock:
             messages, wake_at = self._next()
             waits = self._runs = bool(messages) or wake_at is not None
@@ -208,13 +199,13 @@ class PublicationSender:
         return waits
 
     def _next(self) -> tuple[list[_Message], float | None]:
-        """Return the messages for the next call, or when there may be some; None: nothing waits. Called with the lock
-        held."""
+        """Return the messages for the next call, or when the call may be made; None: no message waits. Called with the
+        lock held."""
         time = self._loop.now()
         due = []
         while self._again and self._again[0][0] <= time:
             due.append(heapq.heappop(self._again)[1])
-        # They were published before the others.
+        # These were published before the others.
         self._ready.extendleft(reversed(due))
         paused = time < self._pause_until
         if self._ready and not paused and len(self._again) < MAX_OVERTAKEN:
@@ -236,7 +227,7 @@ class PublicationSender:
         return found
 
     async def _send(self, messages: list[_Message]) -> None:
-        # As long as the first of those has left for whom somebody waits.
+        # No longer than the time that is left to the first caller who waits.
         timeout = max(0.001, min([CALL_TIMEOUT, *(each.until - self._loop.now() for each in messages if each.answer)]))
         self._in_call = messages
         try:
@@ -248,16 +239,16 @@ class PublicationSender:
         if failure is None:
             self._backoff.reset()
         else:
-            # Others would fail as well, or would overtake these.
+            # Other messages would fail as well, or would overtake these.
             self._pause_until = time + pause
         waits = [
             error
             for message, error in zip(messages, errors, strict=False)
-            # Those who wait for an answer hear of an unreachable home by the connection.
+            # `Control` itself warns callers who wait that their home cannot be reached.
             if error is not None and error.retryable and not (message.answer and isinstance(error, Unreachable))
         ]
         self._judge(waits[0] if waits else None, time)
-        # Those that did not fit into the call stay where they are.
+        # Messages that did not fit into the call stay where they are.
         sent: dict[int, list[tuple[_Message, KvferryError | None]]] = {}
         for message, error in zip(messages, errors, strict=False):
             sent.setdefault(message.publication.number, []).append((message, error))
@@ -268,7 +259,7 @@ class PublicationSender:
                 for message, _ in answers[:good]:
                     self._taken(message)
                 if good < len(answers):
-                    # What the home said to those behind this one follows from it.
+                    # The errors of the steps behind this one follow from its own.
                     message, error = answers[good]
                     message.sent, message.error = True, error
                     if error is not None and error.retryable:
@@ -288,8 +279,8 @@ class PublicationSender:
                 self._warn(message, error)
 
     def _out_of_time(self, message: _Message) -> None:
-        """Give up a message for whose answer somebody waits, if its time is over and it was never sent, since others
-        go first."""
+        """Give up a message for whose answer a caller waits, if its time is over and the message was never sent, since
+        others went first."""
         with self._lock:
             number = message.publication.number
             waiting = self._messages.get(number, deque())
@@ -310,12 +301,8 @@ class PublicationSender:
                 self._ready.remove(number)
 
     def _judge(self, waits: KvferryError | None, time: float) -> None:
-        """Say once that what is published has to wait, if that lasts, and how it ended.
-
-        Args:
-            waits: why something of a call has to wait; None: nothing has.
-            time: the present.
-        """
+        """Warn once if publications have to wait for long, and of those that were given up when the wait ends. `waits`
+        is why a message of the last call has to wait; None: none has to."""
         if waits is None:
             if self._given_up > 1:
                 message = "%d publications of engine %s were given up before their home took any again"
@@ -327,7 +314,7 @@ class PublicationSender:
             self._session.complain(waits)
 
     def _hopeless(self, message: _Message, again_at: float, error: KvferryError) -> KvferryError | None:
-        """Return why a message is not sent again; None: it is. Called with the lock held."""
+        """Return why a message is not sent again; None: send it again. Called with the lock held."""
         number, engine_id = message.publication.number, self._session.spec.engine_id
         if message.step is not None and any(behind.step is None for behind in self._messages[number]):
             problem = f"publication {number} was aborted before its home took it"
@@ -341,7 +328,7 @@ class PublicationSender:
         return final
 
     def _warn(self, message: _Message, error: KvferryError | None) -> None:
-        """Say that a message was given up: of those that a home did not take while it was away, the first one."""
+        """Warn that a message was given up: while the home is away, only of the first such message."""
         told = message.answer is not None or isinstance(error, PublicationAborted)
         if told or (isinstance(error, NotPublished) and self._given_up > 1):
             return
@@ -351,14 +338,14 @@ class PublicationSender:
     # Call these with the lock held.
 
     def _taken(self, message: _Message) -> None:
-        """Handle a message that the home has taken, the first one of its publication."""
+        """Handle the first message of its publication, which the home has taken."""
         self._messages[message.publication.number].popleft()
         if message.step is not None:
             self._session.ended(message.step, None)
         message.settle(None)
 
     def _failed(self, message: _Message, error: KvferryError) -> None:
-        """Handle the end of the attempts to send a message, the first one of its publication."""
+        """Handle the end of the attempts to send the first message of its publication."""
         behind = self._messages[message.publication.number]
         behind.popleft()
         if message.step is None:
@@ -369,9 +356,9 @@ class PublicationSender:
     def _give_up(
         self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message], *, unsent: bool = False
     ) -> None:
-        """Give up a step with the messages behind it, and, unless its caller hears that it was taken back, its
-        publication."""
-        # The last one first: what is left of a publication always has its first step.
+        """Give up a step with the messages behind it, and its publication, unless the step was taken back and its
+        caller gets that answer."""
+        # The last one first: the rest of a publication always has its first step.
         for later in reversed(behind):
             if later.step is not None:
                 later.settle(error, taken_back=self._session.ended(later.step, error, unsent=unsent))
@@ -381,7 +368,7 @@ class PublicationSender:
         publication, taken_back = message.publication, self._session.ended(step, error, unsent=unsent)
         message.settle(error, taken_back=taken_back)
         if not taken_back or (step.step and message.answer is None):
-            # The home may have accepted some of it: it stays pinned until it is released.
+            # The home may have accepted some steps: the publication stays pinned until it is released.
             abort = self._message(publication, None)
             abort.not_published = not isinstance(error, PublicationAborted)
             behind.append(abort)
@@ -404,13 +391,13 @@ class PublicationSender:
 
 def _goes_along(messages: Sequence[_Message], index: int) -> bool:
     """Whether a message of a publication goes in the same call as those before it. An abort does not: a home would take
-    it although it did not take the steps before it, which are then sent again."""
+    the abort although it did not take the steps before, which are then sent again."""
     return len(messages) > index and not messages[0].sent and None not in (messages[0].step, messages[index].step)
 
 
 def _sure(error: KvferryError, behind: Iterable[KvferryError | None]) -> KvferryError:
-    """Return the error with which the home has refused a step, or one that leaves it open whether it has: it says that
-    it has taken a step behind that one, and readers may be told of both."""
+    """Return the error with which the home has refused a step. If the home has taken a step behind the refused one,
+    readers may get both steps: then the error leaves open whether the home has refused the step."""
     if None not in behind:
         return error
     doubt = Unavailable(f"the home has taken steps behind one that it refused: {error}")

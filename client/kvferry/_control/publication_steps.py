@@ -1,4 +1,4 @@
-"""Makes the messages of a publication's steps, and refuses what every home would refuse, before it is sent."""
+"""Makes the messages of a publication's steps, and refuses steps that every home would refuse."""
 
 from __future__ import annotations
 
@@ -16,18 +16,11 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 
 def new_step(spec: EngineSpec, given: Publish | PublishMore) -> tuple[dict[str, BlockIds], pb.Publish]:
-    """Make a step without its numbers.
-
-    Args:
-        spec: the engine.
-        given: what is published.
-
-    Returns:
-        The ids of its blocks by group, and the step.
+    """Make a step without its numbers. Returns the ids of its blocks by group, and the step.
 
     Raises:
         BadBlock: an id out of range, or the null block.
-        BadReference: the reference is none.
+        BadReference: the string is not a reference.
         InvalidField: an argument does not fit the engine.
         MessageTooLarge: no message holds it.
     """
@@ -72,14 +65,12 @@ def _routed(reference: str, engine_id: str) -> tuple[str, bytes]:
 
 
 def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
-    """Check that a step continues what the steps before it left unfinished. If it completes that, give it the blocks.
-
-    Args:
-        begun: the blocks of which the steps before named some layers; empty: there are none.
-        step: the next step, which is changed.
+    """Check that the next step continues the blocks of which the steps before named some layers. If the step completes
+    these blocks (`begun`; empty: there are none), they are added to it.
 
     Raises:
-        InvalidField: it names layers of no blocks, begins other blocks, continues elsewhere, or has too many runs.
+        InvalidField: the step names layers of no blocks, begins other blocks, continues elsewhere, or has too many
+            runs.
         MessageTooLarge: no message holds it.
     """
     if step.HasField("unfinished"):

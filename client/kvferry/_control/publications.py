@@ -121,9 +121,8 @@ class Snapshot:
 
     Attributes:
         publications: numbers of the publications.
-        notifications: the notifications to send, in this order. Made while they are consumed, once, because copying all
-            of them takes long.
-        end: the notification to send after all of them.
+        notifications: to send in this order. Made while they are consumed, once, because copying all of them takes
+        long. end: the notification to send after all of them.
     """
 
     publications: tuple[int, ...]
@@ -136,13 +135,11 @@ class _Held:
     """A publication that is not released yet, with all that a restarted home needs.
 
     Attributes:
-        publication: the publication.
-        steps: its steps.
-        marker: marks its steps.
         open_steps: numbers of steps that a home may have accepted without an answer.
-        abort: what withdraws it; None: the source has not withdrawn it.
-        sending: number of calls in progress with which a home may accept it; its final deadline is unknown until then.
-        release_at: time after which no home can hold a lease on it; valid while `sending` is 0.
+        abort: None: the publication is not withdrawn.
+        sending: number of calls in progress with which a home may accept the publication; its final deadline is unknown
+            until they have ended.
+        release_at: time after which no home can hold a lease on the publication; valid while `sending` is 0.
     """
 
     publication: Publication
@@ -162,12 +159,8 @@ def leaves_open(error: KvferryError) -> bool:
 class Offers:
     """The publications of one incarnation that are not released. Not thread-safe.
 
-    Args:
-        engine: the engine and its incarnation.
-        session_secret: the session secret, from which the keys of references are derived.
-
     Attributes:
-        final: seconds from a publish until no home can hold a lease on it; the home's setting.
+        final: seconds from a publish until no home can hold a lease on the publication; the home's setting.
         published: number of publications so far.
         outcomes: number of released publications, by outcome; "refused": the home has not accepted them.
     """
@@ -181,7 +174,7 @@ class Offers:
         self._next = 1
         self._held: dict[int, _Held] = {}
         self._by_router_key: dict[str, int] = {}
-        """Numbers of those that are held under keys of routers."""
+        """Numbers of the publications under keys of routers."""
         self._released: deque[Release] = deque()
         self._next_deadline = math.inf
         """No later than the earliest `release_at`, so that `advance`, which engines call in each step, rarely has to
@@ -190,13 +183,8 @@ class Offers:
     def publish(
         self, home: str, step: pb.Publish, traceparent: str = "", prompt: Prompt = Prompt.unknown
     ) -> Publication:
-        """Add a publication with its first step, and give it a number. Send the step, then call `sent`.
-
-        Args:
-            home: address of the home, for the reference; empty: readers ask their directory.
-            step: the step; its number and the marks of the prompt are set here.
-            traceparent: see `Publication`.
-            prompt: what the blocks are computed from.
+        """Add a publication with its first step, whose number and marks are set here. Send the step, then call `sent`.
+        Without the address of a `home` in the reference, readers ask their directory.
 
         Raises:
             RouterKeyUsed: another publication that is not released has the step's router_key.
@@ -226,11 +214,8 @@ class Offers:
         return publication
 
     def unfinished(self, number: int) -> Sequence[pb.GroupBlocks]:
-        """Return the blocks of which the last steps of a publication named some layers; empty: there are none.
-
-        Raises:
-            WrongState: the publication is complete, or was released.
-        """
+        """Return the blocks of which the last steps of a publication named some layers, if any. Raises `WrongState` if
+        the publication is complete, or was released."""
         for step in reversed(self._incomplete(number).steps):
             if step.groups or step.unfinished.groups:
                 return step.unfinished.groups
@@ -253,7 +238,7 @@ class Offers:
         held.sending += 1
 
     def as_of_now(self, told: pb.Notification) -> pb.Notification:
-        """Return what to send for a step or an abort: for a step of a publication that was released meanwhile, the
+        """Return a step or an abort to send: instead of a step of a publication that was released meanwhile, the
         publication's abort. A home that has restarted would offer the step again, with blocks that have changed."""
         if told.HasField("publish") and told.publish.publication not in self._held:
             return pb.Notification(abort=pb.Abort(publication=told.publish.publication))
@@ -269,8 +254,8 @@ class Offers:
         """Record that the home refused a step for good.
 
         Returns:
-            Whether the step was removed, because no home can have accepted it. If not, another attempt, or another
-            start of the home, may have accepted it, and it stays pinned until its publication is released.
+            Whether the step was removed, because no home can have accepted it. If not, the home may have accepted
+            another attempt, or did so before a restart, and the step stays pinned until its publication is released.
         """
         held = self._held.get(step.publication)
         if held is None or step.step in held.open_steps:
@@ -294,7 +279,8 @@ class Offers:
             self._next_deadline = min(self._next_deadline, held.release_at)
 
     def abort(self, number: int, *, not_published: bool = False) -> None:
-        """Mark a publication as withdrawn, also for snapshots; `not_published`: not by its engine, but given up."""
+        """Mark a publication as withdrawn, also for snapshots; `not_published`: given up, and not withdrawn by the
+        engine."""
         held = self._held.get(number)
         if held is not None and held.abort is None:
             held.abort = pb.Abort(publication=number, not_published=not_published)
@@ -321,7 +307,7 @@ class Offers:
             self.sent(number, now)
 
     def released(self, message: pb.Released) -> None:
-        """Release a publication because the home says so. Does nothing if it is released already."""
+        """Release a publication on the home's message. Does nothing if the publication is released already."""
         try:
             outcome = ReleaseOutcome(message.outcome)
         except ValueError:
@@ -339,7 +325,7 @@ class Offers:
         self._next_deadline = min(waiting, default=math.inf)
 
     def next_deadline(self) -> float:
-        """Return a time before which `advance` releases nothing."""
+        """Return a time before which `advance` releases no publication."""
         return self._next_deadline
 
     def take_released(self) -> list[Release]:

@@ -1,4 +1,4 @@
-"""What a source publishes: the arguments of `publish` and `publish_more`, as one value that every layer passes on."""
+"""The arguments of `publish` and `publish_more`, each as one value that every layer passes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PAYLOAD = 64 << 10
 
 @dataclass(frozen=True)
 class _Step:
-    """What `Publish` and `PublishMore` have in common."""
+    """The fields that `Publish` and `PublishMore` share."""
 
     _: KW_ONLY
     last: bool
@@ -65,8 +65,8 @@ class Publish(_Step):
         payload: opaque bytes for the readers, at most 64 KiB.
         layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False, and
             `publish_more` names the others.
-        prompt: what the blocks are computed from, so that readers can refuse them for any other prompt. All of it, also
-            if only a part is published.
+        prompt: the whole prompt from which the blocks are computed, also if only a part is published. Readers can
+            refuse the blocks for any other prompt.
         expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
         checksums: every rank will call `Cache.checksum` for these blocks, so that readers in integrity mode wait for
             the sums.
@@ -99,14 +99,14 @@ class PublishMore(_Step):
     """The arguments of `EngineSession.publish_more` and `SchedulerPort.publish_more`.
 
     Attributes:
-        publication: what `publish` returned.
-        blocks: what groups gain; may be empty.
+        publication: the value that `publish` returned.
+        blocks: the new blocks by group; may be empty.
         last: no more blocks will follow.
         payload: opaque bytes for the readers, at most 64 KiB; with the last blocks.
         layers: names of the layers that are complete in the new blocks, which must be full blocks of groups of kind
-            TOKENS. While some layers are not complete, further calls name more of them and give no blocks. A call
-            without `layers` says that all are complete, and may give further blocks that are complete, too.
-        prompt: the prompt with what was generated since (`Prompt.followed_by`), if that is published.
+            TOKENS. While some layers are not complete, further calls name more layers and give no blocks. A call
+            without `layers` completes all layers, and may give further complete blocks, too.
+        prompt: the prompt with the tokens generated since (`Prompt.followed_by`), if their blocks are published.
     """
 
     publication: Publication

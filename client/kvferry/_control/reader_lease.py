@@ -17,27 +17,23 @@ LONGEST_LEASE = 3600.0
 
 
 def deadline_after(sent_at: float, remaining: float) -> float:
-    """Return the reader's deadline of a lease. It is always earlier than the home's, which counts from a later moment.
-
-    Args:
-        sent_at: time on the reader's clock when the answered request was sent.
-        remaining: seconds of the lease in the home's answer.
-    """
+    """Return the reader's deadline of a lease with `remaining` seconds in the home's answer. This deadline is always
+    earlier than the home's, which counts from a later moment than `sent_at`, when the reader sent the request."""
     remaining = min(remaining, LONGEST_LEASE)
     return sent_at + remaining - max(MARGIN_SECONDS, MARGIN_SHARE * remaining)
 
 
 class ReaderLease:
-    """One lease, as its reader keeps it. The client's event loop changes it; any thread may read it.
+    """The reader's record of one lease. The client's event loop changes the record; any thread may read it.
 
     The deadline only moves forward, and only until it has passed: a late acknowledgement does not revive the lease.
 
     Attributes:
-        lease_id: the home's id of the lease; it changes when the lease is acquired again.
+        lease_id: the home's id of the lease; changes when the lease is acquired again.
         renew_every: seconds between renewals.
         deadline: time on the reader's clock; bytes that arrive later do not count.
-        ended: its read has ended, so that the lease is no longer needed.
-        source_lost: its home has said that the source is lost: what has not arrived does not come any more.
+        ended: the read has ended, so that the lease is no longer needed.
+        source_lost: according to the home, the source is lost: bytes that have not arrived will not arrive.
         changed: called after each change of the deadline, or of `source_lost`.
     """
 
@@ -56,7 +52,7 @@ class ReaderLease:
         return self._next_renewal if self._renewable else None
 
     def live(self, now: float) -> bool:
-        """Return whether bytes that arrive now count."""
+        """Whether bytes that arrive now count."""
         return now < self.deadline
 
     def renewing(self, sent_at: float) -> None:
@@ -73,12 +69,8 @@ class ReaderLease:
         A home may extend a lease by less than a whole term, or not at all: while it has lost the source, or the
         publication has not come. Then the next renewal is due sooner, so that there are more of them before the end.
 
-        Args:
-            sent_at: time on the reader's clock when it was sent.
-            now: time on the reader's clock when the answer came.
-            remaining: seconds of the lease in the answer; 0: it has ended.
-            more: whether the home will renew the lease again.
-            source_lost: whether the home says that the source is lost.
+        `sent_at` and `now`, the times of request and answer, are on the reader's clock; `remaining` is in seconds, and
+        0 if the lease has ended. `more`: the home will renew the lease again.
         """
         self._renewable = more and remaining > 0
         self.source_lost |= source_lost
@@ -111,4 +103,4 @@ class ReaderLease:
 
 
 def _nothing() -> None:
-    """Nobody has to know."""
+    """Ignore a change."""

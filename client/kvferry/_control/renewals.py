@@ -21,14 +21,15 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 RENEW_TIMEOUT = 2.0
-"""Shortest seconds for which the answer to a renewal is awaited. It is awaited until the lease ends: a home that is
-overloaded answers late, and so does every repetition. Others go out in each third of the lease's time meanwhile."""
+"""Least seconds to wait for the answer to a renewal. Otherwise the wait lasts until the lease ends: an overloaded home
+answers late, and a repetition would be answered late as well. Meanwhile another renewal is sent in each third of the
+lease's time."""
 
 RENEW_AGAIN = 1.0
 """Seconds after which a renewal without an answer, or a refused one, is repeated."""
 
 NAMED = 8
-"""How many leases a warning names; it counts the rest."""
+"""Number of leases that a warning names; the rest are counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +44,8 @@ class _Kept:
 
 
 class Renewals:
-    """Renews leases until they are dropped. Belongs to the client's event loop. One coroutine does it, as long as there
-    are leases."""
+    """Renews leases until they are dropped. Belongs to the client's event loop. One coroutine renews all leases, as
+    long as there are any."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -54,19 +55,15 @@ class Renewals:
         """Leases whose failed renewal was logged already."""
         self._runs = self._closed = False
         self._wakes_at = 0.0
-        """When the coroutine looks at the leases next if nothing wakes it."""
+        """When the coroutine checks the leases next, unless it is woken."""
 
     def keep(
         self, lease: ReaderLease, home: Control, sender: pb.EngineRef, name: str, lost: Callable[[], None]
     ) -> None:
         """Renew a lease from now on. Does nothing for a lease that has ended, or after `close`.
 
-        Args:
-            lease: the lease.
-            home: connection to the home that granted it.
-            sender: the reader.
-            name: name of the lease in logs. Must not contain its id, which is a secret.
-            lost: called once if the home has no record of the lease; it is then no longer renewed.
+        `name` is for logs, and must not contain the lease's id, which is a secret. `lost` is called once if the home
+        has no record of the lease, which is then no longer renewed.
         """
         if self._closed or lease.ended:
             return
@@ -95,7 +92,7 @@ class Renewals:
             self._news.set()
 
     async def _turn(self) -> bool:
-        """Renew what is due, or wait for it; returns whether there are leases."""
+        """Send the renewals that are due, or wait for the next; returns whether there are leases."""
         self._runs = bool(self._kept)
         time = self._loop.now()
         pending = [(at, kept) for kept in self._kept.values() if (at := kept.lease.next_renewal) is not None]
@@ -135,7 +132,7 @@ class Renewals:
         if len(results) != len(batch):
             self._not_renewed(batch[len(results) :], InternalError(f"{len(results)} results for {len(batch)} renewals"))
         for kept, result in zip(batch, results, strict=False):
-            # A lease tells its read of the new deadline; a failure there must not cost the other leases theirs.
+            # A lease passes the new deadline to its read; a failure there must not cost other leases their renewal.
             guarded(partial(self._take, kept, sent_at, result), f"the renewal of {kept.name}")
 
     def _refused(self, batch: Sequence[_Kept], error: KvferryError) -> None:
@@ -173,7 +170,7 @@ class Renewals:
                 more=result.renewed.revoked == pb.REVOKE_REASON_UNSPECIFIED,
                 source_lost=result.renewed.revoked == pb.REVOKE_REASON_SOURCE_LOST,
             )
-            # A home that did not extend it is asked sooner.
+            # A home that did not extend the lease is asked sooner.
             self._wake_for(kept.lease)
             return
         error: KvferryError = InternalError(f"a renewal was answered with {kind}")

@@ -1,4 +1,4 @@
-"""Repeats calls to node servers, and says what is waited for."""
+"""Repeats calls to node servers, and logs long waits."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ async def retrying(
         call: called with the seconds that it may take.
         deadline: time on the loop's clock after which the last error is raised.
         most: most seconds for one call.
-        what: what is being waited for. If given, one warning names it when it takes longer than `SILENCE`. If not, one
-            warning is logged for an error that persists after `SILENCE`; `Control` itself warns of an unreachable node
-            server.
+        what: the subject of one warning if the wait is longer than `SILENCE`. If empty, one warning is logged for an
+            error that persists after `SILENCE`; `Control` itself warns of an unreachable node server.
     """
     loop = asyncio.get_running_loop()
     backoff, reason = Backoff(jitter=0.5), "there is no answer yet"

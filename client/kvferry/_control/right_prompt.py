@@ -15,14 +15,14 @@ LONGER = "another prompt, of which this one may be a part"
 
 
 class PromptCheck(enum.Enum):
-    """What a reader does with the marks of a publication."""
+    """A reader's check of the marks of a publication."""
 
     REQUIRE = "require"
-    """It reads only what a mark says to be of its prompt."""
+    """Read only blocks with a mark of the reader's prompt."""
     COMPARE = "compare"
-    """It refuses what a mark says to be of another prompt, and accepts what has no mark."""
+    """Refuse blocks with a mark of another prompt, and accept blocks without a mark."""
     OFF = "off"
-    """It compares nothing."""
+    """Compare nothing."""
 
 
 def checked_prompts(text: object) -> PromptCheck:
@@ -34,20 +34,16 @@ def checked_prompts(text: object) -> PromptCheck:
 
 
 class ReaderPrompt:
-    """The prompt of one read, which is compared with the marks of what it reads.
+    """The prompt of one read, which is compared with the marks of the publication.
 
-    Called by one thread at a time: by the read's acquisition until it has told of the lease, and then with the lock of
-    the reads, or by the acquisition.
-
-    Args:
-        prompt: the prompt; `Prompt.unknown` until it is known.
-        check: what to do with marks.
-        request_id, engine_id: the reader's name for the request, and the reader, for errors.
+    Called by one thread at a time: by the read's acquisition until the lease was granted, and then with the lock of the
+    reads, or by the acquisition. `request_id`, the reader's name for the request, and `engine_id`, the reader, are for
+    errors.
 
     Attributes:
-        prompt: see above; may be set once, before `judge`.
-        found: "matched": a mark covers the tokens that are read; "unmarked": none does; "unknown": so far, nothing was
-            compared.
+        prompt: may be set once, before `judge`; `Prompt.unknown` until then.
+        found: "matched": a mark covers the tokens that are read; "unmarked": no mark does; "unknown": so far, nothing
+            was compared.
     """
 
     def __init__(
@@ -63,28 +59,24 @@ class ReaderPrompt:
         self._request_id, self._engine_id = request_id, engine_id
         self._marks: Mapping[int, bytes] = {}
         self._hinted: Mapping[int, bytes] = {}
-        """The marks in the reference. They may refuse a read, and prove nothing: a router may have written them. With
-        an older home there are no others."""
+        """The marks in the reference. They may refuse a read, but prove nothing: a router may have written them. An
+        older home sends no others."""
         self._source, self._source_request_id = pb.Reference(), ""
 
     def refuse(self, reference: pb.Reference) -> None:
-        """Compare what the reference itself says.
-
-        Raises:
-            PromptMismatch: the reference is that of another prompt.
-        """
+        """Compare the marks in the reference; raises `PromptMismatch` for those of another prompt."""
         self._source, self._source_request_id = reference, reference.request_id
         self._hinted = {mark.end: mark.digest for mark in reference.marks}
         self._compare(self._hinted)
 
     def told(self, marks: Mapping[int, bytes], reference: pb.Reference, request_id: str, *, complete: bool) -> None:
-        """Compare the marks that the home has told so far.
+        """Compare the marks that the home has sent so far.
 
         Args:
-            marks: all of them, by their ends.
+            marks: all marks, by their ends.
             reference: the publication's own reference.
             request_id: the source's name for the request.
-            complete: no more follow.
+            complete: no more marks follow.
 
         Raises:
             PromptMismatch, PromptUnmarked: see `judge`.
@@ -93,19 +85,19 @@ class ReaderPrompt:
         self._compare(marks)
         self._marks = dict(marks)
         if complete and self.prompt:
-            # Whatever part of it is read.
+            # Whichever part of the publication is read.
             self.judge(1, complete=True)
 
     def judge(self, until: int, *, complete: bool) -> None:
-        """Judge whether the tokens that are read are of this prompt, as far as the marks that were told say.
+        """Decide by the marks that were received whether the tokens that are read are of this prompt.
 
         Args:
             until: end of the tokens that are read.
-            complete: all marks were told.
+            complete: all marks were received.
 
         Raises:
             PromptMismatch: the publication is of another prompt.
-            PromptUnmarked: no mark covers the tokens, and the client requires one.
+            PromptUnmarked: no mark covers the tokens, and the client requires a mark.
         """
         if self._check is PromptCheck.OFF:
             return
@@ -117,7 +109,7 @@ class ReaderPrompt:
         if self._covers(self._marks, until):
             self.found = "matched"
         elif self._longer(self._marks) or (self._longer(self._hinted) and not self._covers(self._hinted, until)):
-            # It goes on where this prompt has ended, and its source knows how: it is of another prompt.
+            # The source's prompt goes on where this one has ended: the publication is of another prompt.
             raise self._error(PromptMismatch, LONGER)
         elif self._check is PromptCheck.REQUIRE:
             raise self._error(PromptUnmarked, "a prompt that no mark names")
@@ -137,7 +129,7 @@ class ReaderPrompt:
                 self._marks = marks
                 raise self._error(PromptMismatch, "another prompt")
         if self.prompt and min(marks, default=0) > len(self.prompt):
-            # Sources mark the end of their prompt first: what comes later cannot make it this one.
+            # Sources mark the end of their prompt first: no later mark can be that of this prompt.
             self._marks = marks
             raise self._error(PromptMismatch, LONGER)
 
@@ -149,7 +141,7 @@ class ReaderPrompt:
         own = f"request {self._request_id!r}" if self._request_id else "a request"
         return kind(
             f"{own} ({length}) was given the KV cache of {what}: that of {source}, {marked}; "
-            "the router, or whoever chose the reference, may have confused two requests",
+            "the router, or the sender of the reference, may have confused two requests",
             request_id=self._request_id,
             tokens=len(self.prompt),
             reader=self._engine_id,

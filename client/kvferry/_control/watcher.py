@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 class Watcher:
-    """Keeps a Watch open: resumes it after every loss, until it is closed or refused for good. Belongs to the client's
-    event loop; `failure` may be used on any thread.
+    """Keeps a Watch open: resumes the Watch after every loss, until it is closed or refused for good. Belongs to the
+    client's event loop; `failure` may be used on any thread.
 
     If the handler raises for an event, the events after it are handled, and then the Watch is opened again for its full
     state, which includes that of the failed event.
 
     Args:
-        loop: the loop.
+        loop: the client's event loop.
         control: connection to the node server.
-        request: opens the Watch. The watcher changes it.
+        request: opens the Watch; changed by the watcher.
         on_event: the handler of events, one at a time.
-        name: name of the process, for logs.
+        name: of the process, for logs.
 
     Attributes:
-        opened: the first event of the last Watch; None before.
+        opened: the first event of the last Watch; None before the first.
     """
 
     def __init__(
@@ -66,17 +66,11 @@ class Watcher:
         self._missed = False
         """Whether the handler has raised, so that the full state must be fetched again."""
         self._again_after = 0.0
-        """Seconds after which to fetch it, according to the handler's error."""
+        """Seconds after which to fetch the full state, according to the handler's error."""
         self._backoff = Backoff()
 
     async def open(self, timeout: float) -> pb.WatchOpened:
-        """Start, and wait for the full state.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            The first event of the Watch.
+        """Start, and wait at most `timeout` seconds for the full state. Returns the first event of the Watch.
 
         Raises:
             KvferryError: the node server refused, or could not be reached in time.
@@ -94,7 +88,7 @@ class Watcher:
                     message = "still waiting for the Watch of %s at %s: %s"
                     logger.warning(message, self._name, self._control.address, reason)
         except BaseException:
-            # Nobody would close it.
+            # The caller would not close the Watch.
             self._task.cancel()
             raise
         if self._synced and self.opened is not None:
@@ -107,8 +101,8 @@ class Watcher:
 
     @property
     def failure(self) -> KvferryError | None:
-        """The error with which the Watch ended for good, or the `ContractDiffers` for which it cannot be opened now.
-        None: neither."""
+        """The error with which the Watch ended for good, or the `ContractDiffers` with which it cannot be opened
+        now."""
         failure = self._failure
         return failure if self._ended or isinstance(failure, ContractDiffers) else None
 
@@ -121,13 +115,13 @@ class Watcher:
             await asyncio.wait([task])
 
     async def _turn(self) -> bool:
-        """Follow one Watch, and pause after it; returns whether to open another one."""
+        """Follow one Watch, and pause; returns whether to open another Watch."""
         try:
             await self._follow()
             pause = self._backoff.next()
         except KvferryError as error:
             self._warn(error)
-            # Its traceback would keep the stream.
+            # The error's traceback would keep the stream.
             self._failure = error.with_traceback(None)
             if self._is_refusal(error):
                 return False
@@ -153,10 +147,10 @@ class Watcher:
     def _is_refusal(self, error: KvferryError) -> bool:
         """Return whether the node server has refused the Watch for good.
 
-        An internal error of the node server, or an answer that gRPC could not decode, is not a refusal. Nor is, for a
-        Watch that was open before, a home that does not know the engine: it has restarted, or was cut off, and the
-        engine's scheduler may be the last to come back. Nor a node server of another release: whoever installed it may
-        take it back, and to start an engine takes minutes.
+        Not a refusal is an internal error of the node server, or an answer that gRPC could not decode. For a Watch that
+        was open before, a home that does not know the engine is none either: the home has restarted, or was cut off,
+        and the engine's scheduler may be the last to come back. Nor is a node server of another release: its operator
+        may go back to the old release, and to start an engine takes minutes.
         """
         if isinstance(error, EngineUnknown | ContractDiffers) and self._synced:
             return False
@@ -205,15 +199,8 @@ def rank_watcher(
     loop: Loop, control: Control, token: EngineToken, rank: int, need_resync: Callable[[], Awaitable[None]]
 ) -> Watcher:
     """Return a Watch, still to be opened, by which the node server knows that a rank's process is alive. For processes
-    without the engine's session, which has a Watch of its own.
-
-    Args:
-        loop: the client's event loop.
-        control: connection to the node server.
-        token: of the engine.
-        rank: index of the rank.
-        need_resync: called when the node server has lost its record of the rank.
-    """
+    without the engine's session, which has a Watch of its own. `need_resync` is called when the node server has lost
+    its record of the rank."""
     request = pb.WatchRequest(
         engine=engine_ref(token),
         session_secret=token.session_secret,

@@ -31,18 +31,9 @@ class OwnRead(LeasedRead):
 
 
 class CacheReads(LeasedReads[OwnRead]):
-    """The reads of one destination rank.
+    """The reads of one destination rank. At most `max_reads` run at once; more are refused.
 
-    Threading: `start` and `close` may be called from any thread; only `close` waits.
-
-    Args:
-        loop: the client's event loop.
-        rank: index of the rank.
-        holder: holds the leases.
-        sources: the source engines that it reads from.
-        shares: moves the rank's shares.
-        max_reads: how many reads may run at once; more are refused.
-        meter: measures the reads.
+    Threading: `begin_read` and `close` may be called from any thread; only `close` waits.
     """
 
     def __init__(
@@ -110,7 +101,7 @@ class CacheReads(LeasedReads[OwnRead]):
             return
         self.begin(read)
         share = RankRead(self._loop, _order(read, acquired))
-        # The task must have the share before it can begin: see `ReadTask.cancel`.
+        # The task must have the share before the share can begin: see `ReadTask.cancel`.
         read.task.share = share
         if read.task.cancelled:
             share.stop()

@@ -17,9 +17,6 @@ class Callbacks:
     """Runs callbacks one after another on a thread of their own, so that they may wait, also for other reads.
 
     The thread starts with `start`. Thread-safe.
-
-    Args:
-        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,7 +33,7 @@ class Callbacks:
                 self._thread = start_thread(self._run, self._name)
 
     def do(self, callback: Callable[[], object]) -> None:
-        """Run a callback on the thread, or, if that has ended, on a new one; never on the caller's."""
+        """Run a callback on the thread, or, if the thread has ended, on a new thread; never on the caller's."""
         with self._lock:
             if self._thread is not None and not self._closed:
                 self._queue.put(callback)
@@ -47,11 +44,7 @@ class Callbacks:
             logger.error("a callback of a read, which ended after its cache was closed, is lost: %s", error.message)
 
     def close(self, timeout: float) -> None:
-        """End the thread after the queued callbacks. Idempotent.
-
-        Args:
-            timeout: seconds to wait for it.
-        """
+        """End the thread after the queued callbacks, and wait at most `timeout` seconds. Idempotent."""
         with self._lock:
             self._closed = True
             thread = self._thread

@@ -40,13 +40,8 @@ PAGE_PARTS = 1024
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Sums to compute and to send, in pages.
-
-    Attributes:
-        pages: computes the pages.
-        deadline: when it fails, on the loop's clock.
-        done: its future; running from its first attempt.
-    """
+    """Sums to compute and to send, in pages. Fails at `deadline`, on the loop's clock; `done` is running from the first
+    attempt."""
 
     pages: Iterator[pb.PublishChecksums]
     deadline: float
@@ -57,16 +52,8 @@ class Checksummer:
     """Sums the published blocks of one rank. `submit` and `close` may be called from any thread; the rest belongs to
     the client's event loop, and threads compute the sums, one at a time.
 
-    Publications do not wait for each other: while the home does not take the sums of one, those of others are sent. The
-    sums of one are sent in the order in which they came: the last say that there are no more.
-
-    Args:
-        loop: the loop.
-        home: the engine's home.
-        spec, token: the engine.
-        rank: geometry of the rank.
-        memory: sums the rank's memory.
-        options: which blocks are summed.
+    Publications do not wait for each other: while the home does not take the sums of one publication, those of others
+    are sent. The sums of one publication are sent in the order of the calls: the last page is marked as the last.
     """
 
     def __init__(
@@ -87,11 +74,11 @@ class Checksummer:
         self._memory = memory
         self._share = options.share
         self._waiting: dict[int, deque[_Order]] = {}
-        """What is sent of each publication, and what follows that."""
+        """The orders of each publication: the first is being sent."""
         self._senders: set[asyncio.Task[None]] = set()
         self._computing = asyncio.Lock()
         self._page: asyncio.Task[pb.PublishChecksums | None] | None = None
-        """The page that is being computed, or the last."""
+        """The page that is being computed, or was computed last."""
         self._lock = threading.Lock()
         """So that `close` finds all orders."""
         self._closing = self._used = False
@@ -112,11 +99,11 @@ class Checksummer:
         return order.done
 
     def close(self) -> None:
-        """Drop the queued work, and wait for what is being computed: after that, the memory may be unmapped.
+        """Drop the queued work, and wait for the page that is being computed: after that, the memory may be unmapped.
         Idempotent."""
         with self._lock:
             self._closing = True
-        # A client that has ended has ended them all.
+        # A client that has ended has ended all senders.
         with suppress(Closed):
             if self._used:
                 self._loop.run(self._end())
@@ -149,7 +136,7 @@ class Checksummer:
                         result = await self._send(order)
                     except Exception as error:
                         result = error
-                    # The future's callbacks are the caller's, and may wait.
+                    # The future's callbacks belong to the caller, and may wait.
                     try:
                         await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
                     except LimitReached:
@@ -161,7 +148,7 @@ class Checksummer:
                 self._drop(order)
 
     async def _send(self, order: _Order) -> int:
-        """Send the pages of an order; returns how many sums they were."""
+        """Send the pages of an order; returns the number of sums."""
         sent = 0
         try:
             while True:
@@ -174,7 +161,7 @@ class Checksummer:
                 sent += sum(len(part.sums) for part in page.checksums)
                 await self._send_page(page, order.deadline)
         except (PublicationReleased, PublicationStale):
-            # The publication has been released, so nobody needs the sums.
+            # The publication has been released: the sums are no longer needed.
             return sent
 
     async def _send_page(self, page: pb.PublishChecksums, deadline: float) -> None:

@@ -31,13 +31,12 @@ class ReadStage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShareEnd:
-    """Says how one rank's share of a read ended.
+    """The end of one rank's share of a read.
 
     Attributes:
-        error: why its bytes do not count; None: all have arrived.
-        quiet: nothing can write to its blocks any more.
+        error: why the bytes do not count; None: all have arrived.
+        quiet: no write to the blocks is possible any more.
         bytes: number of bytes that have arrived.
-        work: how much work it was.
     """
 
     error: KvferryError | None
@@ -49,31 +48,23 @@ class ShareEnd:
 class LeasedRead:
     """One read. Only its `LeasedReads` changes it, with the lock held.
 
-    Args:
-        loop: the client's event loop.
-        request: the request for its lease.
-        ranks: the ranks that read a share.
-
     Attributes:
-        request: see above; of a router's reference, later the publication's own.
-        ranks: see above.
-        stage: its stage.
-        acquired: its lease and the blocks that the lease covers, once granted; of a progressive read the first of them.
+        request: the request for the lease; of a router's reference, later that for the publication's own.
+        ranks: the ranks that read a share.
+        acquired: the lease with its blocks, once granted; of a progressive read with the first blocks.
         complete: all blocks are known.
-        until: end of the tokens that it takes, once that is known.
+        until: end of the tokens that are read, once known.
         payload: opaque bytes from the source, once all blocks are known.
-        error: why the read fails; None: it has not failed so far.
-        ends: how the shares have ended, by rank.
+        error: why the read fails; None: no failure so far.
+        ends: the ends of the shares, by rank.
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
         ended_at: when the last share ended, on the loop's clock.
-        judged_by: until when the home's verdict is awaited, once it was reported.
-        answered, verdict: its report was answered, by this verdict; None: by none.
+        verdict_by: until when to wait for the home's verdict, once the end was reported.
+        answered, verdict: the home has answered the report, with this verdict; None: with no verdict.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
-        disputed: it ended well on the reader's own deadline, and the home has said since that its lease had ended.
-        stamps: when it reached its stages.
-        span, acquiring, judging: the spans of a trace, of the whole read and of two of its parts.
-        news: wakes its coroutine after a change.
-        lead: its coroutine; None: not begun.
+        disputed: the read succeeded by the reader's own deadline, and later the home's verdict was EXPIRED.
+        span, acquiring, judging: the spans of a trace: the whole read, and two of its parts.
+        news: wakes the read's coroutine (`lead`) after a change.
     """
 
     def __init__(self, loop: Loop, request: AcquireRequest, ranks: frozenset[int]) -> None:
@@ -88,7 +79,7 @@ class LeasedRead:
         self.ends: dict[int, ShareEnd] = {}
         self.not_quiet: set[int] = set()
         self.ended_at = 0.0
-        self.judged_by = math.inf
+        self.verdict_by = math.inf
         self.answered = False
         self.verdict: pb.Verdict.ValueType | None = None
         self.confirmed = self.disputed = False
@@ -99,7 +90,7 @@ class LeasedRead:
 
     @property
     def read_id(self) -> str:
-        """The name that its ranks share."""
+        """The name that the read's ranks share."""
         return self.request.read_id
 
     @property

@@ -4,7 +4,8 @@
                    └───────────┴──► REFUSED
 
 One coroutine takes a read through these stages: `LeasedReads._lead`. A progressive read is GRANTED with the first
-blocks; more come while it is GRANTED and READING. Its ranks end after the last; there is one verdict, as for any other.
+blocks; more come while the read is GRANTED and READING. Its ranks end after the last blocks; there is one verdict, as
+for any other read.
 
 With `Confirm.AFTER` there is no JUDGING: the reader's own deadline decides, and the home's verdict is compared with it
 when it comes.
@@ -26,8 +27,8 @@ from typing import Generic, TypeVar
 
 from kvferry._control.acquisition import Acquired, Acquisition, MoreBlocks, timed_out
 from kvferry._control.connection import Control
-from kvferry._control.judgement import Confirm, Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
+from kvferry._control.verdict import Confirm, ReaderVerdict, verdict_of
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet
 from kvferry._reads.meters import ReadMeter, kind_of
@@ -47,45 +48,39 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 RANKS_GRACE = 10.0
-"""Seconds after a read's deadline during which its ranks can still report; they end their shares by themselves."""
+"""Seconds after a read's deadline during which its ranks, which end their own shares, can still report."""
 
 ANSWER_GRACE = 4.0
 """Seconds after `VERDICT_TIMEOUT`, which ends the call, until the answer counts as missing: with many reads, gRPC's
-thread delivers it late. Without the home's verdict, nobody would notice that this machine was paused."""
+thread delivers answers late. Only the home's verdict shows that this machine was paused."""
 
 BEGUN = (ReadStage.GRANTED, ReadStage.READING)
-"""Stages in which a read holds a lease, and its bytes move or will."""
+"""Stages in which a read holds a lease, and its bytes move or will move."""
 
 SomeRead = TypeVar("SomeRead", bound=LeasedRead)
 
 
 class LeasedReads(Generic[SomeRead]):
-    """The reads of one cache, or of one engine's scheduler: each is a subclass, which says what these do when the stage
-    of a read changes.
+    """The reads of one cache, or of one engine's scheduler: each is a subclass, with methods for changes of a read's
+    stage.
 
     Threading: the coroutines run on the client's event loop. `cancel_lead`, `stages` and `wait_ended` may be called
     from any thread, and so may the other methods, with `lock` held. Methods of subclasses are called with the lock
     held, on any thread, and do not block.
-
-    Args:
-        loop: the loop.
-        holder: holds the leases.
-        meter: measures the reads.
     """
 
     def __init__(self, loop: Loop, holder: LeaseHolder, meter: ReadMeter) -> None:
         self.lock = threading.Lock()
-        """Guards the reads."""
         self._loop = loop
         self._holder = holder
         self._meter = meter
         self._under_way: set[SomeRead] = set()
         self._leads: set[asyncio.Task[None]] = set()
         self._unreported: list[tuple[SomeRead, Acquired]] = []
-        """Reads whose ends wait to be reported: those of one home in one call."""
+        """Ended reads that wait to be reported: those of one home in one call."""
         meter.add_owner(self)
 
-    # What a subclass says.
+    # Methods of subclasses.
 
     def on_granted(self, read: SomeRead) -> None:
         """Called when a read is GRANTED."""
@@ -97,8 +92,8 @@ class LeasedReads(Generic[SomeRead]):
         """Called when the lease of a read has a new deadline."""
 
     def on_refused(self, read: SomeRead) -> None:
-        """Called when a read is REFUSED: it will not be granted, or its lease has ended before it began. The reason is
-        in `LeasedRead.error`."""
+        """Called when a read is REFUSED: it will not be granted, or its lease has ended before the read began. The
+        reason is in `LeasedRead.error`."""
 
     def on_stop(self, read: SomeRead) -> None:
         """Called when a read has failed and some of its ranks have not ended: stop these."""
@@ -114,7 +109,7 @@ class LeasedReads(Generic[SomeRead]):
         """Called when a read that had ended without being quiet is quiet."""
 
     def on_disputed(self, read: SomeRead) -> None:
-        """Called when the home says that the lease of a read had ended, after the read ended well without its word."""
+        """Called when the home's verdict is EXPIRED, after the read has succeeded without a verdict."""
 
     # Called with the lock held.
 
@@ -144,11 +139,8 @@ class LeasedReads(Generic[SomeRead]):
         read.news.set()
 
     def takes(self, read: SomeRead, until: int) -> KvferryError | None:
-        """Compare the prompt of a granted read, now that the end of the tokens is known that it takes.
-
-        Returns:
-            Why it is REFUSED; None: it may begin.
-        """
+        """Compare the prompt of a granted read with the marks up to `until`, the end of the tokens that are read.
+        Returns why the read is REFUSED; None: it may begin."""
         read.until = until
         self._compare_prompt(read)
         if read.error is not None:
@@ -156,7 +148,7 @@ class LeasedReads(Generic[SomeRead]):
         return read.error
 
     def withdraw(self, read: SomeRead) -> None:
-        """End a read that is no longer wanted and that no rank has started. Its lease is given back."""
+        """End a read that is no longer wanted and that no rank has started. The lease is given back."""
         read.stage = ReadStage.ENDED
         self._under_way.discard(read)
         self._meter.withdrawn()
@@ -179,14 +171,8 @@ class LeasedReads(Generic[SomeRead]):
             self.cancel_lead(read)
 
     def share_ended(self, read: SomeRead, rank: int, end: ShareEnd, at: float) -> None:
-        """Record how a rank's share has ended. Of later reports of the same rank only counts that it is quiet.
-
-        Args:
-            read: the read.
-            rank: one of its ranks.
-            end: how the share has ended.
-            at: time on the loop's clock, no earlier than the arrival of the last byte.
-        """
+        """Record the end of a rank's share, at a time on the loop's clock no earlier than the arrival of the last byte.
+        Of later reports of the same rank only `quiet` counts."""
         if rank in read.ends:
             if end.quiet:
                 self.share_quiet(read, rank)
@@ -213,7 +199,7 @@ class LeasedReads(Generic[SomeRead]):
     # Called without the lock.
 
     def cancel_lead(self, read: SomeRead) -> None:
-        """End the coroutine of a read, which gives its lease back."""
+        """End the coroutine of a read, which gives the lease back."""
         self._loop.call(partial(_cancel, read))
 
     def stages(self) -> Counter[ReadStage]:
@@ -271,13 +257,13 @@ class LeasedReads(Generic[SomeRead]):
                 self._holder.let_go(read.request.home, acquired)
 
     def _never_heard(self, read: SomeRead) -> None:
-        """Refuse a read whose acquisition has not ended by its deadline, as if gRPC got no thread to report its end."""
+        """Refuse a read whose acquisition has not ended by its deadline: gRPC may get no thread to report the end."""
         read_id = read.read_id
         with self.lock:
             self.refuse(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
 
     def _lead_ended(self, read: SomeRead, lead: asyncio.Task[None]) -> None:
-        """End a read whose coroutine has ended before it: the client or its port was closed, or there is a bug."""
+        """End a read whose coroutine has ended early: the client or its port was closed, or there is a bug."""
         self._leads.discard(lead)
         failure, read_id = None if lead.cancelled() else lead.exception(), read.read_id
         error: KvferryError = TransferFailed(f"read {read_id}: {failure!r}")
@@ -291,10 +277,10 @@ class LeasedReads(Generic[SomeRead]):
                 read.not_quiet.update(read.silent)
                 self._end(read)
             elif read.stage is ReadStage.JUDGING:
-                self._judged(read)
+                self._decide(read)
 
     async def _follow(self, read: SomeRead, acquisition: Acquisition) -> None:
-        """Take what the source of a read publishes after its first blocks."""
+        """Take the blocks that the source publishes after the first ones."""
         while not read.complete:
             found: MoreBlocks | KvferryError
             try:
@@ -314,11 +300,8 @@ class LeasedReads(Generic[SomeRead]):
                     self.on_more(read, found)
 
     async def _all_ended(self, read: SomeRead, acquired: Acquired) -> bool:
-        """Wait until all ranks have ended, or are given up.
-
-        Returns:
-            Whether there is an end to report; not if the read was withdrawn or refused.
-        """
+        """Wait until all ranks have ended, or are given up. Returns False for a read that was withdrawn or refused,
+        which has no end to report."""
         deadline, lease = read.request.deadline, acquired.lease
         while True:
             with self.lock:
@@ -352,10 +335,10 @@ class LeasedReads(Generic[SomeRead]):
                 self._end(read)
                 return
             read.stage = ReadStage.JUDGING
-        while not read.answered and self._loop.now() < read.judged_by:
-            await read.news.wait(read.judged_by)
+        while not read.answered and self._loop.now() < read.verdict_by:
+            await read.news.wait(read.verdict_by)
         with self.lock:
-            self._judged(read)
+            self._decide(read)
 
     def _lease_changed(self, read: SomeRead) -> None:
         with self.lock:
@@ -373,7 +356,7 @@ class LeasedReads(Generic[SomeRead]):
     def _report_all(self) -> None:
         ended, self._unreported = self._unreported, []
         by_home: dict[Control, list[ReadReport]] = {}
-        # A call belongs to one trace, those that carry the ends of several reads to none.
+        # A call belongs to one trace; a call with the ends of several reads to none.
         span = ended[0][0].judging if len(ended) == 1 else NO_SPAN
         unreported: list[Callable[[None], None]] = []
         for read, acquired in ended:
@@ -391,16 +374,16 @@ class LeasedReads(Generic[SomeRead]):
         for answered in unreported:
             answered(None)
         for read, _ in ended:
-            # From now on: the machine may have been paused since the end of the read, and only the home can know.
-            read.judged_by = self._loop.now() + VERDICT_TIMEOUT + ANSWER_GRACE
+            # Counted from now: the machine may have been paused since the end of the read, and only the home can know.
+            read.verdict_by = self._loop.now() + VERDICT_TIMEOUT + ANSWER_GRACE
             read.news.set()
 
     def _report(self, read: SomeRead, acquired: Acquired) -> ReadReport:
         with self.lock:
             error, ends = read.error, dict(read.ends)
-        # If the read failed although no share did, for example because its time was up or its lease ended, its good
-        # shares and those that were cancelled for it are reported with the error of the read: the source then keeps the
-        # blocks for another reader, and its home can say why.
+        # If the read failed although no share did, for example at its deadline or at the end of its lease, its
+        # successful and its cancelled shares are reported with the error of the read: the source then keeps the blocks
+        # for another reader, and its home has the reason.
         if any(end.error is error for end in ends.values()):
             error = None
         shares = [_share(rank, end.error, error, end.bytes) for rank, end in sorted(ends.items())]
@@ -433,7 +416,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def _check_time(self, read: SomeRead, acquired: Acquired, time: float) -> None:
         if acquired.lease.source_lost and read.silent:
-            # A network card tells late, or never, that nobody sends any more.
+            # A network card reports late, or never, that the source has stopped sending.
             engine_id, problem = read.request.reference.engine_id, "its home has lost it, so it cannot be read any more"
             self.fail(read, TransferFailed(f"engine {engine_id!r}: {problem}", peer=engine_id, problem=problem))
         elif not acquired.lease.live(time):
@@ -446,7 +429,7 @@ class LeasedReads(Generic[SomeRead]):
         try:
             read.request.prompt.judge(read.until, complete=read.complete)
         except TransferError as error:
-            # It may begin the answer to another prompt.
+            # The payload may begin the answer to another prompt.
             read.payload = b""
             self.fail(read, error)
 
@@ -460,16 +443,16 @@ class LeasedReads(Generic[SomeRead]):
         read.news.set()
         self.on_refused(read)
 
-    def _judged(self, read: SomeRead) -> None:
+    def _decide(self, read: SomeRead) -> None:
         """End a read by the home's verdict; if there is none, the reader's own deadline decides."""
         if read.acquired is None:
             return
-        read.stamps.judged = self._loop.now()
-        judgement = judge(read.ended_at, read.acquired.lease.deadline, read.verdict)
-        if judgement is Judgement.EXPIRED:
+        read.stamps.decided = self._loop.now()
+        verdict = verdict_of(read.ended_at, read.acquired.lease.deadline, read.verdict)
+        if verdict is ReaderVerdict.EXPIRED:
             read_id = read.read_id
             read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
-        read.confirmed = judgement is Judgement.CONFIRMED
+        read.confirmed = verdict is ReaderVerdict.CONFIRMED
         self._end(read)
 
     def _audit(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
@@ -515,14 +498,13 @@ def _verdict_name(verdict: pb.Verdict.ValueType) -> str:
 
 
 def _share(rank: int, own: KvferryError | None, of_read: KvferryError | None, moved: int) -> pb.RankReport:
-    """Return the report of a share that ended with an error of its own, or with that of the read."""
+    """Make the report of a share that ended with an error of its own, or with the error of the read."""
     error = of_read or own if isinstance(own, TransferCancelled) else own or of_read
     reason = "" if error is None else error.reason
     return pb.RankReport(rank=rank, outcome=_outcome(error), bytes=moved, reason=reason_number(reason))
 
 
 def _outcome(error: KvferryError | None) -> pb.RankOutcome.ValueType:
-    """Return the outcome to report for a share that ended with this error."""
     if error is None:
         return pb.RANK_OUTCOME_DONE
     if isinstance(error, TransferExpired):

@@ -1,4 +1,4 @@
-"""What a rank has before its engine's session is open: its memory, registered with NIXL, and its agents."""
+"""The parts of a rank that need no session of its engine: the memory, registered with NIXL, and the agents."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class OwnedMemory:
     """The memory that a rank registers, and the objects that own it.
 
     Attributes:
-        regions: the regions that its planes lie in.
+        regions: the regions that contain the rank's planes.
         tensors: the tensors of the regions in device memory.
-        keep: owner of the memory; kept referenced as long as anything may write to it.
+        keep: owner of the memory; kept referenced as long as a write to the memory is possible.
     """
 
     regions: tuple[MemoryRegion, ...]
@@ -38,27 +38,17 @@ class OwnedMemory:
 
 
 class LocalRank:
-    """The memory of one rank, registered with NIXL, and its agents. It makes no RPC and needs no token.
+    """The memory of one rank, registered with NIXL, and its agents. Makes no RPC and needs no token.
 
     Making it takes up to seconds: NIXL is loaded, and devices map or pin the memory.
 
-    Threading: every method may be called from any thread; `close` waits, and `prepare` if it is given a time.
-
-    Args:
-        spec: the engine.
-        rank: geometry of the rank.
-        owned: the memory of its planes.
-        agents: makes its agents.
-        options, staging: see `Client`.
-        serve: whether other ranks may read it.
-        clock: the time of deadlines, in seconds.
+    Threading: every method may be called from any thread; `close` waits.
 
     Attributes:
-        memory: its memory, by address space.
-        transport: reads into its memory.
-        agent: its serving agent; None: other ranks cannot read it.
+        memory: by address space.
+        transport: reads into the memory.
+        agent: the serving agent; None: other ranks cannot read the memory.
         agent_key: the key that the serving agent is named after. Secret.
-        closed: it was closed, and nobody can read its memory any more.
 
     Raises:
         BadGeometry: the planes contradict the engine's groups, lie over each other, or lie outside the regions.
@@ -98,16 +88,12 @@ class LocalRank:
         )
 
     def check_open(self) -> None:
-        """Raise `Closed` if it was closed: its agents cannot be announced."""
+        """Raise `Closed` if the memory was closed: its agents cannot be announced."""
         if self.closed:
             raise Closed(f"the memory of rank {self.rank.rank} of engine {self.spec.engine_id!r} was closed")
 
     def close(self, timeout: float) -> None:
-        """End the agents. Idempotent.
-
-        Args:
-            timeout: seconds to wait until all reads are quiet.
-        """
+        """End the agents; waits at most `timeout` seconds until all reads are quiet. Idempotent."""
         self.closed = True
         self.transport.close(timeout)
         if self.agent is not None:
@@ -126,7 +112,7 @@ def describe(
     regions: Sequence[MemoryRegion] | None,
     keep: object,
 ) -> tuple[tuple[Plane, ...], OwnedMemory]:
-    """Return a rank's planes and its memory, from the arguments of `Client.register_cache`; raises as that."""
+    """Return a rank's planes and its memory, from the arguments of `Client.register_cache`; raises the same errors."""
     if tensors is not None:
         # Keeps the memory alive even if the caller changes its mapping or drops its tensors.
         tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}

@@ -16,7 +16,6 @@ from kvferry.stats import RankStats, ReadStats, TransportGauges, total
 
 
 def kind_of(error: KvferryError | None) -> str:
-    """Return under which kind the end of a read is counted."""
     if error is None:
         return "done"
     if isinstance(error, TransferExpired):
@@ -25,7 +24,7 @@ def kind_of(error: KvferryError | None) -> str:
 
 
 class HasReads(Protocol):
-    """Something that has reads in progress."""
+    """An owner of reads in progress."""
 
     def stages(self) -> Mapping[ReadStage, int]:
         """Count the reads in progress by stage. Takes their lock."""
@@ -40,12 +39,11 @@ class ReadMeter:
         self._stats = ReadStats()
 
     def add_owner(self, owner: HasReads) -> None:
-        """Count the reads in progress of this owner, too, as long as it is referenced."""
+        """Count the reads in progress of this owner, too, as long as the owner is referenced."""
         with self._lock:
             self._owners.add(owner)
 
     def ended(self, read: LeasedRead) -> None:
-        """Count a read that has ended."""
         times, stats = read.stamps.times(()), self._stats
         kind = kind_of(read.error)
         with self._lock:
@@ -60,23 +58,22 @@ class ReadMeter:
                 stats.size.add(read.bytes)
 
     def refused(self, read: LeasedRead) -> None:
-        """Count a read that got no lease, or whose lease ended before it began."""
+        """Count a read that got no lease, or whose lease ended before the read began."""
         cancelled = isinstance(read.error, TransferCancelled)
         with self._lock:
             self._count("cancelled" if cancelled else "not_granted", read.error)
 
     def withdrawn(self) -> None:
-        """Count a read that its engine took back before a rank had begun."""
+        """Count a read that its engine withdrew before a rank had begun."""
         with self._lock:
             self._stats.outcomes["cancelled"] += 1
 
     def disputed(self) -> None:
-        """Count a read that was counted as done, of which the home says that its lease had ended."""
+        """Count a read that was counted as done before the home's verdict EXPIRED."""
         with self._lock:
             self._stats.disputed += 1
 
     def stats(self) -> ReadStats:
-        """Return the counts so far."""
         with self._lock:
             owners = tuple(self._owners)
         stages = [owner.stages() for owner in owners]
@@ -100,12 +97,7 @@ class ShareMeter:
         self._stats = RankStats()
 
     def ended(self, work: ShareWork, arrived: int) -> None:
-        """Count a share that has ended.
-
-        Args:
-            work: how much work it was.
-            arrived: number of its bytes that have arrived.
-        """
+        """Count a share that has ended, of which `arrived` bytes have arrived."""
         stats = self._stats
         with self._lock:
             for seconds, measured in (
@@ -117,7 +109,7 @@ class ShareMeter:
                 if seconds:
                     measured.add(seconds)
             stats.bytes += arrived
-            # What is staged arrives with the rest, or not at all: of a share that failed, the part is not known.
+            # Staged bytes arrive with the rest, or not at all: of a failed share, their number is not known.
             stats.staged_bytes += min(work.staged_bytes, arrived)
             stats.pieces += work.pieces
             stats.descriptors += work.descriptors

@@ -1,4 +1,4 @@
-"""One rank's share of a read: what to read, and its progress."""
+"""One rank's share of a read: its order, and its progress."""
 
 from __future__ import annotations
 
@@ -26,11 +26,8 @@ from kvferry.planner.summed_blocks import Verification
 
 @dataclass(slots=True)
 class SchedulersLease:
-    """A lease that another process, the engine's scheduler, holds and judges.
-
-    Attributes:
-        lease_id: the id under which the scheduler knew it last; the lease has another one after a restart of its home.
-    """
+    """A lease that another process, the engine's scheduler, holds. `lease_id` is the scheduler's last known id; the
+    lease has another id after a restart of its home."""
 
     lease_id: bytes = field(repr=False)
 
@@ -41,7 +38,7 @@ class Wanted:
 
     Attributes:
         blocks: the blocks to read into, by group.
-        tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+        tokens: the tokens wanted, ``[a, b)``; None: all published tokens.
         layers: names of the layers wanted; None: all.
         tails: whether the bytes behind the last token read are kept or cleared.
     """
@@ -54,19 +51,18 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOrder:
-    """Says what a rank shall read as its share of a read.
+    """The order for one rank's share of a read.
 
     Attributes:
-        read_id, request_id: of the read.
         home: connection to the source's home.
-        engine_id, incarnation, publication: the source engine, and the number of its publication.
+        engine_id, incarnation: the source engine.
         reference: the publication's reference, for the handshake with the source.
-        lease: the lease of the read. If this process holds it, the transfer ends with the lease.
+        lease: if this process holds the lease, the transfer ends with it.
         granted: the source's blocks by group, as far as they were known.
         wanted: the part to read; its `tokens` are given unless the order is `complete`.
         deadline: time on the loop's clock at which the share fails.
-        traceparent: of the read's span; empty: it is not traced.
-        complete: `granted` are all blocks. If False, `RankRead.add` brings the others.
+        traceparent: of the read's span; empty: not traced.
+        complete: `granted` are all blocks. If False, `RankRead.add` adds the others.
         unfinished: the source's blocks after `granted` of which only some layers are complete.
     """
 
@@ -92,13 +88,13 @@ class RankOrder:
 
     @property
     def lease_deadline(self) -> float | None:
-        """The lease's deadline on the loop's clock; None: another process judges it."""
+        """The lease's deadline on the loop's clock; None: another process holds the lease."""
         return self.lease.deadline if isinstance(self.lease, ReaderLease) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Counts of a share's expansions; see `ReadResult`."""
+    """Sums over a share's expansions; see `ReadResult`."""
 
     staged_bytes: int = 0
     descriptors: int = 0
@@ -107,7 +103,6 @@ class Planned:
 
     @classmethod
     def of(cls, expansion: Expansion) -> Planned:
-        """Count an expansion."""
         return cls(
             staged_bytes=sum(staged.total_bytes for source in expansion.sources for staged in source.staged),
             descriptors=expansion.descriptors,
@@ -116,7 +111,6 @@ class Planned:
         )
 
     def plus(self, other: Planned) -> Planned:
-        """Count both."""
         return Planned(
             staged_bytes=self.staged_bytes + other.staged_bytes,
             descriptors=self.descriptors + other.descriptors,
@@ -126,7 +120,7 @@ class Planned:
 
 
 class Phase(enum.Enum):
-    """What a share spends its time with; see `ShareWork`."""
+    """The phases of a share whose times are measured; see `ShareWork`."""
 
     NOTHING = enum.auto()
     HANDSHAKE = enum.auto()
@@ -139,35 +133,27 @@ _NOTHING = TransferProgress(TransferState.DONE, True, 0, 0, 0, 0, 0)
 
 
 class RankRead:
-    """One rank's share of a read, from its order to its end. The coroutine of its `RankReads` changes it; any thread
-    may read it, `stop` it and `extend` it.
+    """One rank's share of a read, from its order to its end. The coroutine of `RankReads` changes the share; any thread
+    may read, `stop` and `extend` it.
 
-    It is moved by one transfer, or, if its source publishes in steps, by several, one after the other: each moves what
-    was published while the one before moved.
-
-    Args:
-        loop: the client's event loop.
-        order: what to read.
+    One transfer moves the share, or, if its source publishes in steps, several, one after the other: each moves the
+    blocks that were published during the transfer before.
 
     Attributes:
-        order: what to read.
-        task, entered: its coroutine, and whether that has begun to run.
-        cancelled: it was cancelled; see `stop`.
-        interrupted: the error with which its coroutine was ended early.
-        ended: whether it has ended.
-        error: why its bytes do not count; None: they count, or it has not ended.
-        ended_at: when it ended, on the loop's clock; if all bytes have arrived, when the last was seen.
-        planned: counts of its expansions so far; None before the first.
+        entered: the coroutine (`task`) has begun to run.
+        cancelled: see `stop`.
+        interrupted: the error with which the coroutine was ended early.
+        error: why the bytes do not count; None: they count, or the share has not ended.
+        ended_at: when the share ended, on the loop's clock; if all bytes have arrived, when the last was seen.
+        planned: sums over the expansions so far; None before the first.
         verification: the result of integrity mode; None: not compared.
-        span: of a trace, of its transfers.
-        engine: the source; None: it is not known yet.
-        parts: what was expanded of the request; None: nothing was.
+        engine: the source; None: not known yet.
+        parts: expands the request; None before the first expansion.
         received: blocks of the source that were not expanded, in the order of their steps.
         unfinished: the source's blocks after those received of which only some layers are complete.
-        complete: `received` and what was expanded are all blocks.
-        cleared: whether its tails were cleared; False: a device may still be clearing them, and there is no way to
-            find out.
-        news: wakes its coroutine.
+        complete: `received` and the expanded blocks are all blocks.
+        cleared: whether the tails were cleared; False: a device may still be clearing them, which cannot be found out.
+        news: wakes the coroutine.
     """
 
     def __init__(self, loop: Loop, order: RankOrder) -> None:
@@ -195,21 +181,21 @@ class RankRead:
         self._starting = False
         """The transfer is being started: it may write already, and `transfer` is not known yet."""
         self._moving: tuple[Transfer | None, TransferProgress] = None, _NOTHING
-        """The present transfer, or the last; and the progress of those before it, which are DONE, and so quiet."""
+        """The last transfer; and the progress of the transfers before, which are DONE, and so quiet."""
 
     @property
     def transfer(self) -> Transfer | None:
-        """The present transfer, or the last; None: none was started."""
+        """The last transfer; None: none was started."""
         return self._moving[0]
 
     @property
     def clearing(self) -> bool:
-        """Whether its tails may still be written to."""
+        """Whether the tails may still be written to."""
         return self.cleared is not None and not (self.cleared.done() and self.cleared.result())
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing can write to its blocks any more (R4)."""
+        """Whether no write to the blocks is possible any more (R4)."""
         transfer = self.transfer
         return self.ended and not self.clearing and (transfer is None or transfer.quiet)
 
@@ -221,7 +207,7 @@ class RankRead:
 
     @property
     def work(self) -> ShareWork:
-        """How much work it was; call this when it has ended."""
+        """The work of a share that has ended."""
         planned = self.planned or Planned()
         return ShareWork(
             handshake=self._seconds[Phase.HANDSHAKE],
@@ -237,17 +223,17 @@ class RankRead:
 
     @property
     def expanded(self) -> bool:
-        """Whether its transfers so far, the present one included, move all of it."""
+        """Whether the transfers so far, the present one included, move the whole share."""
         return self.complete and not self.received
 
     def set_phase(self, phase: Phase, at: float | None = None) -> None:
-        """Note what it does from now on, or from `at` on; for metrics."""
+        """Begin a phase now, or at `at`; for metrics."""
         at = self._loop.now() if at is None else at
         self._seconds[self._phase] += max(0.0, at - self._since)
         self._phase, self._since = phase, at
 
     def progress(self) -> TransferProgress | None:
-        """Return the progress of its transfers together; None before the first began."""
+        """Return the progress of all transfers together; None before the first began."""
         transfer, before = self._moving
         if transfer is None:
             return None
@@ -261,11 +247,7 @@ class RankRead:
         )
 
     def wait_quiet(self, timeout: float | None) -> bool:
-        """Wait until nothing can write to the blocks of an ended share; returns whether that is so.
-
-        Args:
-            timeout: seconds; None: no limit.
-        """
+        """Wait, at most `timeout` seconds, until an ended share is quiet; returns whether it is."""
         transfer, until = self.transfer, None if timeout is None else now() + timeout
         if transfer is not None and not transfer.wait_quiet(timeout):
             return False
@@ -280,34 +262,25 @@ class RankRead:
             transfer.extend(deadline)
 
     def add(self, blocks: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> None:
-        """Add blocks that the source has published since; on the loop. Has no effect on a share that has ended, or
-        whose blocks are complete.
-
-        Args:
-            blocks: what groups have gained, each from where it ended.
-            unfinished: the blocks after these of which only some layers are complete.
-            last: no more follow.
-        """
+        """Add blocks that the source has published since, each group's from where it ended; on the loop. Has no effect
+        on a share that has ended, or whose blocks are complete. `unfinished`: the blocks after these of which only some
+        layers are complete. `last`: no more blocks follow."""
         if not (self.ended or self.complete):
             self.received.append(blocks)
             self.unfinished, self.complete = unfinished, last
             self.news.set()
 
     def stop(self) -> bool:
-        """Post nothing more. Only `RankReads.cancel`, which calls this, ends the share.
-
-        Returns:
-            Whether its blocks are quiet already.
-        """
+        """Post nothing more; returns whether the blocks are quiet already. Only `RankReads.cancel`, which calls this,
+        ends the share."""
         self.cancelled = True
-        # `begin` sets `_starting` before it looks at `cancelled`: one of the two sees the other.
+        # `begin` sets `_starting` before it reads `cancelled`: one of the two sees the other.
         if self._starting:
             return False
         transfer = self.transfer
         return transfer is None or (transfer.cancel() and not self.clearing)
 
     def check(self) -> None:
-        """Raise `TransferCancelled` if it was cancelled."""
         if self.cancelled:
             read_id = self.order.read_id
             raise TransferCancelled(f"read {read_id} was cancelled", read_id=read_id)

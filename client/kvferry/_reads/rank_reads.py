@@ -1,8 +1,8 @@
 """Moves one rank's shares of reads: one coroutine takes a share from its order to its end.
 
-It waits for its source's handshake, expands what was published, hands descriptors to the transport, and waits for
-more. What computes for long, such as the comparison of checksums, runs on a thread of its own, so that it delays no
-other read (R10).
+The coroutine waits for its source's handshake, expands the published blocks, passes descriptors to the transport, and
+waits for more blocks. Long computations, such as the comparison of checksums, run on threads of their own, so that they
+delay no other read (R10).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvferry.planner.request_blocks import needed
 logger = logging.getLogger(__name__)
 
 GIVE_UP = 1.0
-"""Seconds that `RankReads.close` waits for shares which it has given up."""
+"""Seconds that `RankReads.close` waits for overdue shares."""
 
 Told: TypeAlias = Callable[[RankRead], None]
 
@@ -53,15 +53,8 @@ Told: TypeAlias = Callable[[RankRead], None]
 class RankReads(OneProcess):
     """The shares of one destination rank.
 
-    Threading: `start`, `add`, `cancel` and `close` may be called from any thread; only `close` waits (R11).
-
-    Args:
-        loop: the client's event loop.
-        transport: moves the bytes.
-        sources: the source engines.
-        memory: accesses the rank's memory.
-        verifier: compares checksums; None: integrity mode is off.
-        meter: measures the shares.
+    Threading: `start`, `add`, `cancel` and `close` may be called from any thread; only `close` waits (R11). Without a
+    `verifier`, integrity mode is off.
     """
 
     def __init__(
@@ -81,7 +74,7 @@ class RankReads(OneProcess):
         self._meter = meter
         self._running: set[RankRead] = set()
         self._clearing: set[Future[bool]] = set()
-        """The tails that are being cleared: after `close` the memory may be unmapped."""
+        """Tails that are being cleared: `close` waits for them, since afterwards the memory may be unmapped."""
         self._lock = threading.Lock()
         """So that `close` finds all shares that were started."""
         self._closed = False
@@ -91,9 +84,9 @@ class RankReads(OneProcess):
 
         Args:
             share: the share.
-            ended: called once when it has ended, on the loop. Must not block.
+            ended: called once at the end of the share, on the loop. Must not block.
             quiesced: called once when a share that ended without being quiet is quiet, on a thread of the transport,
-                or on the one that clears its tails. Must not block.
+                or on the thread that clears the tails. Must not block.
 
         Raises:
             Closed: the cache is closed.
@@ -110,11 +103,8 @@ class RankReads(OneProcess):
         self._loop.call(partial(share.add, blocks, unfinished, last=last))
 
     def cancel(self, share: RankRead) -> bool:
-        """Cancel a share. Returns at once; has no effect on a share that has ended.
-
-        Returns:
-            Whether its blocks are quiet already.
-        """
+        """Cancel a share; has no effect on a share that has ended. Does not wait; returns whether the blocks are quiet
+        already."""
         if share.ended:
             return share.quiet
         quiet = share.stop()
@@ -122,14 +112,11 @@ class RankReads(OneProcess):
         return quiet
 
     def close(self, until: float) -> None:
-        """Cancel all shares, and wait for their ends, and for what clears tails. Idempotent.
-
-        Args:
-            until: time on the loop's clock; shares that have not ended by then end as overdue.
-        """
+        """Cancel all shares, and wait for their ends, and for the clearing of tails. Shares that have not ended by
+        `until`, on the loop's clock, end as overdue. Idempotent."""
         with self._lock:
             self._closed = True
-        # A client that has ended has ended them all.
+        # A client that has ended has ended all shares.
         with suppress(Closed):
             self._loop.run(self._close(until))
         if self._clearing:
@@ -163,7 +150,7 @@ class RankReads(OneProcess):
             share.check()
             await self._read(share)
         except KvferryError as failure:
-            # Its traceback would keep the descriptors.
+            # The error's traceback would keep the descriptors.
             error = failure.with_traceback(None)
         except asyncio.CancelledError:
             error = share.interrupted or TransferCancelled(f"read {order.read_id}: the client is closed")
@@ -181,7 +168,7 @@ class RankReads(OneProcess):
             transfer.add_quiet_callback(lambda _: quiesced(share))
 
     async def _read(self, share: RankRead) -> None:
-        """Move all of a share; raises why its bytes do not count."""
+        """Move the whole share; raises an error if its bytes do not count."""
         order = share.order
         engine = self._sources.known(*order.source)
         if engine is None:
@@ -198,7 +185,7 @@ class RankReads(OneProcess):
                 share.set_phase(Phase.STEPS)
                 await share.news.wait(math.inf)
                 share.check()
-        # Set before anything that takes time: the lease only has to cover the arrival of the bytes.
+        # Set before the long computations: the lease only has to cover the arrival of the bytes.
         transfer = share.transfer
         share.ended_at = self._loop.now() if transfer is None or transfer.ended_at is None else transfer.ended_at
         share.set_phase(Phase.NOTHING, share.ended_at)
@@ -208,7 +195,7 @@ class RankReads(OneProcess):
             await self._clear_tails(share, engine)
 
     async def _move(self, share: RankRead, engine: SourceEngine) -> None:
-        """Move what was published so far."""
+        """Move the blocks that were received so far."""
         order = share.order
         share.set_phase(Phase.PLAN)
         if share.parts is None:
@@ -250,8 +237,8 @@ class RankReads(OneProcess):
         share.verification = await verifier.verify(arrived)
 
     async def _clear_tails(self, share: RankRead, engine: SourceEngine) -> None:
-        """Clear the tails on a thread, which may have to wait for a device. If the share ends meanwhile, it is quiet
-        when that has ended."""
+        """Clear the tails on a thread, which may have to wait for a device. A share that ends meanwhile is quiet when
+        the clearing has ended."""
         order, parts = share.order, share.parts
         if parts is None:
             return
@@ -278,7 +265,7 @@ class RankReads(OneProcess):
         try:
             await self._loop.on_thread(clear, f"kvferry-tails-{order.engine_id}-{order.publication}")
         except LimitReached:
-            # The thread was refused: nothing is being cleared.
+            # The system refused the thread: no tails are being cleared.
             self._clearing.discard(cleared)
             share.cleared = None
             raise
@@ -293,7 +280,7 @@ class RankReads(OneProcess):
         if transfer is not None:
             transfer.cancel()
         if transfer is None or transfer.state is TransferState.DONE:
-            # Otherwise the coroutine hears of it by the transfer.
+            # Otherwise the end of the transfer wakes the coroutine.
             self._interrupt(share, TransferCancelled(f"read {read_id} was cancelled", read_id=read_id))
 
     def _overdue(self, share: RankRead) -> None:
@@ -312,7 +299,7 @@ class RankReads(OneProcess):
     def _interrupt(self, share: RankRead, error: KvferryError) -> None:
         """End the coroutine of a share with an error."""
         if share.interrupted is None:
-            # Also what goes on for it on a thread ends.
+            # `cancelled` also ends work on threads.
             share.interrupted, share.cancelled = error, True
             if share.task is not None and share.entered:
                 share.task.cancel()

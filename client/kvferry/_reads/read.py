@@ -24,15 +24,14 @@ class ReadState(enum.Enum):
     """The state of a read. DONE, FAILED and CANCELLED are final."""
 
     WAITING = "waiting"
-    """It is asking for the blocks, or waiting for their publication."""
+    """The read is asking for the blocks, or waiting for their publication."""
     READING = "reading"
-    """Its bytes are moving."""
+    """Bytes are moving."""
     DONE = "done"
-    """All of its bytes have arrived while its lease was alive."""
+    """All bytes have arrived while the lease was alive."""
     FAILED = "failed"
-    """It has failed, or its lease expired; `Read.exception` returns the error."""
+    """The read has failed, or its lease expired; `Read.exception` returns the error."""
     CANCELLED = "cancelled"
-    """It was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class ReadResult:
         confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline
             decided.
         verification: the result of integrity mode; None if it is off.
-        prompt: "matched": the source has marked this prompt; "unmarked": it has not; "unknown": nothing was compared.
+        prompt: "matched": the source has marked this prompt; "unmarked": no mark; "unknown": nothing was compared.
     """
 
     request_id: str
@@ -70,9 +69,8 @@ class ReadProgress:
     """The progress of a read.
 
     Attributes:
-        state: its state.
         done: bytes that have arrived.
-        total: bytes to read, as far as they are known; 0 until the first blocks are.
+        total: bytes to read of the blocks known so far; 0 until the first blocks are known.
         complete: all blocks are known, and `total` grows no more.
     """
 
@@ -83,19 +81,13 @@ class ReadProgress:
 
 
 class ReadTask:
-    """The internal side of a `Read`, through which `CacheReads` runs it. Thread-safe.
-
-    Args:
-        read_id: the name that the ranks of the read share.
-        reference: reference of the publication to read.
-        callbacks: runs the callbacks of its callers.
+    """The internal side of a `Read`, for `CacheReads`. Thread-safe.
 
     Attributes:
         share: the rank's share; None until the read is granted.
-        cancelled: it was cancelled.
-        on_cancel: called when it is cancelled.
+        on_cancel: called when the read is cancelled.
         disputed: see `Read.disputed`.
-        ended: its result or error, once it has ended.
+        ended: the result or error, once the read has ended.
     """
 
     def __init__(self, read_id: str, reference: str, callbacks: Callbacks) -> None:
@@ -111,7 +103,6 @@ class ReadTask:
 
     @property
     def state(self) -> ReadState:
-        """The state of the read."""
         if self.ended.done():
             error = self.ended.exception()
             if error is None:
@@ -122,7 +113,6 @@ class ReadTask:
 
     @property
     def quiet(self) -> bool:
-        """Whether it has ended, and nothing can write to its blocks any more."""
         share = self.share
         return self.ended.done() and (share is None or share.quiet)
 
@@ -131,7 +121,7 @@ class ReadTask:
         if self.ended.done():
             return self.quiet
         self.cancelled = True
-        # Read after that: a share that is made later finds the cancellation, and does not begin.
+        # Read after `cancelled` is set: a share that is made later finds the cancellation, and does not begin.
         share = self.share
         quiet = True if share is None else share.stop()
         self.on_cancel()
@@ -172,14 +162,15 @@ class Read(OneProcess):
 
     @property
     def quiet(self) -> bool:
-        """Whether the read has ended and nothing can write to its blocks any more. Reuse them only then (R4)."""
+        """Whether the read has ended and no write to its blocks is possible any more. Reuse the blocks only then
+        (R4)."""
         return self._task.quiet
 
     @property
     def disputed(self) -> bool:
-        """Whether the read ended well without its home's word, and the home has said since that its lease had ended.
+        """Whether the read succeeded without its home's verdict, and the later verdict was that the lease had ended.
 
-        Its bytes may be wrong then. Only with a client's ``confirm="after"``, or if the home did not answer in time.
+        The bytes may be wrong then. Only with a client's ``confirm="after"``, or if the home did not answer in time.
         """
         return self._task.disputed
 
@@ -215,13 +206,10 @@ class Read(OneProcess):
         return error if error is None or isinstance(error, KvferryError) else TransferFailed(repr(error))
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
-        """Wait until the destination blocks may be reused.
+        """Wait until the destination blocks may be reused; returns whether they may.
 
         Args:
             timeout: seconds to wait; None: no limit.
-
-        Returns:
-            Whether they may be reused.
         """
         until = None if timeout is None else now() + timeout
         try:
@@ -259,7 +247,7 @@ class Read(OneProcess):
         """Call `callback(read)` when the read has ended.
 
         The callback runs on the cache's thread for callbacks, or at once on the caller's if the read has already ended.
-        It may wait, but then delays other callbacks of the cache. Its exceptions are logged.
+        A callback that waits delays other callbacks of the cache. Its exceptions are logged.
 
         Raises:
             LimitReached: the system refused the thread for callbacks. The callback will not be called.
@@ -291,7 +279,7 @@ class Read(OneProcess):
                 came.set_result(None)
 
         def on_event(_: object) -> None:
-            # If nobody awaits the read any more, its loop may have been closed.
+            # If the read is no longer awaited, its loop may have been closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
-from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
+from kvferry._control.verdict import Confirm
 from kvferry._loop import Loop
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
@@ -54,16 +54,7 @@ REFILL_TIMEOUT = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClientRuntime:
-    """The parts that all caches and ports of a client share.
-
-    Attributes:
-        loop: the event loop.
-        homes: connections to node servers.
-        renewals: renews the leases of all reads.
-        agents: makes the NIXL agents of all caches.
-        options, staging, integrity, max_reads, confirm, prompt_check: see `Client`.
-        reads, shares: measure all reads, and the shares of all ranks.
-    """
+    """The parts that all caches and ports of a client share. For options see `Client`."""
 
     loop: Loop
     homes: Homes
@@ -79,12 +70,7 @@ class ClientRuntime:
     shares: ShareMeter = field(default_factory=ShareMeter)
 
     def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
-        """Make the lease holder of one process of an engine.
-
-        Args:
-            token: token of the engine.
-            rank: the rank that it acts for; None: all ranks.
-        """
+        """Make the lease holder of one process of an engine, for one rank, or, if `rank` is None, for all ranks."""
         return LeaseHolder(self.loop, self.homes, self.renewals, token, rank, self.confirm, self.prompt_check)
 
 
@@ -94,13 +80,7 @@ class RankRuntime:
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
     loop; `close` waits.
 
-    Args:
-        client: runtime of the client.
-        local: memory and agents of the rank.
-        token: token of the engine.
-
     Attributes:
-        loop: the client's event loop.
         shares: the rank's shares of reads.
         holder: holds the leases of `reads`.
         reads: the reads of `Cache.read`.
@@ -141,10 +121,7 @@ class RankRuntime:
         )
 
     async def register(self, timeout: float) -> float:
-        """Register the rank at the node server.
-
-        Args:
-            timeout: seconds to keep trying.
+        """Register the rank at the node server; try for `timeout` seconds.
 
         Returns:
             Seconds from now during which blocks of memory that survived a restart must not be reused.
@@ -160,7 +137,7 @@ class RankRuntime:
         return from_duration(answer.reuse_after)
 
     async def register_again(self) -> None:
-        """Register the rank again at a home that has lost its record of it. Idempotent.
+        """Register the rank again at a home that has lost the rank's record. Idempotent.
 
         A refusal for good is logged.
 
@@ -195,7 +172,7 @@ class RankRuntime:
                 result = tuple(source.agents)
             except Exception as error:
                 result = error
-            # The future's callbacks are the caller's, and may wait.
+            # The future's callbacks belong to the caller, and may wait.
             await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
 
         def end(_: object) -> None:
@@ -206,11 +183,8 @@ class RankRuntime:
         return done
 
     def close(self, timeout: float) -> None:
-        """Cancel the reads, and end the agents. Idempotent.
-
-        Args:
-            timeout: seconds to wait until all blocks are quiet, and the homes have the reports.
-        """
+        """Cancel the reads, and end the agents. Waits at most `timeout` seconds until all blocks are quiet, and the
+        homes have the reports. Idempotent."""
         until = self.loop.now() + timeout
         self.abandon(timeout)
         self._local.close(max(0.0, until - self.loop.now()))
@@ -227,7 +201,7 @@ class RankRuntime:
         self.checksummer.close()
 
     async def _geometry(self, deadline: float) -> EngineGeometry:
-        """Return the geometry of the whole engine. It is fetched once: it does not change within an incarnation."""
+        """Return the geometry of the whole engine, which is fetched once: it does not change within an incarnation."""
         spec = self.spec
         if spec.num_ranks == 1:
             return EngineGeometry(spec.engine_id, spec.groups, (self.rank,), spec.identity, self.token.incarnation)
@@ -243,8 +217,8 @@ class RankRuntime:
 class _MeasuredCosts:
     """Measures the costs of reads, for the rule by which a rank chooses paths.
 
-    It measures once per home, assuming that all ranks behind a home are reached in the same way, and one home at a
-    time: two measurements would falsify each other, and each could wait for staging memory that the other has borrowed.
+    Measures once per home, assuming that all ranks behind a home are reached in the same way, and one home at a time:
+    two measurements would falsify each other, and each could wait for staging memory that the other has borrowed.
     """
 
     def __init__(self, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
@@ -273,7 +247,7 @@ class _MeasuredCosts:
         try:
             pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
         except KvferryError as error:
-            # No memory for staging, or none that stays mapped. Whoever needs it will say so.
+            # No memory for staging, or none that stays mapped. Reads that need staging raise this error.
             logger.info("reads from %s are not measured: %s", home, error)
             return None
         costs = measure(self._transport, agent, pool, deadline)

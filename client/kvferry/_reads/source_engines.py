@@ -1,4 +1,4 @@
-"""The source engines of one destination rank: does the handshake with each incarnation, and plans its reads, once."""
+"""The source engines of one destination rank: one handshake and one plan of reads per incarnation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PEER_IDLE = 600.0
 """Seconds without a read after which an engine is dropped; the next read does a new handshake."""
 
 PARTS_KEPT = 256
-"""How many parts of a plan are kept: more than a large model has layers."""
+"""Number of parts of a plan that are kept: more than a large model has layers."""
 
 REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
 """Errors with which a home rejects a reference for good."""
@@ -57,13 +57,8 @@ REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceEngine:
-    """A source engine after its handshake, and the plan of reads from it.
-
-    Attributes:
-        geometry: geometry of the whole engine.
-        agents: the serving agents that the plan reads from, by source rank.
-        plan: the read plan of this rank.
-    """
+    """A source engine after its handshake, with the plan of this rank's reads. `agents` are those that the plan reads
+    from, by source rank."""
 
     geometry: EngineGeometry
     agents: dict[int, AgentInfo]
@@ -71,7 +66,7 @@ class SourceEngine:
     _parts: dict[frozenset[str], ReadPlan] = field(default_factory=dict)
 
     def plan_of(self, layers: frozenset[str] | None) -> ReadPlan:
-        """Return the plan, or the part of it that reads these layers. Parts are cached."""
+        """Return the plan, or its part for these layers. Parts are cached."""
         if layers is None:
             return self.plan
         part = self._parts.get(layers)
@@ -84,13 +79,7 @@ class SourceEngine:
 
 @dataclass(slots=True)
 class _Handshake:
-    """A handshake in progress, on which others wait, too.
-
-    Attributes:
-        reference: the reference that it is done with.
-        deadline: when it fails, on the loop's clock.
-        done: its result.
-    """
+    """A handshake in progress, for which several reads may wait. Fails at `deadline`, on the loop's clock."""
 
     reference: str
     deadline: float
@@ -103,10 +92,8 @@ class _Slot:
 
     Attributes:
         source: the engine, after its handshake.
-        handshake: the handshake in progress.
-        breaker: admits handshakes.
-        used_at: when a read has asked for it last.
-        waiting: deadlines of those that wait for a handshake.
+        used_at: time of the last read.
+        waiting: deadlines of the reads that wait for a handshake.
     """
 
     source: SourceEngine | None = None
@@ -120,7 +107,7 @@ class SourceEngines:
     """The source engines of one destination rank. Belongs to the client's event loop.
 
     Args:
-        loop: the loop.
+        loop: the client's event loop.
         spec, reader: the destination engine.
         rank: index of the destination rank.
         geometry: called with a deadline; returns the geometry of the whole destination engine. Called at the first
@@ -161,17 +148,12 @@ class SourceEngines:
         deadline: float,
         traceparent: str = "",
     ) -> SourceEngine:
-        """Return a source engine; does the handshake if it is new, once for all who wait for it.
+        """Return a source engine; makes the handshake with a new engine, once for all reads that wait.
 
-        Args:
-            home: connection to the engine's home.
-            engine_id, incarnation: the engine.
-            reference: reference of one of its publications, or of the engine.
-            deadline: time on the loop's clock.
-            traceparent: of the trace that the handshake is part of.
+        `reference` is that of one of its publications, or of the engine; `deadline` is a time on the loop's clock.
 
         Raises:
-            Incompatible: its cache cannot be read; the error says why.
+            Incompatible: the source's cache cannot be read; the error has the reason.
             PeerRestarted: the engine has restarted as another incarnation.
             WrongKey, PublicationStale, PublicationReleased: the home does not accept the reference, or no longer does.
             Unavailable: the engine was not complete by the deadline, or reads from it keep failing and the next attempt
@@ -193,7 +175,7 @@ class SourceEngines:
                 try:
                     return await asyncio.shield(handshake.done)
                 except KvferryError as error:
-                    # Another one may have had a shorter time, or a reference that is gone.
+                    # The handshake may have had a shorter deadline, or a reference that is gone.
                     longer = error.retryable and deadline > max(handshake.deadline, self._loop.now())
                     other = isinstance(error, REFERENCE_GONE) and reference != handshake.reference
                     if mine or not (longer or other):
@@ -211,7 +193,7 @@ class SourceEngines:
     def _begin_handshake(
         self, slot: _Slot, home: Control, key: tuple[str, str, bytes], reference: str, traceparent: str
     ) -> _Handshake:
-        # Those that wait after another's has failed do one for all of them.
+        # Reads that wait after a failed handshake make the next one together.
         handshake = slot.handshake = _Handshake(reference, max(slot.waiting), self._loop.future())
         what = f"the handshake with engine {key[1]}"
         self._loop.spawn(self._shake_hands(slot, handshake, home, key, traceparent), what)
@@ -240,20 +222,20 @@ class SourceEngines:
             self._drop_replaced(key)
             return
         handshake.done.set_exception(failure)
-        # Marked as seen: nobody may wait any more.
+        # Marks the exception as retrieved: perhaps no read waits any more.
         handshake.done.exception()
         if isinstance(failure, (PeerRestarted, EngineUnknown)):
             self.gone(*key)
         self._forget_unknown(key, slot)
 
     def _forget_unknown(self, key: tuple[str, str, bytes], slot: _Slot) -> None:
-        """Forget an engine that was never met: a reference that nobody has checked may name any."""
+        """Forget an engine without a handshake: a reference that no home has checked may name any engine."""
         busy = slot.waiting or slot.handshake is not None or slot.breaker.failing_for(self._loop.now())
         if slot.source is None and not busy and self._slots.get(key) is slot:
             del self._slots[key]
 
     def known(self, home: str, engine_id: str, incarnation: bytes) -> SourceEngine | None:
-        """Return a source engine if that needs no handshake and no pause; None otherwise."""
+        """Return a source engine that needs no handshake and no pause; None otherwise."""
         slot = self._slots.get((home, engine_id, incarnation))
         if slot is None or slot.source is None or slot.breaker.ask(self._loop.now()) > 0:
             return None
@@ -261,14 +243,13 @@ class SourceEngines:
         return slot.source
 
     def failed(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """Record a failed transfer: the next read does a new handshake, after a pause if several have failed."""
+        """Record a failed transfer: the next read makes a new handshake, after a pause if several have failed."""
         slot = self._slots.get((home, engine_id, incarnation))
         if slot is not None:
             slot.source = None
             slot.breaker.failed(self._loop.now())
 
     def succeeded(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """Record a successful transfer."""
         slot = self._slots.get((home, engine_id, incarnation))
         if slot is not None:
             slot.breaker.succeeded()
@@ -281,7 +262,7 @@ class SourceEngines:
         self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
     def _drop_idle(self) -> None:
-        """Drop engines that have not been read from for a long time: nothing reports one that is gone for good."""
+        """Drop engines without reads for a long time: no message reports an engine that is gone for good."""
         before = self._loop.now() - PEER_IDLE
         self._drop_where(lambda _, slot: slot.used_at < before)
 
@@ -311,7 +292,7 @@ class SourceEngines:
             reference=reference,
         )
         found = await _handshaken(home, request, deadline)
-        # It takes long for engines of many ranks, and the costs may have to be measured.
+        # Planning takes long for engines of many ranks, and the costs may have to be measured.
         return await self._loop.on_thread(
             partial(self._planned, home, incarnation, destination, found, deadline), f"kvferry-plan-{engine_id}"
         )
@@ -338,7 +319,7 @@ class SourceEngines:
 
 
 def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
-    problem = "it was registered with serve=False, so nobody can read from it" if agent is None else ""
+    problem = "it was registered with serve=False, so its memory cannot be read" if agent is None else ""
     if agent is not None and not has_agent_key(agent.name) and incarnation.hex() not in agent.name:
         # NIXL identifies agents by name: an agent with the name of another engine's would replace that one.
         problem = f"agent {agent.name[:80]!r} is named neither after a key nor after its engine's incarnation"

@@ -37,15 +37,14 @@ ASKED_PLANES = 1024
 """Most planes to ask for in one call; the contract allows four times as many."""
 
 PAUSE_FIRST, PAUSE_LAST = 0.002, 0.1
-"""Shortest and longest seconds between two calls for sums that the source has not sent yet."""
+"""Shortest and longest seconds between two calls for sums that the home does not have yet."""
 
 
 class LeaseName(Protocol):
     """A lease, of which only the id is needed."""
 
     @property
-    def lease_id(self) -> bytes:
-        """The id of the lease."""
+    def lease_id(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +53,6 @@ class Arrived:
 
     Attributes:
         home: connection to the source's home.
-        lease: the lease of the read.
-        publication: number of the publication.
-        plan: the plan of the read.
         granted: the source's blocks by group.
         blocks, tokens: see `ReadPlan.expand`.
         deadline: time on the loop's clock after which the comparison does not wait.
@@ -94,7 +90,7 @@ class _Page:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Result of a comparison: how many sums are equal, unknown and wrong, and the error for the first wrong one."""
+    """Result of a comparison: the numbers of equal, unknown and wrong sums, and the error for the first wrong one."""
 
     equal: int
     unknown: int
@@ -103,14 +99,7 @@ class _Compared:
 
 
 class Verifier:
-    """Compares checksums for one destination rank. Belongs to the client's event loop; sums are compared on threads.
-
-    Args:
-        loop: the loop.
-        reader: the destination engine.
-        memory: sums the rank's memory.
-        options: which blocks are compared, and how long to wait for sums.
-    """
+    """Compares checksums for one destination rank. Belongs to the client's event loop; sums are compared on threads."""
 
     def __init__(self, loop: Loop, reader: pb.EngineRef, memory: RankMemory, options: IntegrityOptions) -> None:
         self._loop = loop
@@ -165,7 +154,6 @@ class Verifier:
         return tasks, unverified
 
     def _compare_all(self, read: Arrived, tasks: list[_Task], pages: Mapping[str, list[_Page]]) -> list[_Compared]:
-        """Compare the planes of these tasks, on a thread."""
         found = []
         for task in tasks:
             read.check()
@@ -173,7 +161,6 @@ class Verifier:
         return found
 
     def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page]) -> _Compared:
-        """Compare one plane of a task with the sums of these pages."""
         alike = task.alike
         expected, known = _looked_up(plane.units, alike.places, pages)
         rows = np.flatnonzero(known.any(axis=1))

@@ -5,7 +5,7 @@
     SchedulerPort.grant_steps ── GrantStep ──(the engine)─►  WorkerPort.add_step
     SchedulerPort.collect ◄──(the engine)── WorkerOutput ──  WorkerPort.finished
 
-Every call that an engine makes from its step returns at once (R11); threads of the ports do the waiting. Grants, their
+Every call that an engine makes from its step returns at once (R11); threads of the ports wait instead. Grants, their
 steps and worker outputs are plain values: they can be pickled, and `plain` converts them for encoders such as msgpack.
 `docs/engines.md` is the guide.
 """

@@ -34,7 +34,7 @@ class SchedulerStats:
         published, released, refused: publications of this engine; `refused` is the part of `released` that the home did
             not accept. ``published - released`` are pinned.
         done, failed, cancelled, expired, not_granted: ended reads, by outcome.
-        disputed: reads counted as done, of which the home has said since that their leases had ended.
+        disputed: reads counted as done, whose leases had ended according to a later verdict of the home.
         bytes: bytes read by all ranks.
         waiting, granted, reading, judging: reads in progress, by stage.
         uncertain: ended reads whose blocks may still be written to.
@@ -60,8 +60,8 @@ class SchedulerStats:
 class SchedulerPort(Closing):
     """The port of an engine's scheduler: publishes the engine's blocks, and holds the leases of its ranks' reads.
 
-    An engine has one. It opens the engine's session and decides whether the bytes of each read count (PROTOCOL,
-    Leases 4). The engine passes reports of its workers on to it: `WorkerPort.finished` → `collect`.
+    An engine has one such port, which opens the engine's session and decides whether the bytes of each read count
+    (PROTOCOL, Leases 4). The engine passes the reports of its workers to the port: `WorkerPort.finished` → `collect`.
 
     Threading: every method may be called from any thread. All but the constructor, `wait_news` and `close` return at
     once; RPCs and NIXL run on other threads (R11).
@@ -69,13 +69,13 @@ class SchedulerPort(Closing):
     Args:
         client: the client of this process. The port does not close it.
         spec: the engine.
-        hold_until_quiet: `finished` withholds a failed read until nothing can write to its blocks any more. For engines
-            that cannot set blocks aside.
-        max_waiting: how many reads may wait for their publication at once; `acquire` refuses more.
+        hold_until_quiet: `finished` withholds a failed read until no write to its blocks is possible any more. For
+            engines that cannot set blocks aside.
+        max_waiting: most reads that wait for their publication at once; `acquire` refuses more.
         timeout: seconds to wait until the session is open.
 
     Raises:
-        Whatever `Client.open_engine` raises.
+        KvferryError: see `Client.open_engine`.
     """
 
     def __init__(
@@ -117,14 +117,15 @@ class SchedulerPort(Closing):
 
     @arguments.takes(Publish)
     def publish(self, given: Publish) -> Publication:
-        """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
-        (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
+        """Publish a request's blocks. The engine must not change or free the blocks until `released` returns the
+        publication (R2). The blocks contain their bytes already: on a GPU, every rank's device has completed the
+        kernels that write them.
 
         If the home refuses the publication, `released` returns it with the outcome ABORTED.
 
         Args:
-            given: what is published, each field of `Publish` as an argument of its own: ``publish("r7", {"full":
-                Blocks([3, 4])}, last=False)``.
+            given: each field of `Publish` is an argument of its own: ``publish("r7", {"full": Blocks([3, 4])},
+                last=False)``.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router. A reader may
@@ -143,8 +144,8 @@ class SchedulerPort(Closing):
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
 
         Args:
-            given: what is published, each field of `PublishMore` as an argument of its own: ``publish_more(publication,
-                blocks, last=True)``.
+            given: each field of `PublishMore` is an argument of its own: ``publish_more(publication, blocks,
+                last=True)``.
 
         Raises:
             WrongState: the publication is complete, or was released.
@@ -185,16 +186,16 @@ class SchedulerPort(Closing):
         Args:
             request_id: this engine's name for the request; a request has one read at a time.
             reference: the reference that came with the request. If a router made it (`kvferry.router_reference`), its
-                publication need not be there yet: `PublicationReleased` says that somebody has declined it.
-            expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
+                publication may come later: `PublicationReleased` means that the publication was declined.
+            expected_reads: number of reads that will be made of the publication; 0: the number that its source gave.
             progressive: grant the read with the first blocks that the source publishes, and move each further step
-                while the source still computes. The engine then passes on what `grant_steps` returns. If False, the
-                read is granted when the publication is complete.
+                while the source still computes. The engine then passes on the steps that `grant_steps` returns. If
+                False, the read is granted when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
-                report how their shares ended; the error names the ranks that did not.
-            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/monitoring.md.
-            prompt: the prompt of this request. A publication of another one is refused (`PromptMismatch`), as soon as
-                its source says so: before bytes move.
+                report the ends of their shares; the error names the ranks that did not.
+            traceparent: the W3C traceparent that came with the reference, if any. See docs/monitoring.md.
+            prompt: the prompt of this request. A publication of another prompt is refused (`PromptMismatch`) as soon as
+                a mark of its source shows this: before bytes move.
 
         Raises:
             BadReference: the string is not a reference.
@@ -214,10 +215,10 @@ class SchedulerPort(Closing):
         )
 
     def news(self) -> list[str]:
-        """Return the requests of which `granted` says something else than before: they were granted or refused since
-        the last call, or their offers have grown. Costs nearly nothing if there are none.
+        """Return the requests for which `granted` has a new result: they were granted or refused since the last call,
+        or their offers have grown. Nearly free if there are none.
 
-        For engines in which many requests wait: they need not call `granted` for each in each step.
+        For engines with many waiting requests, which need not call `granted` for each in each step.
         """
         return self._reads.take_changed()
 
@@ -248,13 +249,13 @@ class SchedulerPort(Closing):
 
         Args:
             request_id: a request for which `granted` has returned an `Offer`.
-            local_blocks: the blocks to read into, by group; `Blocks.first_token` is the first token wanted. All of
-                them, also if the offer is not complete.
-            tokens: the tokens wanted, ``[a, b)``; None: all that was published, of an offer that is complete.
+            local_blocks: all blocks to read into, by group, also if the offer is not complete; `Blocks.first_token` is
+                the first token wanted.
+            tokens: the tokens wanted, ``[a, b)``; None: all published tokens, of an offer that is complete.
             allow_overlap: accept blocks that another read of the engine writes to, or that the engine has published.
                 For engines that know that the bytes do not overlap.
             prompt: the prompt of this request, for engines that did not have it when they called `acquire`. Until then
-                nothing is compared: they use nothing of the offer's payload before this has returned.
+                no prompt is compared: such engines do not use the offer's payload before this call has returned.
 
         Returns:
             The grant: the offer with these blocks, for `WorkerPort.start` on every rank. If it is not `complete`,
@@ -268,9 +269,9 @@ class SchedulerPort(Closing):
             InvalidField: an argument has the wrong type, a group has no blocks, or `tokens` is missing although the
                 offer is not complete. The request stays granted.
             WrongState: the request is not granted yet, has its blocks already, or was not acquired.
-            PromptMismatch, PromptUnmarked: the publication is of another prompt, or nothing says that it is not. The
-                port then forgets the request.
-            KvferryError: the lease has ended in the meantime; the error says why. The port then forgets the request.
+            PromptMismatch, PromptUnmarked: the publication is of another prompt, or no mark shows that it is of this
+                one. The port then forgets the request.
+            KvferryError: the lease has ended in the meantime, for this reason. The port then forgets the request.
         """
         return self._reads.attach(
             arguments.text("request_id", request_id),
@@ -281,8 +282,8 @@ class SchedulerPort(Closing):
         )
 
     def grant_steps(self) -> list[GrantStep]:
-        """Return what sources have published for attached reads since their grants and since the last call: at most one
-        step per read and call, however many publishes it stands for.
+        """Return the blocks that sources have published for attached reads since their grants and since the last call:
+        at most one step per read and call, which may stand for several publishes.
 
         Pass each to `WorkerPort.add_step` on every worker. Call this in every step of an engine that acquires with
         ``progressive=True``; a read whose steps do not reach its workers fails at its timeout.
@@ -290,33 +291,31 @@ class SchedulerPort(Closing):
         return self._reads.take_steps()
 
     def decline(self, reference: str, *, prompt: Prompt = Prompt.unknown) -> None:
-        """Tell the source's home that nobody will read a publication, after a full prefix hit or a rejected request.
+        """Tell the source's home that this engine will not read a publication, after a full prefix hit or a rejected
+        request.
 
-        The source then gets its blocks back at once, not only when the hold ends. The port forgets reads of the
+        The source then gets its blocks back at once, and not only when the hold ends. The port forgets reads of the
         publication to which no blocks were attached.
 
         Args:
             reference: the reference that came with the request.
-            prompt: the prompt of this request. A publication of another one is not declined: its own reader may still
-                come.
+            prompt: the prompt of this request. A publication of another prompt is not declined: its own reader may
+                still come.
 
         Raises:
-            PromptMismatch: the publication is of another prompt, as far as its reference or a read of it has said.
+            PromptMismatch: according to its reference or to a read, the publication is of another prompt.
             BadReference, HomeNotAllowed: see `acquire`.
             Closed: the port is closed.
         """
         self._reads.decline(reference, arguments.instance("prompt", prompt, Prompt, "a Prompt"))
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel the read of a request. If blocks are attached, `finished` returns its end; if not, it is forgotten.
-
-        Returns:
-            Whether the request had a read.
-        """
+        """Cancel the read of a request; returns whether there was one. If blocks are attached, `finished` returns the
+        read's end; if not, the port forgets the read."""
         return self._reads.cancel(arguments.text("request_id", request_id))
 
     def collect(self, output: WorkerOutput) -> None:
-        """Take the report of a worker. Taking a report twice has no effect.
+        """Take the report of a worker. Idempotent.
 
         Raises:
             InvalidField: the engine has no such rank.
@@ -326,13 +325,13 @@ class SchedulerPort(Closing):
     def cancels(self) -> list[str]:
         """Return the read_ids to pass to `WorkerPort.cancel` on every worker. Call this in every step.
 
-        Each appears once; that of a read which has ended and is not quiet appears again every 10 s: a rank may never
-        have got its grant, or its report was lost, and its answer makes the blocks quiet.
+        Each is returned once, but that of a read which has ended and is not quiet again every 10 s: a rank may never
+        have received its grant, or its report was lost, and its answer to the cancel makes the blocks quiet.
         """
         return self._reads.take_cancels()
 
     def finished(self) -> Finished:
-        """Return the reads that have ended on all ranks, each exactly once, and those that have become quiet since.
+        """Return the reads that have ended on all ranks, each exactly once, and those that became quiet later.
 
         Call this in every step.
         """
@@ -342,20 +341,19 @@ class SchedulerPort(Closing):
         """Wait until a request was granted or refused, a read has gained blocks (`grant_steps`), or a read has ended,
         become quiet, or is disputed.
 
-        For engines that would otherwise run steps with nothing to compute: such a loop takes the processor, and
-        Python's lock, from the threads that the reads wait for. Look at `granted`, `grant_steps` and `finished`
-        after it.
+        For engines that would otherwise run empty steps: such a loop takes the processor, and Python's lock, from the
+        threads that the reads wait for. Call `granted`, `grant_steps` and `finished` afterwards.
 
         Args:
-            timeout: seconds.
+            timeout: seconds to wait.
 
         Returns:
-            Whether there may be something new.
+            Whether there may be news.
         """
         return self._reads.news.wait(arguments.seconds("timeout", timeout, zero=True))
 
     async def until_news(self, timeout: float) -> bool:
-        """Do what `wait_news` does, in asyncio, on any event loop."""
+        """Wait like `wait_news`, in asyncio, on any event loop."""
         return await self._reads.news.arrive(arguments.seconds("timeout", timeout, zero=True))
 
     def stats(self) -> SchedulerStats:

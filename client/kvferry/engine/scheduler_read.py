@@ -1,4 +1,4 @@
-"""One read of an engine, as its scheduler's port keeps it, and what the engine is told of it."""
+"""One read of an engine in its scheduler's port, and the values that the engine receives of the read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class SchedulerRead(LeasedRead):
 
     Attributes:
         request_id: the engine's name for the request.
-        offer: the offer that the engine gets once the read is granted; see `latest_offer`.
-        steps: number of the steps that were handed out since it was attached.
-        more: blocks that are neither in the offer nor handed out.
-        lost: ids of the blocks that it writes to, by group.
-        withheld: its end, kept back until it is quiet.
-        written: the key of its claim on the blocks, see `Writes`.
+        offer: the offer for the engine, once the read is granted; see `latest_offer`.
+        steps: number of the steps that were returned since the attach.
+        more: blocks that are neither in the offer nor in a returned step.
+        lost: ids of the blocks that the read writes to, by group.
+        withheld: the end of the read, withheld until the read is quiet.
+        written: the key of the read's claim on the blocks, see `Writes`.
     """
 
     def __init__(self, loop: Loop, request: AcquireRequest, request_id: str, ranks: frozenset[int]) -> None:
@@ -36,7 +36,7 @@ class SchedulerRead(LeasedRead):
 
 
 def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
-    """Return what the engine gets of a granted read; its timeout is set when it is asked for."""
+    """Make the offer of a granted read; its timeout is set when the engine asks for the offer."""
     reference = read.request.reference
     return Offer(
         request_id=read.request_id,
@@ -58,16 +58,16 @@ def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
 
 
 def latest_offer(read: SchedulerRead) -> Offer | None:
-    """Return the offer of a read; None: it is not granted. Until it is attached, the offer grows by what its source
+    """Return the offer of a read; None: not granted. Until the attach, the offer grows by the blocks that the source
     publishes.
 
-    It grows when the engine looks, and by runs alone: an engine may keep a request unattached for long while its source
-    publishes many steps, and no step of the engine may wait for that.
+    The offer grows when the engine asks for it, and by runs alone: an engine may keep a request unattached for long
+    while its source publishes many steps, and no step of the engine may wait for that.
     """
     if read.stage is not ReadStage.GRANTED or read.offer is None:
         return read.offer
     if read.acquired is not None and read.offer.lease_id != read.acquired.lease.lease_id:
-        # Its home has restarted since.
+        # The home has restarted since.
         read.offer = replace(read.offer, lease_id=read.acquired.lease.lease_id)
     if not read.more:
         return read.offer
@@ -87,7 +87,7 @@ def latest_offer(read: SchedulerRead) -> Offer | None:
 
 
 def step_of(read: SchedulerRead) -> GrantStep:
-    """Hand out the blocks that workers have not been told of, as one step."""
+    """Make one step of the blocks that workers have not received."""
     more, read.more = read.more, []
     read.steps += 1
     return GrantStep(
@@ -101,7 +101,7 @@ def step_of(read: SchedulerRead) -> GrantStep:
 
 
 def end_of(read: SchedulerRead) -> ReadEnd:
-    """Return how a read has ended on all ranks together."""
+    """Return the end of a read on all ranks together."""
     shares = [share.work for share in read.ends.values()]
     return ReadEnd(
         request_id=read.request_id,

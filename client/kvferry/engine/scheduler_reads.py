@@ -1,5 +1,5 @@
-"""The destination side of a scheduler: acquires leases ahead of time, holds them while all ranks read, and judges each
-read once. See `kvferry._reads.leased_reads` for the stages of a read."""
+"""The destination side of a scheduler: acquires leases ahead of time, holds them while all ranks read, and gives one
+verdict on each read. See `kvferry._reads.leased_reads` for the stages of a read."""
 
 from __future__ import annotations
 
@@ -42,17 +42,10 @@ CANCEL_AGAIN = 10.0
 class Reads(LeasedReads[SchedulerRead]):
     """The reads of one engine. Every method may be called from any thread; only `close` waits.
 
-    Args:
-        loop: the client's event loop.
-        spec: the engine.
-        holder: holds the engine's leases.
-        writes: records the blocks that the engine's reads write to.
-        max_waiting: how many acquisitions may wait at once.
-        hold_until_quiet: `finished` withholds failed reads until nothing can write to their blocks any more.
-        meter: measures the reads.
+    For `max_waiting` and `hold_until_quiet` see `SchedulerPort`.
 
     Attributes:
-        news: of what `granted`, `take_steps` or `take_finished` return.
+        news: set when `granted`, `take_steps` or `take_finished` has something to return.
         counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused"; "disputed"
             is a part of "done".
         bytes: bytes read by all ranks since the start.
@@ -83,12 +76,12 @@ class Reads(LeasedReads[SchedulerRead]):
         self._disputed: list[ReadEnd] = []
         self._cancels: list[str] = []
         self._not_quiet: dict[SchedulerRead, float] = {}
-        """Ended reads whose blocks may still be written to, and when the ranks are asked again to cancel them: a grant
-        or a report may have been lost."""
+        """Ended reads whose blocks may still be written to, and when to ask the ranks again to cancel them: a grant or
+        a report may have been lost."""
         self._gained: dict[SchedulerRead, None] = {}
-        """Attached reads whose sources have published blocks since."""
+        """Attached reads whose sources have published more blocks."""
         self._changed: dict[str, None] = {}
-        """Requests of which `granted` says something new."""
+        """Requests for which `granted` has a new result."""
         self.news = News()
         self.counts: Counter[str] = Counter()
         self.bytes = 0
@@ -266,17 +259,13 @@ class Reads(LeasedReads[SchedulerRead]):
         return found
 
     def counted(self) -> Counter[ReadStage]:
-        """Count the reads by stage; those that have ended and are not quiet count as ENDED."""
+        """Count the reads by stage; ended reads that are not quiet count as ENDED."""
         with self.lock:
             return Counter(read.stage for read in self._by_id.values())
 
     def close(self, timeout: float) -> None:
-        """Cancel all reads at their homes. Idempotent.
-
-        Args:
-            timeout: seconds to wait until the homes have the cancellations: a lease that was accepted pins its source
-                until it ends.
-        """
+        """Cancel all reads at their homes. Waits at most `timeout` seconds until the homes have the cancellations: an
+        accepted lease pins its source's blocks until its end. Idempotent."""
         deadline = self._loop.now() + timeout
         with self.lock:
             if self._closed:
@@ -286,7 +275,7 @@ class Reads(LeasedReads[SchedulerRead]):
                 if read.stage is ReadStage.WAITING:
                     self._withdraw(read)
                 else:
-                    # A read under way ends, and gives its lease back.
+                    # A read in progress ends, and gives its lease back.
                     self.cancel_lead(read)
         # Once the client is closed, all reads have ended.
         with suppress(Closed):
@@ -296,7 +285,7 @@ class Reads(LeasedReads[SchedulerRead]):
         await self.wait_ended(max(0.0, deadline - self._loop.now()))
         await self._holder.close(max(0.0, deadline - self._loop.now()))
 
-    # `LeasedReads` calls these with the lock held; it says what they are for.
+    # `LeasedReads`, which documents these, calls them with the lock held.
 
     def on_granted(self, read: SchedulerRead) -> None:
         self._waiting -= 1
@@ -307,7 +296,8 @@ class Reads(LeasedReads[SchedulerRead]):
 
     def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
         if read.more:
-            # The latest says it all. A source may name thousands of layers one by one before the engine looks.
+            # The latest `unfinished` contains the earlier ones. A source may name thousands of layers one by one before
+            # the engine asks.
             read.more[-1] = replace(read.more[-1], unfinished=None)
         read.more.append(more)
         if read.stage is ReadStage.READING:
@@ -404,7 +394,7 @@ class Reads(LeasedReads[SchedulerRead]):
             self._changed.pop(read.request_id, None)
 
     def _withdraw(self, read: SchedulerRead) -> None:
-        """Forget a read that the engine no longer wants and that no worker has started."""
+        """Forget a read that is no longer wanted and that no worker has started."""
         if read.stage is ReadStage.WAITING:
             self._waiting -= 1
         self.withdraw(read)

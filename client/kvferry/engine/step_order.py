@@ -1,4 +1,4 @@
-"""Puts the steps of reads into their order, whatever order they reach a worker in."""
+"""Puts the steps of reads in order, in whatever order they reach a worker."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from dataclasses import dataclass, field
 from kvferry.engine.values import GrantStep
 
 MAX_EARLY = 4096
-"""Of how many reads that were not started steps are kept: as many as may wait at once by default."""
+"""Number of reads that were not started whose steps are kept: as many as may wait at once by default."""
 
 
 @dataclass(slots=True)
 class _StepsOfRead:
-    """The steps of one read.
-
-    Attributes:
-        next: index of the step whose turn it is.
-        ahead: steps that have come before their turn, by index.
-    """
+    """The steps of one read: the index of the `next` one, and the steps that came early, by index."""
 
     next: int = 1
     ahead: dict[int, GrantStep] = field(default_factory=dict)
@@ -31,12 +26,8 @@ class StepOrders:
         self._orders: dict[str, _StepsOfRead] = {}
 
     def put(self, step: GrantStep, started: Collection[str]) -> None:
-        """Add a step. One that came before is ignored.
-
-        Args:
-            step: the step.
-            started: read_ids of the reads that were started. Of others, only the latest `MAX_EARLY` are kept.
-        """
+        """Add a step; a repeated step is ignored. Besides the `started` reads (read_ids), only the latest `MAX_EARLY`
+        are kept."""
         order = self._orders.setdefault(step.read_id, _StepsOfRead())
         if step.index >= order.next:
             order.ahead.setdefault(step.index, step)
@@ -44,7 +35,7 @@ class StepOrders:
             del self._orders[next(read_id for read_id in self._orders if read_id not in started)]
 
     def take(self, read_id: str) -> list[GrantStep]:
-        """Return the steps of a read whose turn it is, each once."""
+        """Return the steps of a read that are next, each once."""
         order, found = self._orders.setdefault(read_id, _StepsOfRead()), list[GrantStep]()
         while order.next in order.ahead:
             found.append(order.ahead.pop(order.next))
@@ -52,5 +43,4 @@ class StepOrders:
         return found
 
     def forget(self, read_id: str) -> None:
-        """Drop the steps of a read."""
         self._orders.pop(read_id, None)

@@ -1,7 +1,7 @@
 """Plain values that an engine passes between its scheduler and its workers.
 
-They can be pickled. `plain` converts one to dicts, tuples, strings, numbers and bytes for encoders such as msgpack, and
-`of` converts it back.
+They can be pickled. `plain` converts a value to dicts, tuples, strings, numbers and bytes for encoders such as msgpack,
+and `of` converts the result back.
 """
 
 from __future__ import annotations
@@ -23,23 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class _Leased:
-    """A publication whose lease this engine's scheduler holds.
-
-    Attributes:
-        request_id: the reader engine's name for the request.
-        read_id: name of this read; the same on all ranks.
-        home, engine_id, incarnation, publication: address of the source's home, the source engine, and the number of
-            its publication.
-        reference: the publication's reference; it entitles ranks to the handshake with the source.
-        source_request_id: the source's name for the request.
-        lease_id: id of the lease. A secret: who has it can end the lease.
-        timeout: seconds left until the read fails (R5), at the moment when the port returned this value.
-        granted: the source's blocks by group, as far as they are known.
-        payload: opaque bytes from the source; empty until the blocks are complete.
-        traceparent: of the read's span, for the spans of its ranks; empty: it is not traced.
-        complete: the source has published all blocks, and these are all. If False, `GrantStep`s have the others.
-        unfinished: the blocks after `granted` of which only some layers are complete; None: there are none.
-    """
+    """A publication whose lease this engine's scheduler holds; see `Offer`."""
 
     request_id: str
     read_id: str
@@ -66,7 +50,7 @@ class _Leased:
 class Offer(_Leased):
     """Names the source's blocks, which are pinned for a request that has no blocks of its own yet.
 
-    `SchedulerPort.granted` returns it. `SchedulerPort.attach` adds blocks to read into, and returns the `Grant` that
+    Returned by `SchedulerPort.granted`. `SchedulerPort.attach` adds blocks to read into, and returns the `Grant` that
     workers start.
 
     Attributes:
@@ -74,16 +58,16 @@ class Offer(_Leased):
         read_id: name of this read; the same on all ranks.
         home, engine_id, incarnation, publication: address of the source's home, the source engine, and the number of
             its publication.
-        reference: the publication's reference; a capability.
+        reference: the publication's reference, a capability; entitles ranks to the handshake with the source.
         source_request_id: the source's name for the request.
-        lease_id: id of the lease. A secret: who has it can end the lease.
-        timeout: seconds left until the read fails, at the moment when the port returned this value.
+        lease_id: id of the lease. A secret: its owner can end the lease.
+        timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
         payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well.
-        traceparent: of the read's span, for the spans of its ranks; empty: it is not traced.
-        complete: the source has published all blocks, and these are all. False only of a read that was acquired with
-            ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps` returns
-            the other blocks as they are published.
+        traceparent: of the read's span, for the spans of its ranks; empty: not traced.
+        complete: the source has published all blocks, and `granted` are all. False only for a read that was acquired
+            with ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps`
+            returns the other blocks as they are published.
         unfinished: the blocks after `granted` of which only some layers are complete; None: there are none.
     """
 
@@ -95,14 +79,12 @@ class Offer(_Leased):
 
 @dataclass(frozen=True, slots=True)
 class Grant(_Leased):
-    """Tells workers what to read from a publication whose lease their scheduler holds: an `Offer` with blocks to read
-    into.
-
-    It has the attributes of `Offer`, and these:
+    """An order to workers to read from a publication whose lease their scheduler holds: an `Offer` with blocks to read
+    into. Has the attributes of `Offer`, and these:
 
     Attributes:
         local: the blocks to read into, by group; see `local_blocks`.
-        tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+        tokens: the tokens wanted, ``[a, b)``; None: all published tokens.
     """
 
     local: tuple[BlockRuns, ...] = ()
@@ -126,17 +108,16 @@ class Grant(_Leased):
 
 @dataclass(frozen=True, slots=True)
 class GrantStep:
-    """Tells workers which blocks the source of a `Grant` has published since: for `WorkerPort.add_step` on every rank.
+    """The blocks that the source of a `Grant` has published since: for `WorkerPort.add_step` on every rank.
 
-    Workers may get it twice, before its grant, or out of order.
+    Workers may receive a step twice, before its grant, or out of order.
 
     Attributes:
-        read_id: the read that it belongs to.
         index: from 1, without gaps within a read; the `Grant` itself stands for 0.
-        granted: the blocks that groups have gained, by group; each continues where the step before ended.
+        granted: the new blocks by group; each continues where the step before ended.
         last: no step follows.
         unfinished: the blocks after these of which only some layers are complete; None: there are none.
-        lease_id: id of the lease now; it is another one than in the grant if the home has restarted since. A secret.
+        lease_id: the present id of the lease, which differs from the grant's if the home has restarted since. A secret.
     """
 
     read_id: str
@@ -169,16 +150,15 @@ class GrantStep:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """Says how one rank's share of a read ended.
+    """The end of one rank's share of a read.
 
     Attributes:
-        read_id, request_id: of the read.
         ok: every byte of the share has arrived.
-        quiet: nothing can write to its blocks any more.
+        quiet: no write to the blocks is possible any more.
         bytes: bytes that the rank read.
         lost: ids of the blocks whose bytes do not count, by group; empty if `ok`.
         error_name, message, values, retry_after: class and contents of the error; empty if `ok`.
-        work: how much work the share was, for metrics.
+        work: the work of the share, for metrics.
     """
 
     read_id: str
@@ -202,12 +182,12 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """Reports what has happened on one worker, for the scheduler.
+    """Reports the ends of shares on one worker to the scheduler.
 
     Attributes:
         rank: rank of the worker.
         ended: shares that succeeded.
-        failed: shares that failed, with the blocks that they lost.
+        failed: shares that failed, with their lost blocks.
         quiesced: read_ids of shares that had failed without being quiet, and are quiet now.
     """
 
@@ -217,7 +197,7 @@ class WorkerOutput:
     quiesced: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything has happened."""
+        """Whether there is anything to report."""
         return bool(self.ended or self.failed or self.quiesced)
 
     def plain(self) -> Plain:
@@ -239,7 +219,7 @@ class WorkerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
-    """Names what a read has read, in the words of the other side's log. Contains no secret.
+    """Names the source of a read, as the source's log does. Contains no secret.
 
     Attributes:
         home: address of the source's home.
@@ -257,20 +237,19 @@ class ReadSource:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """Says how a read ended on all ranks together.
+    """The end of a read on all ranks together.
 
     Attributes:
-        request_id, read_id: of the read.
-        error: why its bytes do not count; None: they count.
-        quiet: nothing can write to its blocks any more, on any rank.
+        error: why the bytes do not count; None: they count.
+        quiet: no write to the blocks is possible any more, on any rank.
         ranks: number of ranks that have reported: all of them, unless the scheduler's port gave up waiting.
         payload: opaque bytes from the source.
         bytes: bytes read by all ranks.
         lost: ids of the blocks whose bytes do not count, by group: all blocks of a failed read.
         confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline
             decided.
-        source: what was read; None: no home has granted it.
-        times: how long its stages took, for metrics.
+        source: None: no home has granted the read.
+        times: of the stages, for metrics.
         descriptors, staged_bytes, verified, unverified: of all ranks; see `ShareWork`.
         prompt: whether the source has marked the same prompt; see `ReadStats.prompts`.
     """
@@ -300,9 +279,10 @@ class Finished:
     Attributes:
         reads: ends of reads; each read of the engine appears exactly once.
         quiesced: request_ids of reads that had ended without being quiet, and are quiet now.
-        disputed: reads that `reads` named as good before, and of which the home has said since that their leases had
-            ended: their bytes may be wrong. `ReadEnd.error` says so, and `ReadEnd.lost` has their blocks. Only with a
-            client's ``confirm="after"``, or if the home did not answer in time.
+        disputed: reads that `reads` listed as successful before, and whose leases had ended according to a later
+        verdict
+            of the home: their bytes may be wrong. They have a `ReadEnd.error`, and `ReadEnd.lost` has their blocks.
+            Only with a client's ``confirm="after"``, or if the home did not answer in time.
     """
 
     reads: tuple[ReadEnd, ...] = ()
@@ -335,7 +315,7 @@ def _each(cls: type[Value], plain: object, name: str) -> tuple[Value, ...]:
 
 
 def _unfinished(plain: Plain) -> Unfinished | None:
-    """Rebuild what the result of `plain` has of unfinished blocks."""
+    """Rebuild the unfinished blocks in the result of `plain`."""
     given = plain.get("unfinished")
     if given is None:
         return None

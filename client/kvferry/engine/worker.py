@@ -25,14 +25,14 @@ from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 
 MAX_DONE = 65_536
-"""How many reads the port remembers after their end was acknowledged, to recognise a grant that is delivered again.
-That is hours of reads; a repeated delivery comes within seconds."""
+"""Number of reads that the port remembers after their end was acknowledged, to recognise a grant that is delivered
+again. These are hours of reads; a repeated delivery comes within seconds."""
 
 
 class WorkerPort(Closing):
-    """The port of one worker: registers its rank's memory, and reads the rank's share of what the scheduler grants.
+    """The port of one worker: registers its rank's memory, and reads the rank's shares of granted reads.
 
-    An engine that knows its token when its workers get their memory calls `register`. One that does not calls
+    An engine that knows its token when its workers get their memory calls `register`. Other engines call
     `register_memory` with the memory, and `announce` when the token comes.
 
     Threading: every method may be called from any thread. All but `register`, `register_memory`, `announce`,
@@ -63,8 +63,8 @@ class WorkerPort(Closing):
         self._quiesced: dict[str, None] = {}
         self._news = News()
         self._done: dict[str, bool] = {}
-        """read_ids of acknowledged reads, the latest last: a grant that comes twice must not be read twice. True: it
-        was cancelled before it came, and must never be read."""
+        """read_ids of acknowledged reads, the latest last: a grant that comes twice must not be read twice. True: the
+        grant was cancelled before it came, and must never be read."""
 
     def register(
         self,
@@ -137,7 +137,7 @@ class WorkerPort(Closing):
     ) -> None:
         """Register the rank's memory with NIXL, the part of `register` that needs no token. Call this once; it waits.
 
-        It happens on the calling thread, with the device of the memory set.
+        Runs on the calling thread, with the device of the memory set.
 
         Args:
             kv_caches: one tensor per layer.
@@ -205,12 +205,12 @@ class WorkerPort(Closing):
         *,
         tails: Tails = Tails.KEEP,
     ) -> None:
-        """Start to read this rank's share of a grant. `finished` reports its end and all errors not listed here.
+        """Start to read this rank's share of a grant. `finished` reports the end and all errors not listed here.
 
         Args:
             grant: the grant that `SchedulerPort.attach` returned.
             local_blocks, tokens: see `SchedulerPort.attach`; None: those of the grant. If the grant is not `complete`,
-                `add_step` brings the other blocks of the source, and the share ends with the last.
+                `add_step` adds the other blocks of the source, and the share ends with the last.
             tails: whether the bytes of the local blocks behind the last token read are kept or cleared.
 
         Raises:
@@ -273,7 +273,7 @@ class WorkerPort(Closing):
         Their bytes move at once, as far as whole granules of both sides allow; the rest moves with the next step, and
         everything with the last.
 
-        Idempotent. The step may come before its grant, or before earlier steps; it then waits for them.
+        Idempotent. A step that comes before its grant, or before earlier steps, waits for them.
 
         Raises:
             InvalidField: the argument is not a `GrantStep`.
@@ -291,8 +291,8 @@ class WorkerPort(Closing):
     def cancel(self, read_id: str) -> None:
         """Cancel this rank's share of a read; `finished` reports its end.
 
-        If the rank has no such share (any more), `finished` reports an end of it, too: the first report, or the grant,
-        may have been lost. A grant that comes later is ignored by `start`, so that nothing ever writes to its blocks.
+        If the rank has no such share (any more), `finished` reports an end, too: the first report, or the grant, may
+        have been lost. `start` ignores a grant that comes later, so that no write to its blocks ever begins.
         """
         arguments.text("read_id", read_id)
         with self._lock:
@@ -306,7 +306,7 @@ class WorkerPort(Closing):
                 runtime_of(self.cache).shares.cancel(read)
 
     def poll(self) -> WorkerOutput:
-        """Return what has happened and was not acknowledged yet.
+        """Return the reports that were not acknowledged yet.
 
         Reports stay until `acknowledge`, so that an engine without a scheduler process can combine the outputs of all
         ranks before any of them acts on it.
@@ -317,7 +317,8 @@ class WorkerPort(Closing):
             )
 
     def acknowledge(self, output: WorkerOutput) -> None:
-        """Drop the given reports, all or some of what `poll` returned, from later results of `poll`. Idempotent."""
+        """Drop the given reports, all or some of those that `poll` returned, from later results of `poll`.
+        Idempotent."""
         arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as poll gave it")
         with self._lock:
             for end in (*output.ended, *output.failed):
@@ -329,7 +330,7 @@ class WorkerPort(Closing):
                 self._forget(read_id)
 
     def finished(self) -> WorkerOutput:
-        """Return what has happened since the last call, for `SchedulerPort.collect`. Call this in every step."""
+        """Return the reports since the last call, for `SchedulerPort.collect`. Call this in every step."""
         output = self.poll()
         self.acknowledge(output)
         return output
@@ -338,15 +339,15 @@ class WorkerPort(Closing):
         """Wait until a share has ended or become quiet; see `SchedulerPort.wait_news`.
 
         Args:
-            timeout: seconds.
+            timeout: seconds to wait.
 
         Returns:
-            Whether `finished` may have something new.
+            Whether `finished` may have news.
         """
         return self._news.wait(arguments.seconds("timeout", timeout, zero=True))
 
     async def until_news(self, timeout: float) -> bool:
-        """Do what `wait_news` does, in asyncio, on any event loop."""
+        """Wait like `wait_news`, in asyncio, on any event loop."""
         return await self._news.arrive(arguments.seconds("timeout", timeout, zero=True))
 
     def running(self) -> int:
@@ -358,11 +359,11 @@ class WorkerPort(Closing):
         """Make the reading agents now, before or after `announce`; see `Cache.prepare`.
 
         Args:
-            timeout: seconds to wait until they are made; 0: return at once.
+            timeout: seconds to wait until the agents are made; 0: return at once.
 
         Raises:
             WrongState: no memory is registered.
-            NixlError, NixlMissing: they could not be made within the time. The next read tries again.
+            NixlError, NixlMissing: the agents could not be made within the time. The next read tries again.
         """
         timeout = arguments.seconds("timeout", timeout, zero=True)
         if self._local is None:
@@ -389,7 +390,7 @@ class WorkerPort(Closing):
         )
 
     def _pass_on(self, read_id: str) -> None:
-        """Hand on the steps whose turn it is, if their read was started. Called with the lock held."""
+        """Pass on the next steps of a read that was started. Called with the lock held."""
         read = self._reads.get(read_id)
         if read is not None:
             for step in self._steps.take(read_id):
@@ -404,8 +405,8 @@ class WorkerPort(Closing):
             self._remember(read_id, refused=False)
 
     def _nothing_left(self, read_id: str) -> None:
-        """Report that this rank has nothing of a read that could write, and never will: it has ended and was
-        acknowledged, or it was never started. Called with the lock held."""
+        """Report that this rank never writes for a read any more: the share has ended and was acknowledged, or it was
+        never started. Called with the lock held."""
         if read_id not in self._done:
             self._remember(read_id, refused=True)
         message = f"read {read_id} was cancelled, and rank {self.rank} has no share of it"

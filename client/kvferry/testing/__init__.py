@@ -1,7 +1,7 @@
 """Tests engines without NIXL, sockets or a node server: a home and a transport in memory. Checks layouts of caches.
 
 `Fabric` replaces gRPC's connections and NIXL. The planner, the leases, the ports and the home are those of production.
-`check_layout` lets an engine's own kernels show that its planes are right. `docs/testing.md` is the guide.
+`check_layout` checks an engine's planes with the engine's own kernels. `docs/testing.md` is the guide.
 
 Names are loaded on first use: an engine that checks its layout when it starts imports no node server.
 """

@@ -2,7 +2,7 @@
 `kvferry._control.connection` uses.
 
 Requests and responses are encoded and decoded as on a network. Deadlines, cancellation, statuses and their details
-behave as in gRPC. There is no flow control: messages that nobody reads are kept.
+behave as in gRPC. There is no flow control: unread messages are kept.
 """
 
 from __future__ import annotations
@@ -23,13 +23,8 @@ LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type-arg]  # Generic in its stubs only.
-    """A call; as in gRPC, it is also the exception that it raises if it fails. Thread-safe.
-
-    Attributes:
-        method: path of the method.
-        request: the encoded request.
-        deadline: deadline on the fabric's clock; None: none.
-    """
+    """A call; as in gRPC, a failed call is also the exception that is raised. Thread-safe. `request` is encoded;
+    `deadline` is on the fabric's clock."""
 
     def __init__(
         self,
@@ -50,7 +45,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         self._status: tuple[grpc.StatusCode, str] | None = None
         self._trailing: Metadata = ()
         self._cancelled = False
-        """The caller has cancelled it, not the home, nor the end of the channel."""
+        """The caller has cancelled the call, not the home, nor the end of the channel."""
         self._on_end: list[Callable[[InProcessCall], object]] = []
 
     # The home calls these.
@@ -65,7 +60,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
                 self._changed.notify_all()
 
     def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = (), *, cancelled: bool = False) -> None:
-        """End the call; later calls of this have no effect."""
+        """End the call. Idempotent."""
         with self._changed:
             if self._status is not None:
                 return
@@ -78,7 +73,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
             callback(self)
 
     def refuse_large(self, message: bytes) -> bool:
-        """End the call at a message over gRPC's limit, as gRPC does; return whether it is one."""
+        """End the call at a message over gRPC's limit, as gRPC does; returns whether the message is too large."""
         size = len(message)
         if size > MAX_MESSAGE_BYTES:
             details = f"Received message larger than max ({size} vs. {MAX_MESSAGE_BYTES})"
@@ -86,7 +81,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         return size > MAX_MESSAGE_BYTES
 
     def at_end(self, callback: Callable[[InProcessCall], object]) -> None:
-        """Call `callback` when the call has ended, at once if it already has, on any thread. It must not block."""
+        """Call `callback` at the end of the call, at once if the call has ended, on any thread. It must not block."""
         with self._changed:
             if self._status is None:
                 self._on_end.append(callback)
@@ -271,7 +266,7 @@ class _Method:
 
 
 class _UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
-    """gRPC's multicallable of a unary call. It supports the timeout, and ignores all other options of a call."""
+    """gRPC's multicallable of a unary call. Supports the timeout, and ignores all other options of a call."""
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
         return self.begin(request, timeout).result()

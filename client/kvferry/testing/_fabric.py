@@ -31,10 +31,10 @@ from kvferry_server.domain.times import Times
 
 TIMES = Times()
 STEPS_OF_TTL = 24
-"""How many steps of `Fabric.advance` a ttl has: renewals, which come three times in it, keep leases."""
+"""Steps of `Fabric.advance` per ttl: renewals, of which there are three per ttl, keep leases alive."""
 
 HANDED_OVER = 4
-"""How often the event loops get their turns in each step, so that what is due is asked, answered and acted upon."""
+"""Turns of the event loops per step, so that calls that are due are made, answered and handled."""
 
 _numbers = itertools.count(1)
 
@@ -52,7 +52,7 @@ class Fabric(Closing):
 
     Args:
         ttl, max_ttl, engine_ttl, hold, final, max_wait: seconds; see the settings of ``kvferryd`` with these names.
-            With short ones a test can wait for the end of a lease, or of a publication that nobody reads.
+            With short ones a test can wait for the end of a lease, or of an unread publication.
 
     Attributes:
         address: the address for clients that the code under test makes: ``Client(fabric.address)``.
@@ -80,11 +80,11 @@ class Fabric(Closing):
         self._clients: list[Client] = []
         self._closed = False
         self._home: InProcessHome | None = None
-        """Used on the event loop only."""
+        """Used only on the event loop."""
         self._clock = FabricClock()
         self._loop = Loop("kvferry-fabric", self._clock.now)
         self._loops = [self._loop]
-        """That of the home, and those of the clients."""
+        """The loops of the home and the clients."""
         self.start_home()
         add_fabric(self.address, self._join)
 
@@ -129,7 +129,7 @@ class Fabric(Closing):
         A test can then step its engine while bytes are in transit, cancel a read halfway, or let its lease end.
 
         Returns:
-            The reads that are held back. As a context manager, it releases all of them when it ends.
+            The reads that are held back; as a context manager, it releases all of them at the end.
 
         Raises:
             WrongState: another `hold_reads` is still holding reads back.
@@ -143,10 +143,10 @@ class Fabric(Closing):
     def fail_reads(self, count: int = 1) -> None:
         """Make the next reads fail as if a connection broke.
 
-        They end with `TransferFailed`, and their blocks are uncertain until the agent that read them is destroyed.
+        These reads end with `TransferFailed`, and their blocks are uncertain until the reading agent is destroyed.
 
         Args:
-            count: how many chunks fail (see `HeldReads`); 0: no more chunks fail.
+            count: number of chunks that fail (see `HeldReads`); 0: no more chunks fail.
 
         Raises:
             InvalidField: `count` is negative.
@@ -160,7 +160,7 @@ class Fabric(Closing):
         The home considers its engines dead after `engine_ttl`.
 
         Raises:
-            InvalidField: it is not a client of this fabric.
+            InvalidField: the argument is not a client of this fabric.
         """
         arguments.instance("client", client, Client, "a Client")
         with self._lock:
@@ -172,15 +172,12 @@ class Fabric(Closing):
 
     def advance(self, seconds: float) -> None:
         """Let time pass for the home and all clients of the fabric, at once: leases are renewed or end, holds and
-        timeouts run out. What the bytes of reads take is not shortened.
+        timeouts run out. The time that moving bytes takes is not shortened.
 
-        A single step of the code under test does not take longer for it: time passes between its steps.
-
-        Args:
-            seconds: how much time passes.
+        A single step of the code under test does not take longer: time passes between its steps.
 
         Raises:
-            InvalidField: it is negative.
+            InvalidField: `seconds` is negative.
         """
         self._check_open()
         left = arguments.seconds("seconds", seconds, zero=True)
@@ -195,17 +192,17 @@ class Fabric(Closing):
                     loop.settle()
 
     def wait_until_waiting(self, count: int = 1, timeout: float = 10.0) -> None:
-        """Wait until exactly so many reads wait at the home for a publication under a router's key (see
+        """Wait until exactly `count` reads wait at the home for a publication under a router's key (see
         `kvferry.router_reference`).
 
-        A test can then publish after its reader has asked, end the wait, or see that it has ended.
+        A test can then publish after its reader has asked, end the wait, or check that the wait has ended.
 
         Args:
             count: number of calls that wait; each rank of an engine without a scheduler makes one.
             timeout: seconds to wait.
 
         Raises:
-            TimeoutError: it did not come about in time.
+            TimeoutError: another number of reads waits after the timeout.
             InvalidField: `count` is negative.
         """
         self._check_open()
@@ -222,7 +219,7 @@ class Fabric(Closing):
     def start_home(self) -> None:
         """Start the home again after `stop_home`.
 
-        Clients reconnect by themselves within a second or two, and send it their records again.
+        Clients reconnect within a second or two, and send their records again.
 
         Raises:
             WrongState: the home was not stopped.

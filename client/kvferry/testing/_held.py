@@ -20,15 +20,15 @@ Rows: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(eq=False)
 class PostedRead:
-    """A read that was posted, or is about to be. Only its agent keeps a reference to it, so that the bytes never arrive
-    if the agent has ended.
+    """A read that was posted, or is about to be. Only its agent keeps a reference to the read, so that the bytes never
+    arrive if the agent has ended.
 
     Attributes:
-        peer: name of the agent that it reads from.
+        peer: name of the source agent.
         source, destination, length: addresses and lengths in bytes, ``uint64[n]``.
-        connects: whether this is the first read from a peer, which reads a few bytes to connect.
-        let_go: whether the bytes may move; changed by `HeldReads`.
-        done: whether the bytes have moved.
+        connects: this is the first read from a peer, which reads a few bytes to connect.
+        let_go: the bytes may move; changed by `HeldReads`.
+        done: the bytes have moved.
     """
 
     peer: str
@@ -43,9 +43,9 @@ class PostedRead:
 class HeldReads:
     """Reads that were posted, and whose bytes are held back. Made by `Fabric.hold_reads`.
 
-    It counts chunks, as they are posted to NIXL: one for each source rank that a rank reads from, or several if a read
-    is larger than `NixlOptions.chunk_bytes`. Leaving the ``with`` block releases all of them, and later reads are not
-    held back.
+    Counts chunks, as they are posted to NIXL: one for each source rank that a rank reads from, or several if a read is
+    larger than `NixlOptions.chunk_bytes`. Leaving the ``with`` block releases all chunks, and later reads are not held
+    back.
 
     Threading: every method may be called from any thread.
     """
@@ -70,7 +70,7 @@ class HeldReads:
             timeout: seconds to wait.
 
         Raises:
-            TimeoutError: fewer were posted in time.
+            TimeoutError: fewer chunks were posted in time.
         """
         count = arguments.integer("count", count, 1)
         timeout = arguments.seconds("timeout", timeout, zero=True)
@@ -111,7 +111,7 @@ class HeldReads:
     # The fabric calls these.
 
     def _add(self, read: PostedRead) -> None:
-        """Hold a read back, unless this has been closed."""
+        """Hold a read back, unless this object was closed."""
         with self._changed:
             if self._closed:
                 read.let_go = True

@@ -21,7 +21,7 @@ from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
 PEER = "unix:"
-"""Address of every caller: the one that gRPC gives to callers on a UNIX socket."""
+"""Address of every caller: that of gRPC's callers on a UNIX socket."""
 
 
 class IncomingCall(Protocol):
@@ -35,17 +35,12 @@ class IncomingCall(Protocol):
         """Append a message to the response."""
 
     def end(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str | bytes], ...] = ()) -> None:
-        """End the call; later calls of this have no effect."""
+        """End the call. Idempotent."""
 
 
 class InProcessHome:
-    """A node server from one start to its stop. Make and use it on the event loop of its fabric.
-
-    Args:
-        address: the home's address in references.
-        times: the home's durations.
-        clock: its time.
-    """
+    """A node server from one start to its stop. Make and use it on the event loop of its fabric. `address` is that in
+    references."""
 
     def __init__(self, address: str, times: Times, clock: Clock) -> None:
         self._clock = clock
@@ -60,7 +55,7 @@ class InProcessHome:
 
     @property
     def waiting(self) -> int:
-        """How many reads wait for a publication under a router's key."""
+        """Number of reads that wait for a publication under a router's key."""
         return sum(len(engine.router_keys.who_waits()) for engine in self._home.records.engines.values())
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -71,7 +66,6 @@ class InProcessHome:
         """Ignore these: newer generated code passes the same handlers a second time."""
 
     def begin(self, call: IncomingCall) -> None:
-        """Start to answer a call."""
         task = self._calls[call] = asyncio.get_running_loop().create_task(self._answer(call))
         task.add_done_callback(lambda _: self._calls.pop(call, None))
 
@@ -82,14 +76,14 @@ class InProcessHome:
             task.cancel()
 
     async def stop(self) -> None:
-        """Stop at once, as if the process was killed: nothing more is sent, and all records are lost."""
+        """Stop at once, as if the process was killed: no more messages are sent, and all records are lost."""
         tasks = (self._driver, *self._calls.values())
         for call in tuple(self._calls):
             call.end(grpc.StatusCode.UNAVAILABLE, "the home was stopped")
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        # Who leaves the fabric finds no thread of it.
+        # A closed fabric leaves no thread.
         self._worker.close(wait=True)
 
     async def _answer(self, call: IncomingCall) -> None:
@@ -98,7 +92,7 @@ class InProcessHome:
         )
         context = _Context(call, handler.response_serializer, self._clock)
         try:
-            # The guard makes the requests of every handler a stream, and answers bytes where there is one answer.
+            # The guard makes the requests of every handler a stream, and returns a single answer as bytes.
             if handler.response_streaming:
                 await cast(Any, handler.stream_stream)(context.requests(), context)
             else:

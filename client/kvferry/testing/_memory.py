@@ -37,7 +37,7 @@ Segments: TypeAlias = tuple[str, Rows]
 
 
 class RemoteDisconnected(Exception):
-    """The agent that is read from has ended."""
+    """The source agent has ended."""
 
 
 class HostMemoryOnly(Exception):
@@ -45,12 +45,12 @@ class HostMemoryOnly(Exception):
 
 
 class Wire:
-    """The state that the agents of a fabric share: which agents live, and which reads to hold back or fail.
+    """The state that the agents of a fabric share: the living agents, and the reads to hold back or fail.
     Thread-safe."""
 
     def __init__(self) -> None:
         self.agents: WeakValueDictionary[str, Agent] = WeakValueDictionary()
-        """The agents that have not ended, by name."""
+        """Agents that have not ended, by name."""
         self._lock = threading.Lock()
         self._held: HeldReads | None = None
         self._to_fail = 0
@@ -73,7 +73,7 @@ class Wire:
             holding._let_all_go()
 
     def fail(self, count: int) -> None:
-        """Make this many of the next reads fail."""
+        """Make the next `count` reads fail."""
         with self._lock:
             self._to_fail = count
 

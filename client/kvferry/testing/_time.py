@@ -6,7 +6,7 @@ from kvferry._clock import now
 
 
 class FabricClock:
-    """This host's clock, and what a test has added to it."""
+    """This host's clock, plus the seconds that a test has added."""
 
     def __init__(self) -> None:
         self._added = 0.0

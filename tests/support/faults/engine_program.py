@@ -144,7 +144,7 @@ class Engine:
         self._reads[number].cancel()
 
     def decline(self, reference: str) -> None:
-        """Say that nobody will read a publication."""
+        """Decline a publication."""
         self._client.decline(reference)
 
     def gauges(self) -> Any:

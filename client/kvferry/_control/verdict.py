@@ -1,4 +1,4 @@
-"""Whether a read's bytes count (R1; PROTOCOL, Leases 3 and Endings). Pure."""
+"""The reader's verdict on whether the bytes of a read count (R1; PROTOCOL, Leases 3 and Endings). Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 
 class Confirm(enum.Enum):
-    """When the engine is told of a read whose shares have all succeeded within its lease."""
+    """When a read whose shares have all succeeded within its lease ends for the engine."""
 
     BEFORE = "before"
     """After the home has confirmed the lease, or has not answered in time."""
     AFTER = "after"
-    """At once. The home's answer comes afterwards, and is an audit: if it says that the lease had ended, the read is
+    """At once. The home's answer comes afterwards, and is an audit: if the lease had ended at the home, the read is
     disputed."""
 
 
@@ -27,8 +27,8 @@ def confirmed(text: object) -> Confirm:
     raise InvalidField("confirm", described(text), "'before' or 'after'")
 
 
-class Judgement(enum.Enum):
-    """The judgement on a read whose shares have all succeeded."""
+class ReaderVerdict(enum.Enum):
+    """The verdict on a read whose shares have all succeeded."""
 
     CONFIRMED = "confirmed"
     """Its bytes count, according to the reader's clock and the home."""
@@ -38,14 +38,9 @@ class Judgement(enum.Enum):
     """Its bytes do not count."""
 
 
-def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> Judgement:
-    """Judge a read after the home has answered its report, or has not answered in time.
-
-    Args:
-        ended_at: time of the end of its last share, on the reader's clock.
-        deadline: deadline of its lease, on the same clock.
-        verdict: the home's verdict; None: it did not answer in time.
-    """
+def verdict_of(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> ReaderVerdict:
+    """Return the reader's verdict. The last share ended at `ended_at`, the lease at `deadline`, both on the reader's
+    clock; `verdict` is the home's, and None if the home did not answer in time."""
     if ended_at >= deadline or verdict == pb.VERDICT_EXPIRED:
-        return Judgement.EXPIRED
-    return Judgement.CONFIRMED if verdict == pb.VERDICT_VALID else Judgement.TRUSTED
+        return ReaderVerdict.EXPIRED
+    return ReaderVerdict.CONFIRMED if verdict == pb.VERDICT_VALID else ReaderVerdict.TRUSTED
