@@ -26,13 +26,18 @@ class BlockHold:
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def can_hold(self) -> bool:
+        """Whether vLLM's pool was known when this hold began."""
+        return self._pool is not None
+
     def any_of(self, ids: Set[int]) -> bool:
         """Whether one of these blocks is held."""
         return not ids.isdisjoint(self._ids)
 
     def add(self, blocks: Mapping[str, Blocks]) -> None:
         """Hold blocks that a request has now, by group."""
-        if self._pool is None:
+        if not self.can_hold:
             return
         given = ids_of(blocks)
         self._pool.touch([self._pool.blocks[block] for block in given])
@@ -74,11 +79,12 @@ class Holds:
         return BlockHold(self._pool)
 
     def keep(self, publication: int, hold: BlockHold) -> bool:
-        """Keep a hold until its publication is released; return whether it holds anything, so that vLLM may free the
+        """Keep a hold until its publication is released; return whether it holds the blocks, so that vLLM may free the
         request."""
-        if self._pool is not None:
+        # Not whether the pool is known by now: what began before it was holds nothing.
+        if hold.can_hold:
             self._held[publication] = hold
-        return self._pool is not None
+        return hold.can_hold
 
     def released(self, publication: int) -> None:
         """Free what is held of a publication."""
