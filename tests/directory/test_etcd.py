@@ -68,9 +68,9 @@ def test_published_engines_are_resolved_and_withdrawn(etcd: Etcd, opened: Open) 
 
 @pytest.mark.parametrize("name", ["/nowhere", "a%00b"])
 def test_a_password_file_that_cannot_be_read_is_named(name: str) -> None:
-    with open_directory(f"etcd://127.0.0.1:1/kvferry?user=root&password_file={name}") as directory:
-        with pytest.raises(DirectoryUnavailable, match="its password_file, cannot be read"):
-            directory.publish(HERE, [], 30.0)
+    directory = open_directory(f"etcd://127.0.0.1:1/kvferry?user=root&password_file={name}")
+    with directory, pytest.raises(DirectoryUnavailable, match="its password_file, cannot be read"):
+        directory.publish(HERE, [], 30.0)
 
 
 def test_a_prefix_may_have_any_characters(etcd: Etcd, opened: Open) -> None:
