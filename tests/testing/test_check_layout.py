@@ -240,6 +240,14 @@ def test_a_state_that_is_not_declared_whole_is_refused() -> None:
         check_layout(group, cache, planes, states=more, block_bytes=used)
 
 
+def test_planes_of_another_group_are_refused() -> None:
+    """Its blocks and its null block are others."""
+    cache, write, planes = engine()
+    with pytest.raises(LayoutMismatch, match="its group") as refused:
+        check(cache, [planes[0], replace(planes[1], group="other")], write=write, token=TOKEN)
+    assert (refused.value.values["component"], refused.value.values["found"]) == ("value", "other")
+
+
 def test_a_plane_that_lies_in_no_state_is_refused() -> None:
     """Nothing would write to it, and it would count as checked all the same."""
     group, cache, states, planes = stateful()

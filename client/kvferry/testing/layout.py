@@ -79,7 +79,8 @@ def check_layout(
     blocks, in memory that was filled with known bytes, and every byte that changes must be declared. Bytes in natural
     order are compared with what was written. Bytes in an order of the kernel's own, and quantised ones, are compared by
     what they depend on: the block is written again with other tokens and heads, and only the cells of those may change.
-    What this cannot see is the order of bytes within such a cell, which the format's name says.
+    What this cannot see is the order of bytes within such a cell, which the format's name says, and where the scales of
+    a component begin in the bytes that depend on it.
 
     Nothing else may use the tensor meanwhile. Its bytes are put back as they were. Waits for the device. Layers that
     share memory are no matter of this check, but of `kvferry.geometry.overlap.check_apart`.
@@ -138,6 +139,7 @@ def _check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], b
     stride, memory = view.strides[0] * pages, f"{view.memory_kind.name} {view.device}"
     for plane in planes:
         for what, declared, expected in (
+            ("its group", plane.group, group.name),
             ("the number of its blocks", plane.num_blocks, blocks),
             ("the distance of its blocks", plane.block_stride if blocks > 1 else stride, stride),
             ("its memory", f"{plane.memory_kind.name} {plane.device}", memory),
