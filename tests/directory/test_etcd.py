@@ -15,6 +15,7 @@ from kvferry import Directory, Listed, Listing
 from kvferry._directory import etcd as etcd_module
 from kvferry._directory import etcd_calls
 from kvferry._directory.etcd import EtcdDirectory
+from kvferry._directory.opening import open_directory
 from kvferry.errors import DirectoryUnavailable
 from tests.directory.conftest import problem
 from tests.support.certificates import Authority
@@ -63,6 +64,13 @@ def test_published_engines_are_resolved_and_withdrawn(etcd: Etcd, opened: Open) 
     assert all(before != after for before, after in pairwise(told))
     # No key is left, and another prefix was never touched.
     assert etcd.keys() == []
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "a%00b"])
+def test_a_password_file_that_cannot_be_read_is_named(name: str) -> None:
+    directory = open_directory(f"etcd://127.0.0.1:1/kvferry?user=root&password_file={name}")
+    with directory, pytest.raises(DirectoryUnavailable, match="its password_file, cannot be read"):
+        directory.publish(HERE, [], 30.0)
 
 
 def test_prefix_may_have_any_characters(etcd: Etcd, opened: Open) -> None:

@@ -281,6 +281,19 @@ class Machine(RuleBasedStateMachine):
         world.flow()
 
     @precondition(lambda self: self.world.source.can_publish)
+    @rule(reader=st.integers(0, 1), copy=st.booleans())
+    def a_reader_renews_until_the_final_deadline(self, reader: int, copy: bool) -> None:
+        """It copies nothing before its publication is released in any case."""
+        world = self.world
+        self._publish_and_read(world.readers[reader], 1, scheduled=True)
+        for _ in range(round(TIMES.final)):
+            world.pass_time(0.95)
+            world.flow()
+        if copy:
+            self._copy_all()
+        world.flow()
+
+    @precondition(lambda self: self.world.source.can_publish)
     @rule(
         reader=st.integers(0, 1),
         ranks=st.integers(1, 2),

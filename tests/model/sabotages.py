@@ -17,6 +17,7 @@ from kvferry.errors import WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, registry, router_keys, routing, sources
+from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
@@ -150,6 +151,21 @@ def incarnation_is_evicted_by_a_delayed_message(patch: pytest.MonkeyPatch) -> No
 @sabotage
 def completion_per_rank_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lease, "complete", property(lambda self: bool(self.reports)))
+
+
+@sabotage
+def renewals_reach_past_the_final_deadline(patch: pytest.MonkeyPatch) -> None:
+    """So a reader that goes on for ever puts the forced release off for as long."""
+    original = lessor.Lessor._extend
+
+    def extend(self: lessor.Lessor, lease: Lease, engine: EnginePublications, now: float) -> bool:
+        final_at, lease.publication.final_at = lease.publication.final_at, NEVER
+        try:
+            return original(self, lease, engine, now)
+        finally:
+            lease.publication.final_at = final_at
+
+    patch.setattr(lessor.Lessor, "_extend", extend)
 
 
 # Mistakes that this model has found, and others like them.

@@ -235,6 +235,10 @@ class World:
                 raise Violation(f"{publication} was released or aborted, and is offered again")
             self._check_declined(host, publication, now)
             for lease in publication.leases:
+                if lease.expires > publication.final_at:
+                    raise Violation(
+                        f"R3: a lease on {publication}, which is released at {publication.final_at}, lives on"
+                    )
                 extended = max(self._granted.setdefault(lease.lease_id, now), host.renewed_at.get(lease.lease_id, 0))
                 if lease.expires > extended + TIMES.ttl:
                     raise Violation(f"R3: a lease on {publication}, last renewed at {extended}, was extended")

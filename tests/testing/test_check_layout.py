@@ -240,6 +240,23 @@ def test_a_state_that_is_not_declared_whole_is_refused() -> None:
         check_layout(group, cache, planes, states=more, block_bytes=used)
 
 
+def test_planes_of_another_group_are_refused() -> None:
+    """Its blocks and its null block are others."""
+    cache, write, planes = engine()
+    with pytest.raises(LayoutMismatch, match="its group") as refused:
+        check(cache, [planes[0], replace(planes[1], group="other")], write=write, token=TOKEN)
+    assert (refused.value.values["component"], refused.value.values["found"]) == ("value", "other")
+
+
+def test_a_plane_that_lies_in_no_state_is_refused() -> None:
+    """Nothing would write to it, and it would count as checked all the same."""
+    group, cache, states, planes = stateful()
+    used = sum(state[0].numel() * state.element_size() for state in states)
+    for given, component in ((states[:1], "ssm"), ([states[1], states[1]], "conv_x")):
+        with pytest.raises(LayoutMismatch, match=f"{component} is declared, but lies in none of"):
+            check_layout(group, cache, planes, states=given, block_bytes=used)
+
+
 def test_kernel_pages_are_parts_of_blocks() -> None:
     """The tensor's first axis counts pages of 4 tokens, of which each block has two."""
     pages = torch.zeros(2 * GROUP.num_blocks, 2, 4, HEADS, WIDTH, dtype=torch.bfloat16)

@@ -122,7 +122,7 @@ class EtcdCalls:
         if access.user and not self._token:
             try:
                 password = access.password_file.read_text().rstrip("\n") if access.password_file else ""
-            except (OSError, UnicodeDecodeError):
+            except (OSError, ValueError):
                 raise unavailable(self._name, f"{access.password_file}, its password_file, cannot be read") from None
             decode = etcd.AuthenticateResponse.FromString
             made = self._dialled().unary_unary(f"{PACKAGE}Auth/Authenticate", _encode, decode)

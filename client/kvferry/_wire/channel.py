@@ -178,6 +178,9 @@ def parse_address(text: str, field: str = "address") -> Address:
         InvalidField: the text has neither form.
     """
     expected = "unix:/absolute/path or host:port"
+    if "\0" in text:
+        # No path and no host has one, and the system's functions raise ValueError for it.
+        raise InvalidField(field, text, expected)
     if text.startswith("unix:"):
         # unix:///path is the URI form of the same.
         path = text.removeprefix("unix:").removeprefix("//")
@@ -291,7 +294,7 @@ def tls_stamp(tls: TlsConfig) -> tuple[object, ...]:
 def _stamp(path: Path) -> tuple[int, ...]:
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return ()
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
@@ -345,8 +348,10 @@ def _read(field: str, path: Path | None, problems: list[InvalidField]) -> bytes 
         return None
     try:
         content = path.read_bytes()
-    except OSError as error:
-        problems.append(InvalidField(field, str(path), f"a readable file ({error.strerror})"))
+    except (OSError, ValueError) as error:
+        # ValueError: no file can have this name.
+        why = error.strerror if isinstance(error, OSError) else error
+        problems.append(InvalidField(field, str(path), f"a readable file ({why})"))
         return None
     if b"-----BEGIN" not in content:
         problems.append(InvalidField(field, str(path), "a PEM file"))

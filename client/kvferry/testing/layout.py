@@ -79,7 +79,8 @@ def check_layout(
     blocks, in memory that was filled with known bytes, and every byte that changes must be declared. Bytes in natural
     order are compared with the engine's inputs. Quantised bytes, and bytes in an order of the kernel's own, are checked
     by their dependence on the inputs: the block is written again with other tokens and heads, and only the cells of
-    those may change. The check cannot see the order of bytes within such a cell; the format's name stands for it.
+    those may change. The check cannot see the order of bytes within such a cell, for which the format's name stands, and
+    where the scales of a component begin in the bytes that depend on it.
 
     Nothing else may use the tensor meanwhile. Its bytes are restored. Waits for the device. This check does not find
     layers that share memory: see `kvferry.geometry.overlap.check_apart`.
@@ -114,8 +115,11 @@ def check_layout(
         try:
             if write is not None and token is not None:
                 values |= _TokenCheck(group, probe, write, token).run(thorough=number < 2, dependence=not number)
-            for index, state in enumerate(states):
-                values |= _StateCheck(probe, index, state[block]).run()
+            checks = [_StateCheck(probe, index, state[block]) for index, state in enumerate(states)]
+            if write is None:
+                _check_all_held(planes, checks)
+            for check in checks:
+                values |= check.run()
         finally:
             probe.restore()
     by_value = tuple(plane.component for plane in planes if plane.component in values)
@@ -136,6 +140,7 @@ def _check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], b
     stride, memory = view.strides[0] * pages, f"{view.memory_kind.name} {view.device}"
     for plane in planes:
         for what, declared, expected in (
+            ("its group", plane.group, group.name),
             ("the number of its blocks", plane.num_blocks, blocks),
             ("the distance of its blocks", plane.block_stride if blocks > 1 else stride, stride),
             ("its memory", f"{plane.memory_kind.name} {plane.device}", memory),
@@ -534,11 +539,20 @@ def _of_granules(cells: torch.Tensor, plane: Plane) -> torch.Tensor:
     return granules.repeat_interleave(plane.token_granule, -1)
 
 
+def _check_all_held(planes: Sequence[Plane], checks: Iterable[_StateCheck]) -> None:
+    """Check that every plane is part of some state: what nothing writes to would count as checked."""
+    held = {index for check in checks for index in check.own}
+    for index, plane in enumerate(planes):
+        if index not in held:
+            problem = f"{plane.component} is declared, but lies in none of the engine's states"
+            raise LayoutMismatch(plane.layer, problem, component=plane.component)
+
+
 class _StateCheck:
     """The check of one recurrent state in a block, which kernels write through a view of the block.
 
     A state whose first axis is the units of one plane is compared by value, unit by unit. A state of two axes, rows and
-    channels, is also written row by row. `state` is the engine's view.
+    channels, is also written row by row. `state` is the engine's view; `own` are the indices of the planes in it.
     """
 
     def __init__(self, probe: _Probe, number: int, state: torch.Tensor) -> None:
@@ -548,7 +562,7 @@ class _StateCheck:
         drawn = torch.randint(0, 256, (self._size,), dtype=torch.uint8, generator=generator)
         self._content = drawn.to(state.device).view(state.dtype).reshape(state.shape)
         first = int(state.data_ptr())
-        self._own = [
+        self.own = [
             index
             for index, plane in enumerate(probe.planes)
             if first <= plane.base + probe.block * plane.block_stride < first + self._size
@@ -556,15 +570,15 @@ class _StateCheck:
 
     def run(self) -> set[str]:
         """Return the components that were compared by value."""
-        planes = [self._probe.planes[index] for index in self._own]
+        planes = [self._probe.planes[index] for index in self.own]
         _check_elements(str(self._state.dtype).removeprefix("torch."), planes)
         allowed = self._probe.nothing()
-        for index in self._own:
+        for index in self.own:
             allowed[index].fill_(True)
         changed = self._probe.effect_on_any(partial(self._state.copy_, self._content), allowed, self._compare)
-        for index in self._own:
+        for index in self.own:
             self._probe.check_written(index, ~changed[index].all(-1))
-        held = sum(int(changed[index].sum()) for index in self._own)
+        held = sum(int(changed[index].sum()) for index in self.own)
         if held != self._size:
             problem = f"part {self._number} of its state is not declared whole"
             raise LayoutMismatch(self._probe.planes[0].layer, problem, expected=self._size, found=held)
@@ -573,7 +587,7 @@ class _StateCheck:
         return {plane.component for plane in planes if self._by_unit(plane)}
 
     def _compare(self) -> None:
-        for index in self._own:
+        for index in self.own:
             plane = self._probe.planes[index]
             if self._by_unit(plane):
                 wrote = self._content.contiguous().view(torch.uint8)
@@ -592,7 +606,7 @@ class _StateCheck:
         rows = self._state.shape[axes[0]] if len(axes) == 1 else 1
         for row in {0, rows - 1} if rows > 1 else ():
             allowed = self._probe.nothing()
-            for index, plane in zip(self._own, planes, strict=True):
+            for index, plane in zip(self.own, planes, strict=True):
                 allowed[index][row // plane.page_tokens, :, row % plane.page_tokens] = True
             self._probe.fill(_POISONS[0])
             write = partial(self._state.select(axes[0], row).copy_, self._content.select(axes[0], row))

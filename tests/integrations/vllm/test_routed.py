@@ -360,6 +360,20 @@ def test_vllm_without_its_pool_publishes_once_at_the_end() -> None:
     assert prefill.release(1) == {"r"}
 
 
+@pytest.mark.parametrize("params", [{}, {REFERENCE: ""}], ids=["routed", "not-routed"])
+def test_a_request_that_came_before_the_pool_keeps_its_blocks_until_they_are_released(params: dict[str, str]) -> None:
+    """Nothing is held of it here, so vLLM must not free it."""
+    prefill = Prefill(bound=False)
+    request = prefill.request("r", 10, **params)
+    prefill.sending.bind(prefill.pool, prefill.ids)
+    prefill.run(request, 10)
+    assert prefill.finish(request) is not None
+    assert prefill.used == 3
+    assert prefill.release(1) == {"r"}
+    prefill.free_blocks(request)
+    prefill.check_freed()
+
+
 def test_blocks_that_a_drafter_may_write_again_are_not_published() -> None:
     """A drafter of several modules: its cache of the last tokens is not final, and vLLM does not cache it either."""
     prefill = Prefill(rewritten=2)

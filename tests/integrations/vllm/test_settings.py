@@ -53,6 +53,9 @@ def test_options_of_a_client_can_all_be_set(tmp_path: Path) -> None:
         ({"nixl": {"ucx_tsl": "tcp"}}, "nixl.ucx_tsl", "'ucx_tls'"),
         ({"staging": {"costs": {"bite": 1}}}, "staging.costs.bite", "'byte'"),
         ({"zzz": 1}, "zzz", "allowed_homes"),
+        # JSON has no such keys, but vLLM's Python interface takes them.
+        ({5: 1}, "5", "allowed_homes"),
+        ({"tls": {5: "x"}}, "tls.5", "ca, cert, key"),
         # Of vLLM's NixlConnector: what kvferry has instead.
         ({"kv_lease_duration": 30}, "kv_lease_duration", "--ttl"),
         ({"nixl": {"reading_agents": 0}}, "nixl.reading_agents", "at least 1"),

@@ -476,6 +476,20 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     assert {lease.state for lease in leases} == {LeaseState.EXPIRED}
 
 
+def test_a_lease_is_forgotten_at_its_time_though_even_its_end_is_not_acted_on_yet() -> None:
+    scene = Scene(limits=Limits(reads=10_000))
+    scene.publish(1, expected_reads=2)
+    leases = [scene.grant(1, name=str(number)) for number in range(5 * MAX_ENDED_AT_ONCE)]
+    scene.clock.pass_by(TIMES.ttl + TIMES.keep_outcome)
+    # The home's timer was late for both.
+    assert leases[-1].live
+    with pytest.raises(LeaseEnded, match="it ended long ago"):
+        scene.lessor.revoke(P, leases[-1].number)
+    assert leases[-1].ended_as is LeaseState.EXPIRED
+    with pytest.raises(LeaseEnded, match="no record"):
+        scene.renew(leases[-1])
+
+
 def test_publication_that_is_due_counts_as_ended_before_the_timer_reaches_it() -> None:
     scene = Scene(limits=Limits(publications=10_000))
     for number in range(1, 4 * MAX_ENDED_AT_ONCE):

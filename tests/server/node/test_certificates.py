@@ -15,7 +15,7 @@ from kvferry._wire.expiry import Validity, authorities_validity, own_validity
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import Certificates
-from kvferry_server.node.loading import configure, load
+from kvferry_server.node.loading import BadConfig, configure, load
 from kvferry_server.node.named_files import file_problems
 from kvferry_server.node.server import NodeServer
 from tests.support.admin_listeners import Scraped
@@ -268,6 +268,20 @@ async def test_check_config_refuses_the_addresses_that_a_start_refuses(flags: di
     with pytest.raises(InvalidField) as caught:
         await NodeServer(configure(**{"unix": "", **flags})).start()
     assert caught.value.values["field"] == setting
+
+
+@pytest.mark.parametrize("setting", ["tls_cert", "tls_key", "tls_ca"])
+def test_a_name_that_no_file_can_have_is_refused_by_its_setting(files: TlsConfig, setting: str) -> None:
+    named = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca, setting: "a\0b"}
+    (problem,) = file_problems(load(named, None))
+    assert problem.startswith(f"{setting} is 'a\\x00b' ")
+
+
+@pytest.mark.parametrize(("setting", "address"), [("unix", "/a\0b"), ("listen", "a\0b:1"), ("admin", "a\0b:1")])
+def test_an_address_that_none_can_be_is_refused_by_its_setting(setting: str, address: str) -> None:
+    with pytest.raises(BadConfig) as refused:
+        load({setting: address}, None)
+    assert refused.value.values["setting"] == setting
 
 
 def test_check_config_opens_every_file_and_names_the_setting_of_each_wrong_file(

@@ -26,12 +26,17 @@ class BlockHold:
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def can_hold(self) -> bool:
+        """Whether vLLM's pool was known when this hold began."""
+        return self._pool is not None
+
     def any_of(self, ids: Set[int]) -> bool:
         return not ids.isdisjoint(self._ids)
 
     def add(self, blocks: Mapping[str, Blocks]) -> None:
         """Hold blocks, by group, that belong to a request now."""
-        if self._pool is None:
+        if not self.can_hold:
             return
         given = ids_of(blocks)
         self._pool.touch([self._pool.blocks[block] for block in given])
@@ -73,9 +78,10 @@ class Holds:
     def keep(self, publication: int, hold: BlockHold) -> bool:
         """Keep a hold until its publication is released; return whether the hold is effective, so that vLLM may free
         the request."""
-        if self._pool is not None:
+        # Not whether the pool is known by now: a hold that began before that is empty.
+        if hold.can_hold:
             self._held[publication] = hold
-        return self._pool is not None
+        return hold.can_hold
 
     def released(self, publication: int) -> None:
         hold = self._held.pop(publication, None)

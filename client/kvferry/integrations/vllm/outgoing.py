@@ -88,8 +88,10 @@ class OutgoingRequests:
         # The prompt of a session grows, and its last tokens are computed again.
         outgoing.closed = not reference or self._block_ids is None or bool(getattr(request, "resumable", False))
         # A sample may come when the first sample has ended.
-        others = reference in self._used or any(other.reference == reference for other in self._requests.values())
-        (self._followers if reference and others else self._requests)[outgoing.request_id] = outgoing
+        follows = bool(reference) and (
+            reference in self._used or any(other.reference == reference for other in self._requests.values())
+        )
+        (self._followers if follows else self._requests)[outgoing.request_id] = outgoing
 
     def prompt(self, request_id: str) -> Prompt:
         """Return the prompt of an expected request, as it arrived; otherwise `Prompt.unknown`."""

@@ -195,7 +195,7 @@ def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options
     known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in given:
         if key not in known:
-            raise InvalidField(f"{path}{key}", _shown(given[key]), _instead(key, known, top=not path))
+            raise InvalidField(f"{path}{key}", _shown(given[key]), _instead(str(key), known, top=not path))
     values = {key: _value(f"{path}{key}", hints[key], value) for key, value in given.items()}
     try:
         return cls(**values)
