@@ -79,7 +79,7 @@ def check_layout(
     blocks, in memory that was filled with known bytes, and every byte that changes must be declared. Bytes in natural
     order are compared with the engine's inputs. Quantised bytes, and bytes in an order of the kernel's own, are checked
     by their dependence on the inputs: the block is written again with other tokens and heads, and only the cells of
-    those may change. The check cannot see the order of bytes within such a cell, for which the format's name stands, and
+    those may change. The check cannot see the order of bytes within such a cell (the format's name stands for it), and
     where the scales of a component begin in the bytes that depend on it.
 
     Nothing else may use the tensor meanwhile. Its bytes are restored. Waits for the device. This check does not find
