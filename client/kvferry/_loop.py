@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from kvferry._clock import now
 from kvferry._threads import FIRST_PAUSE, LAST_PAUSE, guarded, start_thread
-from kvferry.errors import Closed
+from kvferry.errors import Closed, WrongState
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,15 @@ class Loop:
         return running
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the loop, and wait for its result. Raises as `submit`, and what the coroutine raises."""
+        """Run a coroutine on the loop, and wait for its result. Raises as `submit`, and what the coroutine raises.
+
+        Raises:
+            WrongState: this is the loop's thread, which would wait for itself: a handler of a logger, or a hook of
+                tracing, has called what waits.
+        """
+        if self.here:
+            coroutine.close()
+            raise WrongState("this call waits, and was made by a logging handler or tracing hook on kvferry's own loop")
         running = self.submit(coroutine)
         try:
             return running.result()
@@ -177,9 +185,12 @@ class Loop:
             timeout: seconds to wait for the thread; on the thread itself this does not wait.
         """
         with self._lock:
-            if not self._closed and self._thread is not None:
-                self._events.call_soon_threadsafe(self._events.stop)
-            self._closed = True
+            # In this order: a thread that stops looks whether it is to begin again.
+            first, self._closed = not self._closed, True
+            if first and self._thread is not None:
+                # It may have stopped by itself, after what is no `Exception`, and have ended by now.
+                with suppress(RuntimeError):
+                    self._events.call_soon_threadsafe(self._events.stop)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 

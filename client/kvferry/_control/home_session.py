@@ -250,7 +250,7 @@ class HomeSession:
             if self.closed:
                 return
             self.closed = True
-        self.news.tell()
+        self.news.end()
         # If the client is closed, nothing of the session runs any more.
         with suppress(Closed):
             self._loop.run(self._close(timeout))

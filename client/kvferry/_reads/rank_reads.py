@@ -82,6 +82,8 @@ class RankReads(OneProcess):
         self._running: set[RankRead] = set()
         self._clearing: set[Future[bool]] = set()
         """The tails that are being cleared: after `close` the memory may be unmapped."""
+        self._turn = asyncio.Lock()
+        """Of those that expand: one at a time."""
         self._lock = threading.Lock()
         """So that `close` finds all shares that were started."""
         self._closed = False
@@ -211,9 +213,13 @@ class RankReads(OneProcess):
         """Move what was published so far."""
         order = share.order
         share.set_phase(Phase.PLAN)
-        if share.parts is None:
-            share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
-        expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)
+        async with self._turn:
+            # The loop does all else that is due before each of them: thousands of shares may wait for one handshake,
+            # and leases have to be renewed meanwhile.
+            await asyncio.sleep(0)
+            if share.parts is None:
+                share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
+            expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)
         share.planned = (share.planned or Planned()).plus(Planned.of(expansion))
         share.received = []
         if not expansion.sources and not share.complete:
