@@ -7,7 +7,6 @@ a clock that also counts the time in which the host is suspended, since leases r
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,10 +17,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry._clock import now
+from kvferry._logs import Log
 from kvferry._threads import FIRST_PAUSE, LAST_PAUSE, guarded, start_thread
 from kvferry.errors import Closed, WrongState
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 Result = TypeVar("Result")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ import grpc
 from kvferry._control.breaker import Breaker
 from kvferry._control.channels import CurrentChannel, SharedChannel
 from kvferry._control.exits import ends_at_exit
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._threads import no_thread, start_thread
 from kvferry._tracing import call_metadata
@@ -34,7 +34,7 @@ from kvferry.stats import CallStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 Answer = TypeVar("Answer")
 Message_co = TypeVar("Message_co", covariant=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from kvferry._control.publications import Offers, Publication, Release, leaves_o
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._news import News
 from kvferry._tracing import NO_SPAN, Span, start_span
@@ -40,7 +40,7 @@ from kvferry.errors import (
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 RETIRE_TIMEOUT = 1.0
 """Seconds for telling the home that the incarnation has ended."""

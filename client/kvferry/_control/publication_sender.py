@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,12 +28,13 @@ from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
 from kvferry._engine_spec import EngineSpec
+from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 MAX_OVERTAKEN = 512
 """So many publications may wait to be sent again before new ones wait for them. A home takes a number below its highest

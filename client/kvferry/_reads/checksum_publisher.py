@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ import numpy as np
 from kvferry._control.connection import Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._threads import guarded, settle
@@ -29,7 +29,7 @@ from kvferry.planner.checksum import Sums, runs_of
 from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, source_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 PAGE_SUMS = 1 << 16
 """Most sums in one notification; the contract allows twice as many."""

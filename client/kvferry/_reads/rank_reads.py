@@ -8,7 +8,6 @@ other read (R10).
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from functools import partial
 from typing import TypeAlias
 
 from kvferry._forks import OneProcess
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.access import StillCopying
 from kvferry._memory.rank_memory import RankMemory
@@ -42,7 +42,7 @@ from kvferry.errors import (
 from kvferry.geometry.blocks import Blocks, Unfinished, joined
 from kvferry.planner.request_blocks import needed
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 GIVE_UP = 1.0
 """Seconds that `RankReads.close` waits for shares which it has given up."""

@@ -3,7 +3,6 @@ module makes them and connects them."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,6 +16,7 @@ from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
@@ -42,7 +42,7 @@ from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 MEASURE_TIMEOUT = 2.0
 """Seconds for measuring the costs of reads from a source. A slower source is not measured, so that its first read does

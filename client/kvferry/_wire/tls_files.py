@@ -8,17 +8,17 @@ files are being written just then. It has no lock: two threads that read at once
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import time
 from collections.abc import Callable
 
 from kvferry._clock import now
+from kvferry._logs import Log
 from kvferry._wire.channel import TlsConfig, TlsContent, read_tls, tls_stamp
 from kvferry._wire.expiry import ExpiryNotice, authorities_validity, own_validity
 from kvferry.errors import InvalidField
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 TLS_POLL = 1.0
 """At least between two looks at whether the files have changed, in seconds."""
