@@ -255,6 +255,8 @@ class _Events(asyncio.BaseEventLoop):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
+        # Debugging logs what a slow callback was called with, which may be a secret.
+        self.set_debug(False)
         self._now = clock
         self._selector = self
         self._woken = threading.Lock()

@@ -149,7 +149,7 @@ class Control:
         self._loop = loop
         self._channels = CurrentChannel(address, tls, dial)
         self._threads_short = False
-        self._open: weakref.WeakSet[object] = weakref.WeakSet()
+        self._open: weakref.WeakKeyDictionary[object, None] = weakref.WeakKeyDictionary()
         """Streams and futures that somebody holds, and the threads that read streams."""
         ends_at_exit(self)
         self._closed = False
@@ -269,7 +269,8 @@ class Control:
 
     def calls(self) -> Iterable[object]:
         """See `exits.Ending`."""
-        return tuple(self._open)
+        # The references first, which takes one step: the loop may add some at any time.
+        return [call for reference in self._open.keyrefs() if (call := reference()) is not None]
 
     def _start(self, call: Callable[[KVTransferStub], _Future[Answer]]) -> Call[Answer]:
         """Begin a unary call."""
@@ -321,7 +322,7 @@ class Control:
             hand_over(end)
 
         try:
-            self._open.add(start_thread(read, f"kvferry-stream-{self.address}"))
+            self._open[start_thread(read, f"kvferry-stream-{self.address}")] = None
             while (message := await arrived.get()) is not None:
                 if isinstance(message, BaseException):
                     self._judge(message)
@@ -368,7 +369,7 @@ class Control:
             self._abandon()
             raise no_thread(f"a call to {self.address}") from None
         shared.begin()
-        self._open.add(started)
+        self._open[started] = None
         return shared, started
 
     def _check(self, answer: object) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 
 from kvferry._clock import LONGEST, from_duration
 from kvferry._control.batches import batches
@@ -251,9 +250,11 @@ class HomeSession:
                 return
             self.closed = True
         self.news.end()
-        # If the client is closed, nothing of the session runs any more.
-        with suppress(Closed):
+        try:
             self._loop.run(self._close(timeout))
+        except Closed:
+            # The client is closed, and nothing of the session runs any more: nobody else answers those who wait.
+            self._sender.drop()
 
     async def _close(self, timeout: float) -> None:
         await self._sender.close(timeout)

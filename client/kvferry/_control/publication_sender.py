@@ -84,6 +84,7 @@ class _Message:
         step: the step; None: the abort.
         until: time on the loop's clock until which it is sent again.
         answer: gets the home's answer, if somebody waits for it.
+        timer: rings at `until`, if somebody waits.
         sent: it was sent before.
         not_published: it is an abort, and not the engine's: the publication was given up.
         error: the error of the last attempt.
@@ -94,6 +95,7 @@ class _Message:
     step: pb.Publish | None
     until: float
     answer: Future[Sent] | None = None
+    timer: asyncio.TimerHandle | None = None
     sent: bool = False
     not_published: bool = False
     error: KvferryError | None = None
@@ -108,6 +110,9 @@ class _Message:
 
     def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
         """Say how it has ended."""
+        if self.timer is not None:
+            # Otherwise it would keep the blocks until then.
+            self.timer.cancel()
         if self.answer is not None:
             settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
 
@@ -177,14 +182,17 @@ class PublicationSender:
         else:
             self._runs = self._loop.call(self._begin)
         if answer is not None:
-            message = self._messages[publication.number][-1]
-            self._loop.call(lambda: self._loop.at(message.until, partial(self._out_of_time, message)))
+            self._loop.call(partial(self._set_timer, self._messages[publication.number][-1]))
 
     async def close(self, timeout: float) -> None:
         """Send what is queued, and end. What was not sent after `timeout` seconds is dropped. Idempotent."""
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task], timeout=timeout)
             self._task.cancel()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop what was not sent. Called without the lock, on the loop, or when that has ended."""
         with self._lock:
             messages = [message for waiting in self._messages.values() for message in waiting]
             self._messages.clear()
@@ -286,6 +294,10 @@ class PublicationSender:
                     del self._messages[number]
             if good < len(answers):
                 self._warn(message, error)
+
+    def _set_timer(self, message: _Message) -> None:
+        if message.answer is not None and not message.answer.done():
+            message.timer = self._loop.at(message.until, partial(self._out_of_time, message))
 
     def _out_of_time(self, message: _Message) -> None:
         """Give up a message for whose answer somebody waits, if its time is over and it was never sent, since others
