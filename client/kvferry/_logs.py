@@ -42,9 +42,9 @@ class Log:
         """Log at ERROR, with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, message, given, True)
 
-    def critical(self, message: str, *given: object) -> None:
-        """Log at CRITICAL."""
-        self._log(logging.CRITICAL, message, given)
+    def critical(self, message: str, *given: object, exc_info: BaseException | bool | None = None) -> None:
+        """Log at CRITICAL, with the traceback of this exception."""
+        self._log(logging.CRITICAL, message, given, exc_info)
 
     def log(self, level: int, message: str, *given: object) -> None:
         """Log at this level."""

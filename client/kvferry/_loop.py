@@ -64,6 +64,11 @@ class Loop:
         """Whether this runs on the loop's thread."""
         return self._thread is threading.current_thread()
 
+    @property
+    def started(self) -> bool:
+        """Whether there was work for it."""
+        return self._thread is not None
+
     def call(self, work: Callable[[], object]) -> bool:
         """Do work on the loop, as soon as it gets to it. What the work raises is logged.
 

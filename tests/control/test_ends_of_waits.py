@@ -13,7 +13,7 @@ from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, IntegrityO
 from kvferry._control.connection import Control
 from kvferry._control.publication_sender import _Message
 from kvferry._loop import Loop
-from kvferry.errors import Unavailable
+from kvferry.errors import Closed, Unavailable
 from kvferry.testing import Fabric
 from tests.support.waiting import until
 
@@ -101,3 +101,17 @@ def test_sums_that_were_queued_when_the_loop_ended_are_answered(monkeypatch: pyt
 
         monkeypatch.setattr(client._loop, "spawn", cancelled)
         until(cache.checksum(number, blocks).done)
+
+
+def test_a_client_that_was_not_used_ends_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system has none."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with Client("unix:/nowhere") as client:
+            client._homes.own.end_calls()
+    with pytest.raises(Closed):
+        client.open_engine(EngineSpec("p", (Group("full", block_tokens=16, num_blocks=64),)))

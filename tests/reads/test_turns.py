@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,4 +46,4 @@ def test_reads_that_waited_for_one_handshake_expand_one_after_the_other(monkeypa
         for read in reads:
             read.result(SOON)
     assert happened.count("expanded") == READS
-    assert ("expanded", "expanded") not in zip(happened, happened[1:], strict=False)
+    assert ("expanded", "expanded") not in pairwise(happened)

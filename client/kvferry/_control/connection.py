@@ -264,7 +264,7 @@ class Control:
 
     def end_calls(self) -> None:
         """See `exits.Ending`."""
-        if not self._loop.call(self.close):
+        if not (self._loop.started and self._loop.call(self.close)):
             self.close()
 
     def calls(self) -> Iterable[object]:
