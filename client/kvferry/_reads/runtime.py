@@ -35,7 +35,7 @@ from kvferry._transport.transport import Transport
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, EngineUnknown, KvferryError
+from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached
 from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.planner.summed_blocks import IntegrityOptions
@@ -196,7 +196,10 @@ class RankRuntime:
             except Exception as error:
                 result = error
             # The future's callbacks are the caller's, and may wait.
-            await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
+            try:
+                await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
+            except LimitReached:
+                settle(done, result)
 
         def end(_: object) -> None:
             if not done.done():
