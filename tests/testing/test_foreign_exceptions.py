@@ -329,6 +329,7 @@ def test_reads_end_and_leases_are_renewed_whatever_a_handler_of_each_record_rais
             assert isinstance(failed.exception(SOON), TransferFailed)
             assert failed.wait_quiet(SOON)
             pair.source.abort(publication)
+            until(lambda: any(release.publication == publication.number for release in pair.source.released()))
             refused = pair.cache.read(publication.reference, {"full": Blocks([61])}, timeout=1.0)
             assert refused.exception(SOON) is not None
             pair.serve()
