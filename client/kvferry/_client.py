@@ -286,8 +286,12 @@ class Client(Closing):
             self._loop.run(watcher.close())
         if self._directory is not None:
             self._directory.close()
-        self._loop.call(self._runtime.renewals.close)
-        self._loop.call(self._homes.close)
+        if self._loop.started:
+            self._loop.call(self._runtime.renewals.close)
+            self._loop.call(self._homes.close)
+        else:
+            # No thread is needed for that, and the system may have none.
+            self._homes.close()
         self._loop.close()
         self._homes.join(CLOSE_TIMEOUT)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import sys
 import threading
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from kvferry._forks import OneProcess
+from kvferry._logs import Log
 from kvferry.errors import KvferryError
 
 if sys.version_info >= (3, 11):
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvferry_server.node.config import NodeConfig
     from kvferry_server.node.server import NodeServer
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 EXTRA = {"aiohttp", "cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic"}
 EXTRA |= {"pydantic_settings", "uvloop"}

@@ -7,7 +7,6 @@ be one that also counts the time in which the host is suspended, since leases ru
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,10 +17,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry._clock import now
+from kvferry._logs import Log
 from kvferry._threads import FIRST_PAUSE, LAST_PAUSE, guarded, start_thread
-from kvferry.errors import Closed
+from kvferry.errors import Closed, WrongState
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 Result = TypeVar("Result")
 
@@ -62,6 +62,11 @@ class Loop:
         """Whether this runs on the loop's thread."""
         return self._thread is threading.current_thread()
 
+    @property
+    def started(self) -> bool:
+        """Whether there was work for it."""
+        return self._thread is not None
+
     def call(self, work: Callable[[], object]) -> bool:
         """Do work on the loop soon. An exception of the work is logged.
 
@@ -96,7 +101,15 @@ class Loop:
         return running
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the loop, and wait for its result. Raises the errors of `submit` and of the coroutine."""
+        """Run a coroutine on the loop, and wait for its result. Raises the errors of `submit` and of the coroutine.
+
+        Raises:
+            WrongState: this is the loop's thread, which would wait for itself: a logging handler or a tracing hook has
+                made a call that waits.
+        """
+        if self.here:
+            coroutine.close()
+            raise WrongState("this call waits, and was made by a logging handler or tracing hook on kvferry's own loop")
         running = self.submit(coroutine)
         try:
             return running.result()
@@ -161,9 +174,12 @@ class Loop:
         """Cancel all coroutines, and end the thread. Waits at most `timeout` seconds for the thread; on the thread
         itself it does not wait. Idempotent."""
         with self._lock:
-            if not self._closed and self._thread is not None:
-                self._events.call_soon_threadsafe(self._events.stop)
-            self._closed = True
+            # In this order: a thread that stops looks whether it is to begin again.
+            first, self._closed = not self._closed, True
+            if first and self._thread is not None:
+                # It may have stopped by itself, after what is no `Exception`, and have ended by now.
+                with suppress(RuntimeError):
+                    self._events.call_soon_threadsafe(self._events.stop)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -228,6 +244,8 @@ class _Events(asyncio.BaseEventLoop):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
+        # Debugging logs what a slow callback was called with, which may be a secret.
+        self.set_debug(False)
         self._now = clock
         self._selector = self
         self._woken = threading.Lock()

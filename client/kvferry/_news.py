@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
 
 
 class News:
@@ -15,15 +14,23 @@ class News:
 
     def __init__(self) -> None:
         self._told = threading.Event()
+        self._ended = False
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
 
     def tell(self) -> None:
         """Set the flag, and end all waits."""
         self._told.set()
         for waiting, loop in tuple(self._waiting.items()):
-            # A loop may have been closed in the meantime.
-            with suppress(RuntimeError):
+            try:
                 loop.call_soon_threadsafe(_wake, waiting)
+            except RuntimeError:
+                # The loop was closed in the meantime, and nobody will ever wait there again.
+                self._waiting.pop(waiting, None)
+
+    def end(self) -> None:
+        """There is nothing new any more: nobody waits from now on, however many do."""
+        self._ended = True
+        self.tell()
 
     def wait(self, timeout: float) -> bool:
         """Wait on a thread, at most `timeout` seconds; returns whether there may be news."""
@@ -41,13 +48,15 @@ class News:
                 await waiting
         finally:
             timer.cancel()
-            del self._waiting[waiting]
+            self._waiting.pop(waiting, None)
         return self._take()
 
     def _take(self) -> bool:
         found = self._told.is_set()
         if found:
             self._told.clear()
+            if self._ended:
+                self._told.set()
         return found
 
 

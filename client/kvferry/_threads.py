@@ -4,7 +4,6 @@ exception of such code is logged, and ends no thread of kvferry's: also a `BaseE
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +12,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from kvferry._logs import Log
 from kvferry.errors import LimitReached
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 Result = TypeVar("Result")
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from kvferry._clock import now
 from kvferry._loop import Loop, Signal
-from kvferry.errors import Closed, LimitReached
+from kvferry.errors import Closed, LimitReached, WrongState
 from tests.support.blocking_control import looping, on_loop, turns
 from tests.support.waiting import until
 
@@ -234,3 +236,32 @@ def test_a_failure_in_a_callback_beside_the_running_coroutine_is_logged(
         until(task.done)
         turns(loop)
     assert "what fails failed" in caplog.text
+
+
+def test_a_loop_that_stops_before_its_closer_goes_on_does_not_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Loop("kvferry-test-stopping")
+    made.run(asyncio.sleep(0))
+    call = made._events.call_soon_threadsafe
+
+    def stop_first(work: Any, *given: Any) -> asyncio.Handle:
+        handle = call(work, *given)
+        # The loop's thread goes on before the closer.
+        time.sleep(0.05)
+        return handle
+
+    monkeypatch.setattr(made._events, "call_soon_threadsafe", stop_first)
+    made.close(SOON / 10)
+    assert not threads("kvferry-test-stopping")
+
+
+def test_who_waits_on_the_thread_of_the_loop_for_the_loop_hears_of_it(loop: Loop) -> None:
+    """As a handler of a logger that closes its client."""
+
+    def wait() -> type[BaseException] | None:
+        try:
+            loop.run(forever())
+        except WrongState as error:
+            return type(error)
+        return None
+
+    assert on_loop(loop, wait) is WrongState

@@ -22,6 +22,7 @@ SERVER = ROOT / "server" / "kvferry_server"
 SMALL = {
     "_arguments",
     "_clock",
+    "_logs",
     "_threads",
     "_forks",
     "_loop",
@@ -35,16 +36,17 @@ SMALL = {
 }
 """Single modules, each with its rule in `MAY_IMPORT`."""
 
-BASE = {"errors", "_arguments", "_clock", "_threads", "_forks"}
+BASE = {"errors", "_arguments", "_clock", "_logs", "_threads", "_forks"}
 PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec", "_prompt", "stats"}
 MAY_IMPORT: dict[str, set[str]] = {
     "v1": set(),
     "errors": set(),
     "_clock": {"errors"},
     "_arguments": {"errors"},
-    "_threads": {"errors"},
+    "_logs": set(),
+    "_threads": {"errors", "_logs"},
     "_forks": {"errors"},
-    "_loop": {"errors", "_clock", "_threads"},
+    "_loop": {"errors", "_clock", "_logs", "_threads"},
     "_news": set(),
     "stats": set(),
     "_exposition": {"stats"},
@@ -54,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_prompt": {"errors", "_arguments"},
     "host_memory": {"errors", "_arguments", "geometry"},
     "planner": {"errors", "_arguments", "geometry"},
-    "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
+    "_memory": {"errors", "_arguments", "_logs", "_engine_spec", "geometry", "planner"},
     "_transport": {*BASE, "stats", "geometry", "planner", "_memory"},
     "_wire": {*BASE, "geometry", "planner", "_prompt", "v1"},
     "_directory": {*BASE, "_wire"},
@@ -95,7 +97,7 @@ FACES = {
     "_session": BELOW,
     "_cache": {*BELOW, "_session"},
     "_client": {*BELOW, "_network", "_session", "_cache"},
-    "_embed": {"errors", "_forks"},
+    "_embed": {"errors", "_forks", "_logs"},
     "aio": {*BELOW, "_session", "_cache", "_client", "engine"},
     "engine": {*BELOW, "_session", "_cache", "_client"},
     "testing": {*BELOW, "_client", "_network"},

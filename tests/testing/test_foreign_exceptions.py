@@ -7,6 +7,7 @@ import ast
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
 from kvferry._threads import guarded, start_loop
 from kvferry.engine import SchedulerPort, WorkerPort
+from kvferry.errors import TransferCancelled, TransferFailed
 from kvferry.testing import Fabric
 from tests.support.repository import syntax
 from tests.support.waiting import until
@@ -288,6 +290,61 @@ def test_reads_go_on_after_any_exception_of_a_trace_hook(raised: Raised, raising
             pair.serve()
     finally:
         _tracing.use(None)
+
+
+@pytest.mark.parametrize("raised", RAISED)
+def test_reads_end_and_leases_are_renewed_whatever_a_handler_of_each_record_raises(raised: Raised) -> None:
+    records: list[logging.LogRecord] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                records.append(record)
+                raise raised("a handler")
+
+    handler, logger = Handler(), logging.getLogger("kvferry")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        with Fabric(ttl=1.0, max_ttl=2.0) as fabric:
+            pair = Pair(fabric)
+            pair.serve()
+            publication = pair.source.publish("several", {"full": Blocks([60])}, expected_reads=9)
+
+            def begin(block: int) -> kvferry.Read:
+                return pair.cache.read(publication.reference, {"full": Blocks([block])}, timeout=SOON)
+
+            with fabric.hold_reads():
+                read, renewed = begin(61), begin(62)
+                until(lambda: read.progress().total > 0 and renewed.progress().total > 0)
+                read.cancel()
+                # Its lease is lost with the home, and acquired again; then time passes, and it is renewed.
+                fabric.stop_home()
+                fabric.start_home()
+                time.sleep(3.0)
+            assert isinstance(read.exception(SOON), TransferCancelled)
+            assert renewed.result(SOON).confirmed
+            fabric.fail_reads()
+            failed = begin(63)
+            assert isinstance(failed.exception(SOON), TransferFailed)
+            assert failed.wait_quiet(SOON)
+            pair.source.abort(publication)
+            until(lambda: any(release.publication == publication.number for release in pair.source.released()))
+            refused = pair.cache.read(publication.reference, {"full": Blocks([61])}, timeout=1.0)
+            assert refused.exception(SOON) is not None
+            pair.serve()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert {record.levelno for record in records} >= {logging.DEBUG, logging.INFO, logging.WARNING}
+    # Each names the line that has logged it.
+    assert "_logs" not in {record.module for record in records}
+
+
+def test_only_logs_talk_to_handlers() -> None:
+    """What runs an application's handlers in the middle of its own work goes through `kvferry._logs`."""
+    found = {file for file in calls_of("getLogger") if not file.startswith("integrations/")}
+    assert found == {"_logs.py"}
 
 
 def test_the_main_thread_keeps_its_interrupts() -> None:

@@ -8,7 +8,6 @@ restart).
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import ReaderPrompt
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.reference import engine_ids, format_reference, parse_reference
@@ -37,7 +37,7 @@ from kvferry.errors import (
 from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 Found = TypeVar("Found", "Acquired", "MoreBlocks")
 

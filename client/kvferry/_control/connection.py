@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ import grpc
 from kvferry._control.breaker import Breaker
 from kvferry._control.channels import CurrentChannel, SharedChannel
 from kvferry._control.exits import ends_at_exit
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._threads import no_thread, start_thread
 from kvferry._tracing import call_metadata
@@ -34,7 +34,7 @@ from kvferry.stats import CallStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 Answer = TypeVar("Answer")
 Message_co = TypeVar("Message_co", covariant=True)
@@ -133,7 +133,7 @@ class Control:
         self._loop = loop
         self._channels = CurrentChannel(address, tls, dial)
         self._threads_short = False
-        self._open: weakref.WeakSet[object] = weakref.WeakSet()
+        self._open: weakref.WeakKeyDictionary[object, None] = weakref.WeakKeyDictionary()
         """Streams and futures that are referenced, and the threads that read streams."""
         ends_at_exit(self)
         self._closed = False
@@ -240,12 +240,13 @@ class Control:
 
     def end_calls(self) -> None:
         """See `exits.Ending`."""
-        if not self._loop.call(self.close):
+        if not (self._loop.started and self._loop.call(self.close)):
             self.close()
 
     def calls(self) -> Iterable[object]:
         """See `exits.Ending`."""
-        return tuple(self._open)
+        # The references first, which takes one step: the loop may add some at any time.
+        return [call for reference in self._open.keyrefs() if (call := reference()) is not None]
 
     def _start(self, call: Callable[[KVTransferStub], _Future[Answer]]) -> Call[Answer]:
         shared, future = self._begin(call)
@@ -296,7 +297,7 @@ class Control:
             hand_over(end)
 
         try:
-            self._open.add(start_thread(read, f"kvferry-stream-{self.address}"))
+            self._open[start_thread(read, f"kvferry-stream-{self.address}")] = None
             while (message := await arrived.get()) is not None:
                 if isinstance(message, BaseException):
                     self._judge(message)
@@ -343,7 +344,7 @@ class Control:
             self._abandon()
             raise no_thread(f"a call to {self.address}") from None
         shared.begin()
-        self._open.add(started)
+        self._open[started] = None
         return shared, started
 
     def _check(self, answer: object) -> None:

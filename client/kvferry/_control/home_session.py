@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 
 from kvferry._clock import LONGEST, from_duration
 from kvferry._control.batches import batches
@@ -21,6 +19,7 @@ from kvferry._control.publications import Offers, Publication, Release, leaves_o
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._news import News
 from kvferry._tracing import NO_SPAN, Span, start_span
@@ -40,7 +39,7 @@ from kvferry.errors import (
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 RETIRE_TIMEOUT = 1.0
 """Seconds for telling the home that the incarnation has ended."""
@@ -229,10 +228,12 @@ class HomeSession:
             if self.closed:
                 return
             self.closed = True
-        self.news.tell()
-        # If the client is closed, no coroutine of the session runs any more.
-        with suppress(Closed):
+        self.news.end()
+        try:
             self._loop.run(self._close(timeout))
+        except Closed:
+            # The client is closed, and nothing of the session runs any more: nobody else answers those who wait.
+            self._sender.drop()
 
     async def _close(self, timeout: float) -> None:
         await self._sender.close(timeout)

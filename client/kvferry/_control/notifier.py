@@ -11,6 +11,7 @@ from functools import partial
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import batches
 from kvferry._control.connection import Control
+from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import guarded
 from kvferry._tracing import NO_SPAN, Span
@@ -18,7 +19,7 @@ from kvferry._wire.status import from_notification_error
 from kvferry.errors import InternalError, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 NOTIFY_TIMEOUT = 5.0
 """Seconds for one attempt."""

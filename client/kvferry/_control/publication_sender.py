@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,12 +28,13 @@ from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
 from kvferry._engine_spec import EngineSpec
+from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 MAX_OVERTAKEN = 512
 """Most publications that wait to be sent again while new ones are sent. A home takes a number below its highest only if
@@ -83,6 +83,7 @@ class _Message:
         step: None: the message is the abort.
         until: time on the loop's clock until which the message is sent again.
         answer: gets the home's answer, if a caller waits for it.
+        timer: rings at `until`, if a caller waits.
         sent: the message was sent before.
         not_published: the message is an abort, and not the engine's: the publication was given up.
         error: of the last attempt.
@@ -92,6 +93,7 @@ class _Message:
     step: pb.Publish | None
     until: float
     answer: Future[Sent] | None = None
+    timer: asyncio.TimerHandle | None = None
     sent: bool = False
     not_published: bool = False
     error: KvferryError | None = None
@@ -104,6 +106,9 @@ class _Message:
         return pb.Notification(publish=self.step)
 
     def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
+        if self.timer is not None:
+            # Otherwise the timer would keep the blocks until then.
+            self.timer.cancel()
         if self.answer is not None:
             settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
 
@@ -168,14 +173,17 @@ class PublicationSender:
         else:
             self._runs = self._loop.call(self._begin)
         if answer is not None:
-            message = self._messages[publication.number][-1]
-            self._loop.call(lambda: self._loop.at(message.until, partial(self._out_of_time, message)))
+            self._loop.call(partial(self._set_timer, self._messages[publication.number][-1]))
 
     async def close(self, timeout: float) -> None:
         """Send the queued messages, and end. Messages not sent after `timeout` seconds are dropped. Idempotent."""
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task], timeout=timeout)
             self._task.cancel()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop what was not sent. Called without the lock, on the loop, or when that has ended."""
         with self._lock:
             messages = [message for waiting in self._messages.values() for message in waiting]
             self._messages.clear()
@@ -277,6 +285,10 @@ class PublicationSender:
                     del self._messages[number]
             if good < len(answers):
                 self._warn(message, error)
+
+    def _set_timer(self, message: _Message) -> None:
+        if message.answer is not None and not message.answer.done():
+            message.timer = self._loop.at(message.until, partial(self._out_of_time, message))
 
     def _out_of_time(self, message: _Message) -> None:
         """Give up a message for whose answer a caller waits, if its time is over and the message was never sent, since

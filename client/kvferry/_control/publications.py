@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry._control.marker import Marker
+from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import publication_key
 from kvferry._wire.reference import MAX_REFERENCE_MARKS, format_reference
 from kvferry.errors import InternalError, KvferryError, RouterKeyUsed, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 LOCAL_RELEASE_MARGIN = 5.0
 LOCAL_RELEASE_SHARE = 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from kvferry._clock import from_duration
 from kvferry._control.batches import batches
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
+from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import guarded
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import Closed, InternalError, KvferryError, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 RENEW_TIMEOUT = 2.0
 """Least seconds to wait for the answer to a renewal. Otherwise the wait lasts until the lease ends: an overloaded home

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
+from kvferry._logs import Log
 from kvferry.errors import KvferryError, Unreachable
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 Answer = TypeVar("Answer")
 

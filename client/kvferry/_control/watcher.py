@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import SILENCE, Control
+from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import (
@@ -24,7 +24,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class Watcher:

@@ -15,10 +15,11 @@ from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
 from kvferry._forks import OneProcess
+from kvferry._logs import Log
 from kvferry._threads import guarded, start_loop
 from kvferry.errors import Closed, DirectoryUnavailable, EngineNotListed, KvferryError, WrongState
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 FOLLOW_FIRST = 0.1
 FOLLOW_LAST = 5.0

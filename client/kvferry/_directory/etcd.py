@@ -9,7 +9,6 @@ reader parses listings on arrival (`Entries`), and keeps nothing of other keys.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection
 from contextlib import closing
@@ -19,9 +18,10 @@ from kvferry._directory import etcd_v3_pb2 as etcd
 from kvferry._directory.directory import Directory, unavailable
 from kvferry._directory.etcd_calls import EtcdAccess, EtcdCalls
 from kvferry._directory.listing import Listed, Listing, checked_home
+from kvferry._logs import Log
 from kvferry.errors import DirectoryUnavailable, InvalidField, MessageTooLarge
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 PAGE = 1000
 """Most keys in one request; fewer if values are large, because an answer of etcd has to fit a message."""

@@ -17,17 +17,17 @@ None of this has run on a GPU yet.
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvferry._logs import Log
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 THREAD_LOCAL = 1
 """``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``, and HIP's constant of the same meaning."""

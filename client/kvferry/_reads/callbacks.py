@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from kvferry._logs import Log
 from kvferry._threads import guarded, start_thread
 from kvferry.errors import LimitReached
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class Callbacks:

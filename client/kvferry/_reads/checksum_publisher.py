@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ import numpy as np
 from kvferry._control.connection import Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._threads import guarded, settle
@@ -29,7 +29,7 @@ from kvferry.planner.checksum import Sums, runs_of
 from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, source_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 PAGE_SUMS = 1 << 16
 """Most sums in one notification; the contract allows twice as many."""
@@ -123,28 +123,32 @@ class Checksummer:
         self._waiting[publication] = deque([order])
         sender = self._loop.spawn(self._send_all(publication), f"the sums of publication {publication}")
         self._senders.add(sender)
-        sender.add_done_callback(self._senders.discard)
+        sender.add_done_callback(partial(self._sender_ended, publication))
 
     async def _send_all(self, publication: int) -> None:
         orders = self._waiting[publication]
-        try:
-            while orders:
-                order = orders[0]
-                result: int | Exception = self._closed()
-                if order.done.set_running_or_notify_cancel():
-                    try:
-                        result = await self._send(order)
-                    except Exception as error:
-                        result = error
-                    # The future's callbacks belong to the caller, and may wait.
-                    try:
-                        await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
-                    except LimitReached:
-                        settle(order.done, result)
-                orders.popleft()
-        finally:
-            del self._waiting[publication]
-            for order in orders:
+        while orders:
+            order = orders[0]
+            result: int | Exception = self._closed()
+            if order.done.set_running_or_notify_cancel():
+                try:
+                    result = await self._send(order)
+                except Exception as error:
+                    result = error
+                # The future's callbacks are the caller's, and may wait.
+                try:
+                    await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
+                except LimitReached:
+                    settle(order.done, result)
+            orders.popleft()
+        # Now, since an order that comes next has to begin another coroutine.
+        del self._waiting[publication]
+
+    def _sender_ended(self, publication: int, sender: asyncio.Task[None]) -> None:
+        """Drop what a coroutine has left that was cancelled, perhaps before its first step."""
+        self._senders.discard(sender)
+        if sender.cancelled() or sender.exception() is not None:
+            for order in self._waiting.pop(publication, ()):
                 self._drop(order)
 
     async def _send(self, order: _Order) -> int:

@@ -9,13 +9,14 @@ import math
 from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._tracing import NO_SPAN
 from kvferry.errors import KvferryError, PromptMismatch, TransferCancelled, TransferError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class ReadStage(enum.Enum):

@@ -17,7 +17,6 @@ ranks have reported. The reads of `Cache.read` have one rank, those of `Schedule
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from kvferry._control.acquisition import Acquired, Acquisition, MoreBlocks, time
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
 from kvferry._control.verdict import Confirm, ReaderVerdict, verdict_of
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet
 from kvferry._reads.meters import ReadMeter, kind_of
@@ -45,7 +45,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 RANKS_GRACE = 10.0
 """Seconds after a read's deadline during which its ranks, which end their own shares, can still report."""

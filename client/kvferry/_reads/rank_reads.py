@@ -8,7 +8,6 @@ delay no other read (R10).
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from functools import partial
 from typing import TypeAlias
 
 from kvferry._forks import OneProcess
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.access import StillCopying
 from kvferry._memory.rank_memory import RankMemory
@@ -42,7 +42,7 @@ from kvferry.errors import (
 from kvferry.geometry.blocks import Blocks, Unfinished, joined
 from kvferry.planner.request_blocks import needed
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 GIVE_UP = 1.0
 """Seconds that `RankReads.close` waits for overdue shares."""
@@ -75,6 +75,8 @@ class RankReads(OneProcess):
         self._running: set[RankRead] = set()
         self._clearing: set[Future[bool]] = set()
         """Tails that are being cleared: `close` waits for them, since afterwards the memory may be unmapped."""
+        self._turn = asyncio.Lock()
+        """Held by the share that expands: one at a time."""
         self._lock = threading.Lock()
         """So that `close` finds all shares that were started."""
         self._closed = False
@@ -198,9 +200,13 @@ class RankReads(OneProcess):
         """Move the blocks that were received so far."""
         order = share.order
         share.set_phase(Phase.PLAN)
-        if share.parts is None:
-            share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
-        expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)
+        async with self._turn:
+            # The loop does all else that is due before each of them: thousands of shares may wait for one handshake,
+            # and leases have to be renewed meanwhile.
+            await asyncio.sleep(0)
+            if share.parts is None:
+                share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
+            expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)
         share.planned = (share.planned or Planned()).plus(Planned.of(expansion))
         share.received = []
         if not expansion.sources and not share.complete:

@@ -3,7 +3,6 @@ module makes them and connects them."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,6 +16,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
 from kvferry._control.verdict import Confirm
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
@@ -35,14 +35,14 @@ from kvferry._transport.transport import Transport
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, EngineUnknown, KvferryError
+from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached
 from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 MEASURE_TIMEOUT = 2.0
 """Seconds for measuring the costs of reads from a source. A slower source is not measured, so that its first read does
@@ -173,7 +173,10 @@ class RankRuntime:
             except Exception as error:
                 result = error
             # The future's callbacks belong to the caller, and may wait.
-            await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
+            try:
+                await self.loop.on_thread(lambda: settle(done, result), "kvferry-callbacks")
+            except LimitReached:
+                settle(done, result)
 
         def end(_: object) -> None:
             if not done.done():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ from kvferry._control.breaker import Breaker
 from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._tracing import start_span
 from kvferry._transport.nixl_agent import AgentInfo
@@ -37,7 +37,7 @@ from kvferry.planner.plan import ReadPlan, plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 BREAKER_THRESHOLD = 3
 BREAKER_FIRST = 0.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
@@ -28,7 +28,7 @@ from kvferry.planner.rows import Int64s
 from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, Verification, held_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 ASKED_SUMS = 1 << 18
 """Most sums to ask for in one call; the contract allows twice as many."""

@@ -9,13 +9,13 @@ first read of a process are paid before and not measured: counted, they made sta
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from functools import partial
 
 import numpy as np
 
 from kvferry._clock import now
+from kvferry._logs import Log
 from kvferry._memory.access import StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
@@ -29,7 +29,7 @@ from kvferry.planner.plan import plan_read
 from kvferry.planner.rows import Int64s
 from kvferry.planner.staged_read import Copy
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 TIMES = 8
 """Measurements of each kind, in turns. The fastest counts, since a disturbance only slows a measurement."""

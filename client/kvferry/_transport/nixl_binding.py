@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvferry._logs import Log
 from kvferry._transport import rdma_cards
 from kvferry._transport.locked_memory import too_little, too_little_to_begin
 from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
@@ -34,7 +35,7 @@ BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 """NIXL's builds, in the order of ``_load_cuda_backend`` in its nixl/__init__.py, 1.5.1."""
 
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 ENVIRONMENT = {
     # UCX writes its errors to standard output, which belongs to the program.

@@ -7,18 +7,18 @@ Everything here runs on the agent's own thread (`kvferry._transport.reading_thre
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable
 
+from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk, ChunkOwner, PeerWork
 from kvferry.errors import KvferryError, TransferFailed
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 POLL_FIRST = 50e-6
 POLL_LAST = 1e-3

@@ -6,17 +6,17 @@ and iterating may be used on other threads.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from kvferry._logs import Log
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState
 from kvferry._transport.peer_work import PeerWork, as_kvferry_error
 from kvferry.errors import KvferryError
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class PeerLinks:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry._logs import Log
 from kvferry._memory.access import StagingSpace
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
@@ -16,7 +16,7 @@ from kvferry.errors import KvferryError, TransferFailed
 from kvferry.planner.descriptors import Descriptors, chunks
 from kvferry.planner.footprint import Footprint
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 COPY_TIME = 10e-3
 """Seconds of a chunk, about, where its post copies it. After such a post the thread's code and data have to come from

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvferry._logs import Log
 from kvferry._transport.sockets import open_files
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 @contextmanager

@@ -11,13 +11,13 @@ destroyed. After that nothing it posted writes any more (PROTOCOL, Quiet).
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvferry._logs import Log
 from kvferry._transport.agents import NIXL, Agents
 from kvferry._transport.inbox import Inbox, Message
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
@@ -28,7 +28,7 @@ from kvferry._transport.peer_work import PeerWork
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 SETTLE_EVERY = 1e-3
 """Seconds between two checks of deadlines while bytes move."""

@@ -6,7 +6,6 @@ Threading: everything may be called from any thread, and only `wait_made` and `j
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -14,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 
+from kvferry._logs import Log
 from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
@@ -23,7 +23,7 @@ from kvferry.errors import Closed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.stats import TransportGauges
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class ReadingThreads:

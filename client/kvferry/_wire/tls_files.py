@@ -7,17 +7,17 @@ files are being written. No lock is needed: two threads that read at once read t
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import time
 from collections.abc import Callable
 
 from kvferry._clock import now
+from kvferry._logs import Log
 from kvferry._wire.channel import TlsConfig, TlsContent, read_tls, tls_stamp
 from kvferry._wire.expiry import ExpiryNotice, authorities_validity, own_validity
 from kvferry.errors import InvalidField
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 TLS_POLL = 1.0
 """Least seconds between two checks whether the files have changed."""
