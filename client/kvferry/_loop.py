@@ -7,6 +7,7 @@ be one that also counts the time in which the host is suspended, since leases ru
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -226,12 +227,13 @@ class Signal:
         """Wait for `set`, at most until this time on the loop's clock."""
         if not self._set and until > self._loop.now():
             waiting = self._waiting = self._loop.future()
-            timer = self._loop.at(until, self._wake)
+            timer = None if until == math.inf else self._loop.at(until, self._wake)
             try:
                 await waiting
             finally:
-                timer.cancel()
                 self._waiting = None
+                if timer is not None:
+                    timer.cancel()
         self._set = False
 
     def _wake(self) -> None:

@@ -44,6 +44,9 @@ from kvferry.planner.request_blocks import needed
 
 logger = Log(__name__)
 
+EXPAND_FOR = 0.002
+"""Seconds of expansions after which the loop does all else that is due."""
+
 GIVE_UP = 1.0
 """Seconds that `RankReads.close` waits for overdue shares."""
 
@@ -77,6 +80,8 @@ class RankReads(OneProcess):
         """Tails that are being cleared: `close` waits for them, since afterwards the memory may be unmapped."""
         self._turn = asyncio.Lock()
         """Held by the share that expands: one at a time."""
+        self._pause_at = 0.0
+        """When the loop gets its turn between two expansions."""
         self._lock = threading.Lock()
         """So that `close` finds all shares that were started."""
         self._closed = False
@@ -201,9 +206,11 @@ class RankReads(OneProcess):
         order = share.order
         share.set_phase(Phase.PLAN)
         async with self._turn:
-            # The loop does all else that is due before each of them: thousands of shares may wait for one handshake,
-            # and leases have to be renewed meanwhile.
-            await asyncio.sleep(0)
+            if self._loop.now() >= self._pause_at:
+                # The loop does all else that is due in between: thousands of shares may wait for one handshake, and
+                # leases have to be renewed meanwhile.
+                await asyncio.sleep(0)
+                self._pause_at = self._loop.now() + EXPAND_FOR
             if share.parts is None:
                 share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
             expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)

@@ -96,6 +96,8 @@ class ReadTask:
         self.callbacks = callbacks
         self.share: RankRead | None = None
         self.cancelled = self.disputed = False
+        self.done = False
+        """Whether it has ended. Each read asks this of all others: `Future.done` takes a lock."""
         self.on_cancel: Callable[[], object] = bool
         self.ended: Future[ReadResult] = Future()
         # Callers cancel the read, not its future.
@@ -114,11 +116,11 @@ class ReadTask:
     @property
     def quiet(self) -> bool:
         share = self.share
-        return self.ended.done() and (share is None or share.quiet)
+        return self.done and (share is None or share.quiet)
 
     def cancel(self) -> bool:
         """See `Read.cancel`."""
-        if self.ended.done():
+        if self.done:
             return self.quiet
         self.cancelled = True
         # Read after `cancelled` is set: a share that is made later finds the cancellation, and does not begin.
@@ -131,6 +133,7 @@ class ReadTask:
         """End the read with a result or an error."""
         if error is None and result is None:
             error = TransferFailed(f"read {self.read_id} has no result")
+        self.done = True
         settle(self.ended, result if error is None and result is not None else error or TransferFailed(self.read_id))
 
 
