@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
+from kvferry._reads import rank_reads
 from kvferry.planner.plan import RequestParts
 from kvferry.testing import Fabric
 
@@ -27,6 +28,7 @@ def test_reads_that_waited_for_one_handshake_expand_one_after_the_other(monkeypa
         return expand(self, steps, *given, **options)
 
     monkeypatch.setattr(RequestParts, "next", noted)
+    monkeypatch.setattr(rank_reads, "EXPAND_FOR", 0.0)
     with Fabric() as fabric:
         source, reader = fabric.client(), fabric.client()
         theirs, mine = (np.zeros((2, READS + 1, 1, 16, 4), np.float32) for _ in range(2))
