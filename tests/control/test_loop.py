@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -245,8 +244,9 @@ def test_a_loop_that_stops_before_its_closer_goes_on_does_not_begin_again(monkey
 
     def stop_first(work: Any, *given: Any) -> asyncio.Handle:
         handle = call(work, *given)
-        # The loop's thread goes on before the closer.
-        time.sleep(0.05)
+        # The loop's thread ends before the closer goes on.
+        if made._thread is not None:
+            made._thread.join(SOON / 10)
         return handle
 
     monkeypatch.setattr(made._events, "call_soon_threadsafe", stop_first)
