@@ -68,6 +68,9 @@ class Client(Closing):
         prompt_check: how the marks of a publication's prompt are checked. "compare": reads of another prompt are
             refused; reads without marks are accepted, and counted. "require": reads without marks are refused, too.
             "off": nothing is compared. See docs/guarantees.md.
+        optimistic: put the blocks of publications that are complete into their references, and read from such
+            references without a lease: the home is asked once, after the last byte, whether the bytes count. A read
+            that takes longer than a moment gets a lease all the same.
 
     Raises:
         InvalidField: an argument has the wrong type, or the address has another form, e.g. ``http://host:port``.
@@ -87,6 +90,7 @@ class Client(Closing):
         max_reads: int = MAX_READS,
         confirm: str = Confirm.BEFORE.value,
         prompt_check: str = PromptCheck.COMPARE.value,
+        optimistic: bool = True,
     ) -> None:
         max_reads = arguments.integer("max_reads", max_reads, 1)
         for name, given, kind in (
@@ -118,6 +122,7 @@ class Client(Closing):
             max_reads=max_reads,
             confirm=confirmed(confirm),
             prompt_check=checked_prompts(prompt_check),
+            optimistic=arguments.flag("optimistic", optimistic),
         )
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}
@@ -145,7 +150,13 @@ class Client(Closing):
         arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
         timeout = arguments.seconds("timeout", timeout)
         self._homes.discover()
-        opened = HomeSession(self._loop, self._homes.own, spec, home_in_references=self._home_in_references)
+        opened = HomeSession(
+            self._loop,
+            self._homes.own,
+            spec,
+            home_in_references=self._home_in_references,
+            hints=self._runtime.optimistic,
+        )
         self._loop.run(opened.open(timeout))
         session = EngineSession(opened)
         with self._lock:

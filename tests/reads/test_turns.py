@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -25,10 +26,12 @@ def test_reads_that_waited_for_one_handshake_expand_one_after_the_other(monkeypa
 
     def noted(self: RequestParts, steps: Mapping[str, Blocks], *given: Any, **options: Any) -> object:
         happened.append("expanded")
+        until = time.monotonic() + 1.5 * rank_reads.EXPAND_FOR
+        while time.monotonic() < until:
+            """An expansion of very many blocks."""
         return expand(self, steps, *given, **options)
 
     monkeypatch.setattr(RequestParts, "next", noted)
-    monkeypatch.setattr(rank_reads, "EXPAND_FOR", 0.0)
     with Fabric() as fabric:
         source, reader = fabric.client(), fabric.client()
         theirs, mine = (np.zeros((2, READS + 1, 1, 16, 4), np.float32) for _ in range(2))

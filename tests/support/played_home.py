@@ -115,6 +115,9 @@ class PlayedHome:
         home = cast(Control, None)
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.loop.now() + timeout)
 
+    def hinted(self, _: AcquireRequest) -> None:
+        """Its references have no hints."""
+
     def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> PlayedAcquisition:
         return PlayedAcquisition(self, request.text, changed)
 

@@ -65,6 +65,8 @@ class AcquireRequest:
         expected_reads: number of reads that will be made of the publication; 0: the number that its source gave.
         deadline: time on `kvferry._clock` until which to wait for the publication.
         progressive: return the lease with the first blocks; if False, with all blocks.
+        given: the reference that the reader was given, if it is another one than `text`.
+        hint: the hint in the given reference; empty: none, or it must not be used.
     """
 
     home: Control
@@ -78,6 +80,7 @@ class AcquireRequest:
     span: Span = NO_SPAN
     progressive: bool = False
     given: str = field(default="", repr=False)
+    hint: bytes = field(default=b"", repr=False)
 
     def is_for(self, reference: str) -> bool:
         """Whether this reference is the publication's own, or the one that the engine gave."""
@@ -123,6 +126,12 @@ class Acquired:
     accepted_at: float = 0.0
     complete: bool = True
     unfinished: Unfinished | None = None
+
+    @property
+    def hinted(self) -> bool:
+        """Whether there is no lease: the blocks are from a hint, and count only once the home has validated the
+        read."""
+        return not self.lease.lease_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,7 +66,9 @@ class HomeSession:
             the publication for readers.
     """
 
-    def __init__(self, loop: Loop, control: Control, spec: EngineSpec, *, home_in_references: bool = True) -> None:
+    def __init__(
+        self, loop: Loop, control: Control, spec: EngineSpec, *, home_in_references: bool = True, hints: bool = True
+    ) -> None:
         self.spec = spec
         self.advertise = ""
         self.lock = threading.Lock()
@@ -77,7 +79,7 @@ class HomeSession:
         self._secret = new_session_secret()
         self._engine = pb.EngineRef(engine_id=spec.engine_id, incarnation=incarnation_of(self._secret))
         self.news = News()
-        self._offers = Offers(self._engine, self._secret)
+        self._offers = Offers(self._engine, self._secret, hints=hints)
         self._sender = PublicationSender(loop, self)
         self._spans: dict[int, Span] = {}
         """Spans of publications that are not released, by number."""

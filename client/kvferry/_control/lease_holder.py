@@ -7,12 +7,15 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
+
+from google.protobuf.message import DecodeError
 
 from kvferry._clock import LONGEST
-from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition
+from kvferry._control.acquisition import HOME_PATIENCE, Acquired, AcquireRequest, Acquisition
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
 from kvferry._control.notifier import Message, Notifier
 from kvferry._control.reader_lease import ReaderLease
@@ -23,9 +26,9 @@ from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.authority import read_id_of
-from kvferry._wire.reference import parse_reference
+from kvferry._wire.reference import format_reference, hint_digest, parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import InvalidField
+from kvferry.errors import InternalError, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 VERDICT_TIMEOUT = 1.0
@@ -35,14 +38,19 @@ DECLINE_PATIENCE = 120.0
 """Seconds for which a decline is repeated: after that, a publication without readers is released by time."""
 
 
+Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
+"""The home's verdict; the error of the last attempt; or None after an attempt that is repeated."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadReport:
-    """Reports the ends of all shares of a read. `answered` is called with the home's verdict, and with None for each
-    attempt without a verdict."""
+    """Reports the ends of all shares of a read, under its lease or from its hint. `answered` is called after each
+    attempt."""
 
-    lease: ReaderLease
+    request: AcquireRequest
+    acquired: Acquired
     shares: Sequence[pb.RankReport]
-    answered: Callable[[pb.Verdict.ValueType | None], None]
+    answered: Callable[[Answer], None]
 
 
 class LeaseHolder:
@@ -57,6 +65,7 @@ class LeaseHolder:
         rank: the only rank of this holder, if each rank has its own; None: all ranks.
         confirm: whether a read ends for the engine before or after its home has confirmed the lease.
         prompt_check: how the marks of publications are checked.
+        optimistic: whether reads take their blocks from hints.
     """
 
     def __init__(
@@ -68,7 +77,10 @@ class LeaseHolder:
         rank: int | None = None,
         confirm: Confirm = Confirm.BEFORE,
         prompt_check: PromptCheck = PromptCheck.COMPARE,
+        *,
+        optimistic: bool = True,
     ) -> None:
+        self._optimistic = optimistic
         self.confirm = confirm
         self._prompt_check = prompt_check
         self._loop = loop
@@ -111,10 +123,18 @@ class LeaseHolder:
         # A reference may lack the address, which later steps need, such as the grant to a rank on another node.
         parsed.home = self._homes.address_of(parsed)
         home = self._homes.get(parsed.home)
+        given, hint = "", parsed.hint
+        if hint:
+            parsed.ClearField("hint")
+            given, reference = reference, format_reference(parsed)
+        # Ranks without a scheduler would each have to validate the whole read.
+        usable = self._optimistic and not expected_reads and (self._rank is None or parties == 1)
         return AcquireRequest(
             home=home,
             reference=parsed,
             text=reference,
+            given=given,
+            hint=hint if usable else b"",
             read_id=read_id,
             parties=parties,
             expected_reads=expected_reads,
@@ -130,6 +150,32 @@ class LeaseHolder:
         parsed = parse_reference(reference)
         self._homes.of(parsed)
         ReaderPrompt(prompt, self._prompt_check, engine_id=self._reader.engine_id).refuse(parsed)
+
+    def hinted(self, request: AcquireRequest) -> Acquired | None:
+        """Take the blocks of a read from the hint in its reference; None: it has none that can be used, so that a lease
+        is needed. May be called on any thread.
+
+        Nothing proves the hint, which went through routers, before the home validates the read.
+
+        Raises:
+            PromptMismatch, PromptUnmarked: by the marks in the reference, the publication is of another prompt.
+        """
+        if not request.hint:
+            return None
+        steps, reference = GrantedSteps(), request.reference
+        try:
+            hint = pb.Hint.FromString(request.hint)
+            steps.add([pb.Blocks(groups=hint.groups, marks=hint.marks)])
+            blocks = steps.take()
+        except (DecodeError, KvferryError):
+            # The home has the right ones.
+            request.hint = b""
+            return None
+        request.prompt.refuse(reference)
+        request.prompt.told(steps.marks, reference, reference.request_id, complete=True)
+        source = pb.EngineRef(engine_id=reference.engine_id, incarnation=reference.incarnation)
+        lease, at = ReaderLease.none(), self._loop.now()
+        return Acquired(lease, source, reference.request_id, blocks, hint.payload, at)
 
     def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> Acquisition:
         """Begin to acquire a publication: await `Acquisition.first`. For `changed` see `ReaderLease.changed`."""
@@ -154,11 +200,29 @@ class LeaseHolder:
     def report(self, home: Control, reports: Sequence[ReadReport], span: Span = NO_SPAN) -> None:
         """Report the ends of reads to their home. Each report is repeated until its lease ends, if need be."""
         messages = [
-            Message(notification, report.lease.deadline, partial(_verdict, report.answered))
+            Message(notification, until, partial(_verdict, report.answered))
             for report in reports
-            for notification in read_done(report.lease.lease_id, report.shares)
+            for notification, until in self._ends(report)
         ]
         self._notifier.send(home, messages, timeout=VERDICT_TIMEOUT, span=span)
+
+    def _ends(self, report: ReadReport) -> list[tuple[pb.Notification, float]]:
+        """Make the notifications of a report, each with the time after which it is useless."""
+        request, lease = report.request, report.acquired.lease
+        if not report.acquired.hinted:
+            return [(each, lease.deadline) for each in read_done(lease.lease_id, report.shares)]
+        validate = pb.Validate(
+            reference=request.text,
+            read_id=read_id_of(self._secret, request.read_id),
+            hint_digest=hint_digest(request.hint),
+            parties=request.parties,
+            reports=report.shares,
+        )
+        return [(pb.Notification(validate=validate), self.validated_by(request))]
+
+    def validated_by(self, request: AcquireRequest) -> float:
+        """Until when, from now, the home is asked to validate a read from a hint, on the loop's clock."""
+        return min(request.deadline, self._loop.now() + HOME_PATIENCE)
 
     def decline(self, reference: str) -> None:
         """Tell the home that this engine will not read a publication (PROTOCOL, Leases 8).
@@ -194,6 +258,13 @@ class LeaseHolder:
         self._notifier.send(home, [Message(end, lease.deadline) for end in ends])
 
 
-def _verdict(answered: Callable[[pb.Verdict.ValueType | None], None], result: pb.NotificationResult | None) -> None:
-    ended = result is not None and result.WhichOneof("kind") == "read_ended"
-    answered(result.read_ended.verdict if result is not None and ended else None)
+def _verdict(answered: Callable[[Answer], None], result: pb.NotificationResult | KvferryError | None) -> None:
+    if isinstance(result, pb.NotificationResult):
+        kind = result.WhichOneof("kind")
+        answered(
+            result.read_ended.verdict
+            if kind == "read_ended"
+            else InternalError(f"the end of a read was answered with {kind}")
+        )
+    else:
+        answered(result)

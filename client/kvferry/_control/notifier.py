@@ -33,11 +33,11 @@ home keeps a home that never answers from using up the room of the others."""
 @dataclass(slots=True, eq=False)
 class Message:
     """A notification for a home, useless after `until` on the loop's clock. `answered` is called with each result that
-    is not an error, and with None after each failed attempt."""
+    is not an error, with None after each failed attempt that is repeated, and with the error of the last attempt."""
 
     notification: pb.Notification
     until: float
-    answered: Callable[[pb.NotificationResult | None], None] | None = None
+    answered: Callable[[pb.NotificationResult | KvferryError | None], None] | None = None
     again_at: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -99,20 +99,20 @@ class Notifier:
 
     def _failed(self, home: Control, message: Message, error: KvferryError) -> None:
         """Plan the next attempt of a failed notification, or drop it if repeating cannot help."""
-        _answer(home, message, None)
         pause, kind = message.backoff.next(error.retry_after), message.notification.WhichOneof("kind")
         message.again_at = self._loop.now() + pause
-        if not error.retryable or message.again_at >= message.until:
-            level = logging.WARNING if error.retryable else logging.INFO
-            logger.log(level, "%s did not accept a notification (%s): %s", home.address, kind, error.message)
+        waiting, late = self._waiting.get(home, ()), message.again_at >= message.until
+        full = len(waiting) >= MAX_WAITING_AT_HOME or sum(map(len, self._waiting.values())) >= MAX_WAITING
+        if late or full or self._closed or not error.retryable:
+            if late or not error.retryable:
+                level = logging.WARNING if error.retryable else logging.INFO
+                logger.log(level, "%s did not accept a notification (%s): %s", home.address, kind, error.message)
+            elif full:
+                logger.warning("a notification to %s (%s) is dropped: %d others wait", home.address, kind, len(waiting))
+            _answer(home, message, error)
             return
-        if self._closed:
-            return
-        waiting = self._waiting.setdefault(home, [])
-        if len(waiting) >= MAX_WAITING_AT_HOME or sum(map(len, self._waiting.values())) >= MAX_WAITING:
-            logger.warning("a notification to %s (%s) is dropped: %d others wait", home.address, kind, len(waiting))
-            return
-        waiting.append(message)
+        _answer(home, message, None)
+        self._waiting.setdefault(home, []).append(message)
         if home in self._news:
             self._news[home].set()
         else:
@@ -135,6 +135,6 @@ class Notifier:
         return True
 
 
-def _answer(home: Control, message: Message, result: pb.NotificationResult | None) -> None:
+def _answer(home: Control, message: Message, result: pb.NotificationResult | KvferryError | None) -> None:
     if message.answered is not None:
         guarded(partial(message.answered, result), f"a callback for the answer of {home.address}")

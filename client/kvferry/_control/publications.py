@@ -21,7 +21,7 @@ from kvferry._control.marker import Marker
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import publication_key
-from kvferry._wire.reference import MAX_REFERENCE_MARKS, format_reference
+from kvferry._wire.reference import MAX_REFERENCE_MARKS, add_hint, format_reference
 from kvferry.errors import InternalError, KvferryError, RouterKeyUsed, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -166,7 +166,8 @@ class Offers:
         outcomes: number of released publications, by outcome; "refused": the home has not accepted them.
     """
 
-    def __init__(self, engine: pb.EngineRef, session_secret: bytes) -> None:
+    def __init__(self, engine: pb.EngineRef, session_secret: bytes, *, hints: bool = True) -> None:
+        self._hints = hints
         self.final = math.inf
         self.published = 0
         self.outcomes: Counter[str] = Counter()
@@ -206,6 +207,9 @@ class Offers:
         marker.mark(step)
         if len(step.marks) <= MAX_REFERENCE_MARKS:
             reference.marks.extend(step.marks)
+        # Readers that compare sums need a lease, and a router's reference has no room for blocks.
+        if self._hints and step.last and not step.checksums and not step.router_key:
+            step.hint_digest = add_hint(reference, pb.Hint(groups=step.groups, marks=step.marks, payload=step.payload))
         publication = Publication(step.publication, step.request_id, format_reference(reference), traceparent)
         self._held[publication.number] = _Held(publication, [step], marker, sending=1)
         if step.router_key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 MARGIN_SECONDS = 0.010
@@ -45,6 +46,13 @@ class ReaderLease:
         self.changed: Callable[[], object] = _nothing
         self._next_renewal = sent_at + self.renew_every
         self._renewable = True
+
+    @classmethod
+    def none(cls) -> ReaderLease:
+        """Make the record of a read without a lease, which has no end of its own."""
+        lease = cls(b"", 0.0, 0.0, LONGEST_LEASE)
+        lease.deadline, lease._renewable = math.inf, False
+        return lease
 
     @property
     def next_renewal(self) -> float | None:

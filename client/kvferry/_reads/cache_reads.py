@@ -73,8 +73,12 @@ class CacheReads(LeasedReads[OwnRead]):
             if len(self._running) >= self._max_reads:
                 limit = self._max_reads
                 raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
-            self.start(read)
             self._running.add(read)
+            try:
+                self.start(read)
+            except KvferryError:
+                self._running.discard(read)
+                raise
         return task
 
     def close(self, until: float) -> None:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.reader_lease import ReaderLease
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._reads.read_times import ShareWork, Stamps
@@ -53,6 +54,9 @@ class LeasedRead:
         request: the request for the lease; of a router's reference, later that for the publication's own.
         ranks: the ranks that read a share.
         acquired: the lease with its blocks, once granted; of a progressive read with the first blocks.
+        lease: the lease that the bytes need now.
+        pin: the lease of a read from a hint that takes long.
+        not_validated: why the home did not validate a read from a hint.
         complete: all blocks are known.
         until: end of the tokens that are read, once known.
         payload: opaque bytes from the source, once all blocks are known.
@@ -73,6 +77,9 @@ class LeasedRead:
         self.ranks = ranks
         self.stage = ReadStage.WAITING
         self.acquired: Acquired | None = None
+        self.lease = ReaderLease.none()
+        self.pin: Acquired | None = None
+        self.not_validated: KvferryError | None = None
         self.complete = False
         self.until = 0
         self.payload = b""

@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 from kvferry._control.acquisition import Acquired, Acquisition, MoreBlocks, timed_out
 from kvferry._control.connection import Control
-from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder, ReadReport
 from kvferry._control.verdict import Confirm, ReaderVerdict, verdict_of
 from kvferry._logs import Log
 from kvferry._loop import Loop
@@ -53,6 +53,9 @@ RANKS_GRACE = 10.0
 ANSWER_GRACE = 4.0
 """Seconds after `VERDICT_TIMEOUT`, which ends the call, until the answer counts as missing: with many reads, gRPC's
 thread delivers answers late. Only the home's verdict shows that this machine was paused."""
+
+PIN_AFTER = 0.5
+"""Seconds after which a read with the blocks of a hint gets a lease: a short read does not need one."""
 
 BEGUN = (ReadStage.GRANTED, ReadStage.READING)
 """Stages in which a read holds a lease, and its bytes move or will move."""
@@ -132,6 +135,13 @@ class LeasedReads(Generic[SomeRead]):
         read.acquiring = start_span("kvferry.acquire", read.span.traceparent)
         read.request = replace(request, span=read.acquiring)
         self._under_way.add(read)
+        try:
+            hinted = self._holder.hinted(read.request)
+        except KvferryError as error:
+            self._refuse(read, error)
+            return
+        if hinted is not None:
+            self._granted(read, hinted)
 
     def begin(self, read: SomeRead) -> None:
         """Mark a granted read as READING; its ranks are about to start."""
@@ -216,7 +226,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def _begin(self, read: SomeRead) -> None:
         with self.lock:
-            wanted = read.stage is ReadStage.WAITING
+            wanted = read.stage is ReadStage.WAITING or read.stage in BEGUN
         if wanted:
             read.lead = self._loop.spawn(self._lead(read), f"read {read.read_id}")
             self._leads.add(read.lead)
@@ -224,6 +234,9 @@ class LeasedReads(Generic[SomeRead]):
 
     async def _lead(self, read: SomeRead) -> None:
         """Take a read from its reference to its verdict."""
+        if read.acquired is not None:
+            await self._lead_hinted(read, read.acquired)
+            return
         acquisition = self._holder.acquire(read.request, partial(self._lease_changed, read))
         overdue = self._loop.at(read.request.deadline + RANKS_GRACE, partial(self._never_heard, read))
         try:
@@ -244,7 +257,7 @@ class LeasedReads(Generic[SomeRead]):
                 self._granted(read, acquired)
             if not acquired.complete:
                 more = self._loop.spawn(self._follow(read, acquisition), f"the steps of read {read.read_id}")
-            if await self._all_ended(read, acquired):
+            if await self._all_ended(read):
                 self._report_soon(read, acquired)
                 reported = True
                 await self._conclude(read, acquired)
@@ -255,6 +268,41 @@ class LeasedReads(Generic[SomeRead]):
                 self._holder.drop(acquired)
             else:
                 self._holder.let_go(read.request.home, acquired)
+
+    async def _lead_hinted(self, read: SomeRead, acquired: Acquired) -> None:
+        """Take a read with the blocks of a hint to its verdict."""
+        pinning = list[asyncio.Task[None]]()
+
+        def pin() -> None:
+            pinning.append(self._loop.spawn(self._pin(read), f"the lease of read {read.read_id}"))
+
+        timer = self._loop.at(self._loop.now() + PIN_AFTER, pin)
+        reported = False
+        try:
+            if await self._all_ended(read):
+                self._report_soon(read, acquired)
+                reported = True
+                await self._conclude(read, acquired)
+        finally:
+            timer.cancel()
+            for task in pinning:
+                task.cancel()
+            if read.pin is not None and reported:
+                self._holder.drop(read.pin)
+            elif read.pin is not None:
+                self._holder.let_go(read.request.home, read.pin)
+
+    async def _pin(self, read: SomeRead) -> None:
+        """Lease a publication that is read from a hint, because the read takes long or has not begun: the source must
+        not release its blocks meanwhile."""
+        try:
+            read.pin = await self._holder.acquire(read.request, partial(self._lease_changed, read)).first()
+        except KvferryError as error:
+            with self.lock:
+                if read.stage in BEGUN:
+                    self.fail(read, error.with_traceback(None))
+            return
+        read.lease = read.pin.lease
 
     def _never_heard(self, read: SomeRead) -> None:
         """Refuse a read whose acquisition has not ended by its deadline: gRPC may get no thread to report the end."""
@@ -299,15 +347,15 @@ class LeasedReads(Generic[SomeRead]):
                 if read.error is None:
                     self.on_more(read, found)
 
-    async def _all_ended(self, read: SomeRead, acquired: Acquired) -> bool:
+    async def _all_ended(self, read: SomeRead) -> bool:
         """Wait until all ranks have ended, or are given up. Returns False for a read that was withdrawn or refused,
         which has no end to report."""
-        deadline, lease = read.request.deadline, acquired.lease
+        deadline = read.request.deadline
         while True:
             with self.lock:
                 time = self._loop.now()
                 if read.stage in BEGUN and read.error is None:
-                    self._check_time(read, acquired, time)
+                    self._check_time(read, time)
                 if read.stage is ReadStage.GRANTED and read.error is not None:
                     self._refuse(read, read.error)
                 if read.stage is not ReadStage.READING and read.stage is not ReadStage.GRANTED:
@@ -318,7 +366,7 @@ class LeasedReads(Generic[SomeRead]):
                     read.not_quiet.update(read.silent)
                     read.ended_at = time
                     return True
-                wake_at = deadline + RANKS_GRACE if read.error is not None else min(deadline, lease.deadline)
+                wake_at = deadline + RANKS_GRACE if read.error is not None else min(deadline, read.lease.deadline)
             await read.news.wait(wake_at)
 
     async def _conclude(self, read: SomeRead, acquired: Acquired) -> None:
@@ -329,9 +377,9 @@ class LeasedReads(Generic[SomeRead]):
                 self.fail(read, TransferFailed(f"read {read.read_id} ended before its last block was published"))
             if read.error is None and read.ended_at >= read.request.deadline:
                 read.error = self.overdue(read)
-            if read.error is None and not acquired.lease.live(read.ended_at):
+            if read.error is None and not read.lease.live(read.ended_at):
                 read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
-            if read.error is not None or self._holder.confirm is Confirm.AFTER:
+            if read.error is not None or (self._holder.confirm is Confirm.AFTER and not acquired.hinted):
                 self._end(read)
                 return
             read.stage = ReadStage.JUDGING
@@ -375,7 +423,10 @@ class LeasedReads(Generic[SomeRead]):
             answered(None)
         for read, _ in ended:
             # Counted from now: the machine may have been paused since the end of the read, and only the home can know.
-            read.verdict_by = self._loop.now() + VERDICT_TIMEOUT + ANSWER_GRACE
+            verdict_by = self._loop.now() + VERDICT_TIMEOUT
+            if read.acquired is not None and read.acquired.hinted:
+                verdict_by = max(verdict_by, self._holder.validated_by(read.request))
+            read.verdict_by = verdict_by + ANSWER_GRACE
             read.news.set()
 
     def _report(self, read: SomeRead, acquired: Acquired) -> ReadReport:
@@ -387,11 +438,17 @@ class LeasedReads(Generic[SomeRead]):
         if any(end.error is error for end in ends.values()):
             error = None
         shares = [_share(rank, end.error, error, end.bytes) for rank, end in sorted(ends.items())]
-        return ReadReport(acquired.lease, shares, partial(self._answered, read))
+        return ReadReport(read.request, acquired, shares, partial(self._answered, read))
 
-    def _answered(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
+    def _answered(self, read: SomeRead, answer: Answer) -> None:
+        if answer is None and read.acquired is not None and read.acquired.hinted:
+            # The home is asked again: there is no other verdict.
+            return
+        verdict = None if isinstance(answer, KvferryError) else answer
         read.judging.end(verdict="none" if verdict is None else _verdict_name(verdict))
         with self.lock:
+            if isinstance(answer, KvferryError):
+                read.not_validated = answer
             if read.stage is ReadStage.ENDED:
                 self._audit(read, verdict)
             elif not read.answered:
@@ -408,18 +465,18 @@ class LeasedReads(Generic[SomeRead]):
     def _granted(self, read: SomeRead, acquired: Acquired) -> None:
         if read.stage is not ReadStage.WAITING:
             return
-        read.acquired, read.stage = acquired, ReadStage.GRANTED
+        read.acquired, read.lease, read.stage = acquired, acquired.lease, ReadStage.GRANTED
         read.complete, read.payload = acquired.complete, acquired.payload
         read.acquiring.end(request_id=acquired.request_id)
         read.stamps.accepted, read.stamps.granted = acquired.accepted_at, self._loop.now()
         self.on_granted(read)
 
-    def _check_time(self, read: SomeRead, acquired: Acquired, time: float) -> None:
-        if acquired.lease.source_lost and read.silent:
+    def _check_time(self, read: SomeRead, time: float) -> None:
+        if read.lease.source_lost and read.silent:
             # A network card reports late, or never, that the source has stopped sending.
             engine_id, problem = read.request.reference.engine_id, "its home has lost it, so it cannot be read any more"
             self.fail(read, TransferFailed(f"engine {engine_id!r}: {problem}", peer=engine_id, problem=problem))
-        elif not acquired.lease.live(time):
+        elif not read.lease.live(time):
             read_id = read.read_id
             self.fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
         elif time >= read.request.deadline:
@@ -448,6 +505,14 @@ class LeasedReads(Generic[SomeRead]):
         if read.acquired is None:
             return
         read.stamps.decided = self._loop.now()
+        if read.acquired.hinted:
+            read.confirmed = read.verdict == pb.VERDICT_VALID
+            if not read.confirmed:
+                # Only the home can know whether the source had released the blocks.
+                problem = f"read {read.read_id}: its home did not confirm that its blocks were still published"
+                read.error = read.not_validated or TransferExpired(problem, read_id=read.read_id)
+            self._end(read)
+            return
         verdict = verdict_of(read.ended_at, read.acquired.lease.deadline, read.verdict)
         if verdict is ReaderVerdict.EXPIRED:
             read_id = read.read_id

@@ -88,8 +88,8 @@ class RankOrder:
 
     @property
     def lease_deadline(self) -> float | None:
-        """The lease's deadline on the loop's clock; None: another process holds the lease."""
-        return self.lease.deadline if isinstance(self.lease, ReaderLease) else None
+        """The lease's deadline on the loop's clock; None: there is no lease, or another process holds it."""
+        return self.lease.deadline if isinstance(self.lease, ReaderLease) and self.lease.lease_id else None
 
 
 @dataclass(frozen=True, slots=True)

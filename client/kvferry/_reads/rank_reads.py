@@ -81,7 +81,9 @@ class RankReads(OneProcess):
         self._turn = asyncio.Lock()
         """Held by the share that expands: one at a time."""
         self._pause_at = 0.0
-        """When the loop gets its turn between two expansions."""
+        """When the loop gets its turn between two expansions that follow each other."""
+        self._expanded_at = 0.0
+        """When the last expansion ended."""
         self._lock = threading.Lock()
         """So that `close` finds all shares that were started."""
         self._closed = False
@@ -206,14 +208,17 @@ class RankReads(OneProcess):
         order = share.order
         share.set_phase(Phase.PLAN)
         async with self._turn:
-            if self._loop.now() >= self._pause_at:
-                # The loop does all else that is due in between: thousands of shares may wait for one handshake, and
-                # leases have to be renewed meanwhile.
-                await asyncio.sleep(0)
+            time = self._loop.now()
+            if time >= self._pause_at:
+                if time - self._expanded_at <= EXPAND_FOR:
+                    # The loop does all else that is due in between: thousands of shares may wait for one handshake, and
+                    # leases have to be renewed meanwhile.
+                    await asyncio.sleep(0)
                 self._pause_at = self._loop.now() + EXPAND_FOR
             if share.parts is None:
                 share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
             expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)
+            self._expanded_at = self._loop.now()
         share.planned = (share.planned or Planned()).plus(Planned.of(expansion))
         share.received = []
         if not expansion.sources and not share.complete:

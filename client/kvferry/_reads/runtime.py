@@ -66,12 +66,23 @@ class ClientRuntime:
     max_reads: int
     confirm: Confirm
     prompt_check: PromptCheck
+    optimistic: bool
     reads: ReadMeter = field(default_factory=ReadMeter)
     shares: ShareMeter = field(default_factory=ShareMeter)
 
     def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
         """Make the lease holder of one process of an engine, for one rank, or, if `rank` is None, for all ranks."""
-        return LeaseHolder(self.loop, self.homes, self.renewals, token, rank, self.confirm, self.prompt_check)
+        return LeaseHolder(
+            self.loop,
+            self.homes,
+            self.renewals,
+            token,
+            rank,
+            self.confirm,
+            self.prompt_check,
+            # Sums are read under a lease.
+            optimistic=self.optimistic and not self.integrity.share,
+        )
 
 
 class RankRuntime:

@@ -7,6 +7,7 @@ engine's reference can reach the memory that the engine's ranks registered.
 from __future__ import annotations
 
 import base64
+import hashlib
 import secrets
 from typing import TypeVar
 
@@ -24,6 +25,9 @@ MAX_NAME = 256
 """Most bytes of an address, of an engine_id and of a router's key."""
 MAX_REFERENCE_MARKS = 4
 """Most marks in a reference: references go through HTTP headers and bodies of routers."""
+MAX_HINT = 2048
+"""Most bytes of the hint in a reference."""
+HINT_DIGEST_BYTES = 16
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 
@@ -94,15 +98,34 @@ def parse_reference(text: str) -> pb.Reference:
     if reference.router_key:
         if reference.publication or reference.incarnation:
             raise BadReference("it names both a publication and a router's key")
-        if reference.marks:
-            raise BadReference("it names a router's key, and has marks of a prompt")
+        if reference.marks or reference.hint:
+            raise BadReference("it names a router's key, and has marks of a prompt or a hint")
     elif not reference.publication or len(reference.incarnation) != INCARNATION_BYTES:
         raise BadReference("it names neither a publication nor a router's key")
+    if len(reference.hint) > MAX_HINT:
+        raise BadReference(f"its hint has {len(reference.hint)} bytes, more than {MAX_HINT}")
     if len(reference.marks) > MAX_REFERENCE_MARKS:
         raise BadReference(f"it has {len(reference.marks)} marks, more than {MAX_REFERENCE_MARKS}")
     if any(not mark.end or len(mark.digest) != MARK_BYTES for mark in reference.marks):
         raise BadReference(f"it has a mark of no tokens, or one whose digest is not of {MARK_BYTES} bytes")
     return reference
+
+
+def add_hint(reference: pb.Reference, hint: pb.Hint) -> bytes:
+    """Put a hint into a reference, if it fits. Returns its digest; empty: it does not fit."""
+    encoded = hint.SerializeToString(deterministic=True)
+    if len(encoded) > MAX_HINT:
+        return b""
+    reference.hint = encoded
+    if len(format_reference(reference)) > MAX_LENGTH:
+        reference.ClearField("hint")
+        return b""
+    return hint_digest(encoded)
+
+
+def hint_digest(hint: bytes) -> bytes:
+    """Return the digest under which the home knows a hint (PROTOCOL, Optimistic reads)."""
+    return hashlib.sha256(hint).digest()[:HINT_DIGEST_BYTES]
 
 
 def format_engine_reference(reference: pb.EngineReference) -> str:

@@ -25,6 +25,7 @@ from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, Wo
 from kvferry.errors import (
     Closed,
     InvalidField,
+    KvferryError,
     LimitReached,
     PromptMismatch,
     TransferCancelled,
@@ -127,9 +128,14 @@ class Reads(LeasedReads[SchedulerRead]):
                     limit="max_waiting",
                     value=self._waiting,
                 )
-            self.start(read)
             self._waiting += 1
             self._by_request[request_id] = self._by_id[read_id] = read
+            try:
+                self.start(read)
+            except KvferryError:
+                self._waiting -= 1
+                self._forget(read)
+                raise
 
     def granted(self, request_id: str) -> Offer | None:
         """See `SchedulerPort.granted`."""

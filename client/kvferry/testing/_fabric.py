@@ -97,13 +97,14 @@ class Fabric(Closing):
         max_reads: int = MAX_READS,
         confirm: str = "before",
         prompt_check: str = "compare",
+        optimistic: bool = True,
     ) -> Client:
         """Make a client on this fabric. The fabric closes it.
 
         Each client stands for a process of its own; `kill` simulates the death of that process.
 
         Args:
-            options, staging, integrity, max_reads, confirm, prompt_check: see `kvferry.Client`.
+            options, staging, integrity, max_reads, confirm, prompt_check, optimistic: see `kvferry.Client`.
 
         Raises:
             InvalidField: an argument has the wrong type.
@@ -118,6 +119,7 @@ class Fabric(Closing):
             max_reads=max_reads,
             confirm=confirm,
             prompt_check=prompt_check,
+            optimistic=optimistic,
         )
         with self._lock:
             self._clients.append(made)

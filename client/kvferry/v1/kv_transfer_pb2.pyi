@@ -379,6 +379,7 @@ class Reference(google.protobuf.message.Message):
     ROUTER_KEY_FIELD_NUMBER: builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
     MARKS_FIELD_NUMBER: builtins.int
+    HINT_FIELD_NUMBER: builtins.int
     home: builtins.str
     """home is the host:port or unix:path of the source's home, as others reach it. Empty: the reader's directory says it."""
     engine_id: builtins.str
@@ -401,6 +402,11 @@ class Reference(google.protobuf.message.Message):
     """data_parallel_rank of the source for a router_key. The engine meant has the name engine_id followed by "_dp" and this
     number; or, if the number is 0, engine_id alone: whichever of the two publishes under the router_key.
     """
+    hint: builtins.bytes
+    """hint is a serialised Hint, at most 2048 bytes, of a publication that was complete when the reference was made: a reader may
+    move its blocks without a lease, and then asks the home with Notify(validate) whether the bytes count. None in a
+    reference that a router made, and in those that a home answers.
+    """
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptMark]:
         """marks of the publication's first step, if there are at most 4 of them. A reader may refuse by them before it asks the
@@ -419,10 +425,41 @@ class Reference(google.protobuf.message.Message):
         router_key: builtins.str = ...,
         data_parallel_rank: builtins.int = ...,
         marks: collections.abc.Iterable[global___PromptMark] | None = ...,
+        hint: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data_parallel_rank", b"data_parallel_rank", "engine_id", b"engine_id", "home", b"home", "incarnation", b"incarnation", "key", b"key", "marks", b"marks", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_parallel_rank", b"data_parallel_rank", "engine_id", b"engine_id", "hint", b"hint", "home", b"home", "incarnation", b"incarnation", "key", b"key", "marks", b"marks", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key"]) -> None: ...
 
 global___Reference = Reference
+
+@typing.final
+class Hint(google.protobuf.message.Message):
+    """Hint is what the home would tell the reader of a publication with one step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: builtins.int
+    MARKS_FIELD_NUMBER: builtins.int
+    PAYLOAD_FIELD_NUMBER: builtins.int
+    payload: builtins.bytes
+    """payload, as published."""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
+        """groups, as published."""
+
+    @property
+    def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptMark]:
+        """marks, as published: all of the publication."""
+
+    def __init__(
+        self,
+        *,
+        groups: collections.abc.Iterable[global___GroupBlocks] | None = ...,
+        marks: collections.abc.Iterable[global___PromptMark] | None = ...,
+        payload: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "marks", b"marks", "payload", b"payload"]) -> None: ...
+
+global___Hint = Hint
 
 @typing.final
 class PromptMark(google.protobuf.message.Message):
@@ -1219,6 +1256,7 @@ class Notification(google.protobuf.message.Message):
     CHECKSUMS_FIELD_NUMBER: builtins.int
     RANK_LEFT_FIELD_NUMBER: builtins.int
     RETIRE_FIELD_NUMBER: builtins.int
+    VALIDATE_FIELD_NUMBER: builtins.int
     @property
     def publish(self) -> global___Publish:
         """publish blocks (source)."""
@@ -1263,6 +1301,10 @@ class Notification(google.protobuf.message.Message):
     def retire(self) -> global___Retire:
         """retire ends the sender's incarnation (source)."""
 
+    @property
+    def validate(self) -> global___Validate:
+        """validate asks whether the bytes of a read without a lease count (reader)."""
+
     def __init__(
         self,
         *,
@@ -1277,10 +1319,11 @@ class Notification(google.protobuf.message.Message):
         checksums: global___PublishChecksums | None = ...,
         rank_left: global___RankLeft | None = ...,
         retire: global___Retire | None = ...,
+        validate: global___Validate | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums", "rank_left", "retire"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire", "validate", b"validate"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync", "retire", b"retire", "validate", b"validate"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums", "rank_left", "retire", "validate"] | None: ...
 
 global___Notification = Notification
 
@@ -1304,6 +1347,7 @@ class Publish(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     UNFINISHED_FIELD_NUMBER: builtins.int
     MARKS_FIELD_NUMBER: builtins.int
+    HINT_DIGEST_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number, from 1, rising per incarnation, one per request."""
     request_id: builtins.str
@@ -1325,6 +1369,10 @@ class Publish(google.protobuf.message.Message):
     """
     key: builtins.bytes
     """key of the reference that the router made, 16 bytes; absent without a router_key. Secret."""
+    hint_digest: builtins.bytes
+    """hint_digest is the first 16 bytes of the SHA-256 of Reference.hint. With a publication of one step only. Empty: the
+    reference has no hint.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
         """groups that gain blocks, at most 256, with at most 131072 runs together; more go into a further step."""
@@ -1357,9 +1405,10 @@ class Publish(google.protobuf.message.Message):
         key: builtins.bytes = ...,
         unfinished: global___Unfinished | None = ...,
         marks: collections.abc.Iterable[global___PromptMark] | None = ...,
+        hint_digest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["unfinished", b"unfinished"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "marks", b"marks", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "hint_digest", b"hint_digest", "key", b"key", "last", b"last", "marks", b"marks", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
 
 global___Publish = Publish
 
@@ -1611,6 +1660,49 @@ class ReadDone(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "reports", b"reports"]) -> None: ...
 
 global___ReadDone = ReadDone
+
+@typing.final
+class Validate(google.protobuf.message.Message):
+    """Validate ends a read that took its blocks from a hint, without a lease. Sent once all ranks have ended. The answer is
+    ReadEnded; VALID: the publication has this hint and was not released when the home answered, so the bytes count, and the
+    read with them. Otherwise they do not: the answer is EXPIRED, or the error that ReadBlocks would get, such as
+    PUBLICATION_RELEASED, or BAD_REFERENCE for another hint. HOME_RECOVERING: ask again.
+
+    Idempotent by (reader engine, its incarnation, publication, read_id), as ReadBlocks: a replay gets the same answer. If the
+    reader has a lease for the same read, Validate reports the end of that.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REFERENCE_FIELD_NUMBER: builtins.int
+    READ_ID_FIELD_NUMBER: builtins.int
+    HINT_DIGEST_FIELD_NUMBER: builtins.int
+    PARTIES_FIELD_NUMBER: builtins.int
+    REPORTS_FIELD_NUMBER: builtins.int
+    reference: builtins.str
+    """reference of the publication; its hint may be left out."""
+    read_id: builtins.bytes
+    """read_id, 16 bytes, as in ReadBlocksRequest."""
+    hint_digest: builtins.bytes
+    """hint_digest of the hint that was read from, 16 bytes."""
+    parties: builtins.int
+    """parties is the number of ranks of the read, as in ReadBlocksRequest."""
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankReport]:
+        """reports of the ranks, at least one and at most 4096. A rank that is missing has failed."""
+
+    def __init__(
+        self,
+        *,
+        reference: builtins.str = ...,
+        read_id: builtins.bytes = ...,
+        hint_digest: builtins.bytes = ...,
+        parties: builtins.int = ...,
+        reports: collections.abc.Iterable[global___RankReport] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hint_digest", b"hint_digest", "parties", b"parties", "read_id", b"read_id", "reference", b"reference", "reports", b"reports"]) -> None: ...
+
+global___Validate = Validate
 
 @typing.final
 class RankReport(google.protobuf.message.Message):

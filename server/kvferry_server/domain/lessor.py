@@ -10,7 +10,14 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kvferry.errors import LeaseEnded, PublicationStale, ServerDraining
+from kvferry.errors import (
+    BadReference,
+    HomeRecovering,
+    LeaseEnded,
+    PublicationAborted,
+    PublicationStale,
+    ServerDraining,
+)
 from kvferry_server.domain.budgets import check_budget
 from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
@@ -176,6 +183,36 @@ class Lessor:
             self._records.end_lease(lease, LeaseState.VALID if done else LeaseState.FAILED, now)
         return ReportAnswer(verdict, len(lease.reports), lease.complete)
 
+    def validate(self, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
+        """Take the end of a read without a lease, whose blocks come from the hint with this digest, and return the
+        verdict (PROTOCOL, Optimistic reads). The read counts like one that was granted and has ended now. A replay gets
+        the same answer. Raises as `grant` and `report`, and:
+
+        Raises:
+            BadReference: the publication's hint is another one, or it has none.
+            HomeRecovering: the publication has not arrived, or its source's snapshot has not: ask again.
+            PublicationAborted: the source has been replaced, or is lost for good.
+        """
+        engine, now = self._records.begin(request.read.source)
+        engine.check_key(request.read.publication, request.key)
+        lease = self._records.lease_of_read(request.read, now)
+        if lease is None:
+            publication = self._still_published(engine, request.read.publication, now)
+            self._check_hint(publication, digest)
+            self._check_room(engine, publication, request)
+            expires = min(now + self._times.ttl, publication.final_at)
+            lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, now, expires)
+            self._records.add_lease(lease)
+        else:
+            self._check_hint(lease.publication, digest)
+            if request.parties != lease.request.parties:
+                lease.check_replay(request)
+        answer = self.report(lease.lease_id, request.read.reader, reports, request.names)
+        if lease.live:
+            # Its other ranks have not ended in time.
+            self._records.end_lease(lease, LeaseState.FAILED, now)
+        return answer
+
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
         """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
         another caller acquired the lease."""
@@ -223,6 +260,26 @@ class Lessor:
             publication.declined = True
         publication.awaited_until = now + self._times.max_wait
         self._records.reschedule(publication)
+
+    def _still_published(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
+        """Return a publication that is complete and not released, so that its bytes have not changed."""
+        publication = self._records.publication(engine, number, now)
+        if publication is None or publication.stage is PublicationStage.AWAITED:
+            engine.check_recovered()
+            engine.check_may_arrive(number, now - self._times.max_ttl)
+            problem = f"publication {number} of {engine.source} has not arrived yet"
+            raise HomeRecovering(problem, engine_id=engine.source.engine_id)
+        if publication.stage is PublicationStage.RELEASED or now >= publication.final_at:
+            raise publication.refusal()
+        if engine.standing not in (Standing.LIVE, Standing.LOST) or engine.lost_ranks:
+            raise PublicationAborted(
+                f"{publication}: its source is lost", engine_id=engine.source.engine_id, publication=number
+            )
+        return publication
+
+    def _check_hint(self, publication: PublicationRecord, digest: bytes) -> None:
+        if not secrets.compare_digest(publication.hint_digest, digest):
+            raise BadReference(f"{publication}: this is not the hint in the reference that its source made")
 
     def _extend(self, lease: Lease, engine: EnginePublications, now: float) -> bool:
         """Extend a live lease to a ttl from now, within its limits. Returns whether its engine is live."""

@@ -58,6 +58,7 @@ class PublicationRecord:
     number: int  # rising per incarnation
     stage: PublicationStage = PublicationStage.AWAITED
     request_id: str = ""  # from its first step
+    hint_digest: bytes = field(default=b"", repr=False)  # of the hint in its reference; empty: no hint
     router_key: RouterKey | None = None  # chosen by a router, sent with the first step; None: no router chose one
     steps: list[PublicationStep] = field(default_factory=list)  # dropped at release
     # What the steps hold of each group, so that a new step is checked without going through them.
@@ -109,6 +110,7 @@ class PublicationRecord:
     def add(self, step: PublicationStep) -> None:
         self.steps.append(step)
         self.step_count += 1
+        self.hint_digest = step.hint_digest
         for new in step.groups:
             self.blocks += new.num_blocks
             before = self.extents.get(new.group) or PublishedExtent(new.first_token, new.end, 0)

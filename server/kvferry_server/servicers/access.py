@@ -80,7 +80,7 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
         yield Need((ENGINE, READER, RELAY))
         return
     kinds = {notification.WhichOneof("kind") for notification in request.notifications}
-    for kind in kinds - {"decline"}:
+    for kind in kinds - {"decline", "validate"}:
         if kind in OF_A_SOURCE:
             # `rank_left` comes from the node server that relays the rank's Watch.
             yield Need((ENGINE, RELAY) if kind == "rank_left" else (ENGINE,), request.sender.engine_id)
@@ -90,6 +90,11 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
     if "decline" in kinds:
         declines = (n.decline for n in request.notifications if n.HasField("decline"))
         yield from dict.fromkeys(need for decline in declines for need in _decline(decline))
+    if "validate" in kinds:
+        # Like a call of ReadBlocks: no lease was acquired before.
+        yield from dict.fromkeys(
+            need for n in request.notifications if n.HasField("validate") for need in _read(n.validate.reference)
+        )
     if not kinds:
         yield Need((ENGINE, READER, RELAY))
 

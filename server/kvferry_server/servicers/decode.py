@@ -10,7 +10,7 @@ from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
 from kvferry._wire.blocks_codec import runs_from_proto
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
-from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
+from kvferry._wire.reference import ENGINE_PREFIX, HINT_DIGEST_BYTES, parse_engine_reference, parse_reference
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version
 from kvferry.errors import InvalidField
@@ -176,6 +176,8 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         raise InvalidField("publish.groups", f"{runs} runs in {groups} groups", f"at most {MAX_RUNS} in {MAX_GROUPS}")
     if message.expected_reads > max_reads:
         raise InvalidField("publish.expected_reads", message.expected_reads, f"at most {max_reads}")
+    if message.hint_digest and (message.step or not message.last):
+        raise InvalidField("publish.hint_digest", f"in step {message.step}", "with a publication of one step only")
     if message.payload and not message.last:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", "none before the last step")
     return PublicationStep(
@@ -191,6 +193,7 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         unfinished=_unfinished(message.unfinished) if message.HasField("unfinished") else None,
         marks=_marks(message.marks),
         encoded=_blocks(message),
+        hint_digest=exactly("publish.hint_digest", message.hint_digest, HINT_DIGEST_BYTES, optional=True),
     )
 
 
@@ -231,11 +234,26 @@ def _blocks(message: pb.Publish) -> bytes:
     return blocks.SerializeToString()
 
 
-def reports(message: pb.ReadDone, max_parties: int) -> tuple[RankReport, ...]:
+def reports(message: pb.ReadDone | pb.Validate, max_parties: int) -> tuple[RankReport, ...]:
     """Decode the reports of a notification: at least one, at most `max_parties`."""
     if not 1 <= len(message.reports) <= max_parties:
-        raise InvalidField("read_done.reports", f"{len(message.reports)}", f"1 to {max_parties}")
+        raise InvalidField("reports", f"{len(message.reports)}", f"1 to {max_parties}")
     return tuple(_report(report) for report in message.reports)
+
+
+def hinted_read(
+    message: pb.Validate, reader: EngineRef, max_parties: int, names: Names, host: str
+) -> tuple[LeaseRequest, bytes]:
+    """Decode the read that a Validate ends, and the digest of its hint. Raises `InvalidField` or `BadReference` if a
+    field is malformed."""
+    if not 1 <= message.parties <= max_parties:
+        raise InvalidField("validate.parties", message.parties, f"1 to {max_parties}")
+    named, read_id = reference(message.reference), random_bytes("validate.read_id", message.read_id)
+    if isinstance(named, RouterReference):
+        raise InvalidField("validate.reference", "one that a router made", "that of a publication, which has a hint")
+    digest = exactly("validate.hint_digest", message.hint_digest, HINT_DIGEST_BYTES)
+    read = ReadKey(named.source, named.publication, reader, read_id)
+    return LeaseRequest(read, named.key, message.parties, names=names, host=host), digest
 
 
 _OUTCOMES = {outcome.value: outcome for outcome in RankOutcome}
@@ -244,7 +262,7 @@ _OUTCOMES = {outcome.value: outcome for outcome in RankOutcome}
 def _report(message: pb.RankReport) -> RankReport:
     outcome = _OUTCOMES.get(message.outcome)
     if outcome is None:
-        raise InvalidField("read_done.reports.outcome", message.outcome, "a value of RankOutcome")
+        raise InvalidField("reports.outcome", message.outcome, "a value of RankOutcome")
     return RankReport(message.rank, outcome, message.bytes, reason_name(message.reason))
 
 

@@ -11,7 +11,8 @@ from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef, Names, RouterReference
+from kvferry_server.domain.identity import EngineRef, RouterReference
+from kvferry_server.domain.reads import ReportAnswer
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
 from kvferry_server.servicers import checks, decode, encode
@@ -108,7 +109,7 @@ async def _result(
             return _done()
         if kind in OF_A_SOURCE:
             return _from_source(home, sender, kind, notification)
-        return _from_reader(home, sender, caller.names, kind, notification)
+        return _from_reader(home, sender, caller, kind, notification)
     except KvferryError as error:
         home.journal.notification_refused(kind or "unknown", error.reason, error.values, sender)
         return pb.NotificationResult(error=to_notification_error(error))
@@ -157,8 +158,9 @@ def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:
 
 
 def _from_reader(
-    home: Home, sender: EngineRef, names: Names, kind: str, notification: pb.Notification
+    home: Home, sender: EngineRef, caller: Caller, kind: str, notification: pb.Notification
 ) -> pb.NotificationResult:
+    names = caller.names
     if kind == "renew":
         lease_id = checks.random_bytes("renew.lease_id", notification.renew.lease_id)
         with home.turn() as now:
@@ -169,14 +171,24 @@ def _from_reader(
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
         reports = decode.reports(notification.read_done, home.limits.ranks)
         with home.turn():
-            answer = home.lessor.report(lease_id, sender, reports, names)
-        verdict = pb.Verdict.ValueType(answer.verdict)
-        ended = pb.ReadEnded(verdict=verdict, reported=answer.reported, complete=answer.complete)
-        return pb.NotificationResult(read_ended=ended)
+            return _read_ended(home.lessor.report(lease_id, sender, reports, names))
+    if kind == "validate":
+        validate, ranks = notification.validate, home.limits.ranks
+        request, digest = decode.hinted_read(validate, sender, ranks, names, caller.host)
+        reports = decode.reports(validate, ranks)
+        with home.turn():
+            return _read_ended(home.lessor.validate(request, digest, reports))
     lease_id = checks.random_bytes("cancel.lease_id", notification.cancel.lease_id)
     with home.turn():
         home.lessor.cancel(lease_id, sender, names)
     return _done()
+
+
+def _read_ended(answer: ReportAnswer) -> pb.NotificationResult:
+    verdict = pb.Verdict.ValueType(answer.verdict)
+    return pb.NotificationResult(
+        read_ended=pb.ReadEnded(verdict=verdict, reported=answer.reported, complete=answer.complete)
+    )
 
 
 def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult:
