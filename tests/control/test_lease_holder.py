@@ -17,14 +17,14 @@ from kvferry._control import lease_holder
 from kvferry._control.acquisition import Acquired
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
-from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder, ReadReport
+from kvferry._control.lease_holder import DECLINE_PATIENCE, Answer, LeaseHolder, ReadReport
 from kvferry._control.notifier import Message, Notifier
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._prompt import Prompt
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref
-from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, LeaseEnded
+from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, KvferryError, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import LEASE, READER, accepted, reference
 from tests.control.scripted import Scripted, polled, scripted
@@ -57,11 +57,12 @@ class Holding:
         return [one for request in self.server.notified for one in request.notifications]
 
     def verdict(self, result: pb.NotificationResult) -> Verdict:
-        verdicts: SimpleQueue[Verdict] = SimpleQueue()
+        verdicts: SimpleQueue[Answer] = SimpleQueue()
         self.server.notify = lambda _: [result]
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)
         on_loop(self.loop, lambda: self.holder.report(self.control, [ReadReport(self.lease, [report], verdicts.put)]))
-        return verdicts.get(timeout=30)
+        answer = verdicts.get(timeout=30)
+        return None if isinstance(answer, KvferryError) else answer
 
 
 @pytest.fixture(params=[None], ids=["engine"])

@@ -15,7 +15,7 @@ from kvferry._clock import now, to_duration
 from kvferry._control import lease_holder, notifier
 from kvferry._control.acquisition import Acquired
 from kvferry._control.connection import Control
-from kvferry._control.lease_holder import LeaseHolder, ReadReport
+from kvferry._control.lease_holder import Answer, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.retrying import retrying
 from kvferry._wire.status import to_notification_error
@@ -101,12 +101,12 @@ def test_a_report_is_repeated_until_it_is_answered(tmp_path: Path, ranks: int) -
             return [valid for _ in request.notifications]
 
         server.notify = notify
-        verdicts: list[pb.Verdict.ValueType | None] = []
+        verdicts: list[Answer] = []
         reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=1 << 60) for rank in range(ranks)]
         report(holder, control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
         # A home that answers with less than was asked has answered nothing, and is not asked again.
         until(lambda: bool(verdicts))
-        assert verdicts[0] is None
+        assert isinstance(verdicts[0], KvferryError)
         report(holder, control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
         until(lambda: pb.VERDICT_VALID in verdicts)
         said = [told.read_done for told in server.notified[-1].notifications]
@@ -242,7 +242,7 @@ def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(
             return [pb.NotificationResult(read_ended=pb.ReadEnded(verdict=said[lease])) for lease in leases]
 
         server.notify = notify
-        verdicts: dict[int, list[pb.Verdict.ValueType | None]] = {number: [] for number in said}
+        verdicts: dict[int, list[Answer]] = {number: [] for number in said}
         share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
         reports = [
             ReadReport(ReaderLease(bytes([number]) * 16, now(), 60.0, 20.0), [share], verdicts[number].append)
@@ -262,7 +262,7 @@ def test_a_notification_that_a_home_refuses_is_repeated_without_the_rest(
         again = pb.NotificationResult(error=to_notification_error(HomeRecovering("not now", retry_after=0.01)))
         valid = pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID))
         server.notify = lambda request: [valid, again] if len(request.notifications) == 2 else [valid]
-        verdicts: list[list[pb.Verdict.ValueType | None]] = [[], []]
+        verdicts: list[list[Answer]] = [[], []]
         share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
         report(
             holder,

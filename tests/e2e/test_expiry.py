@@ -57,7 +57,7 @@ def test_read_whose_lease_ran_out_is_expired_and_its_blocks_are_uncertain_until_
 ) -> None:
     with (
         NodeServerProcess(tmp_path / "home", tcp=True, ttl=3, max_ttl=3) as server,
-        Client(server.address, options=NixlOptions(ucx_tls="tcp")) as client,
+        Client(server.address, options=NixlOptions(ucx_tls="tcp"), optimistic=False) as client,
     ):
         source = engine(server.address, MODEL, shards(4, 1), ucx_tls="tcp").ready()
         request = kv(MODEL, 20, 32)

@@ -171,7 +171,6 @@ def test_a_request_is_one_trace_from_the_router_to_its_release(collector: Collec
         ("prefill: kvferry.publish", call + "Notify"),
         ("prefill: kvferry.publish", "decode: kvferry.read"),
         ("decode: kvferry.read", "decode: kvferry.acquire"),
-        ("decode: kvferry.acquire", call + "ReadBlocks"),
         ("decode: kvferry.read", "decode: kvferry.handshake"),
         ("decode: kvferry.handshake", call + "Handshake"),
         ("decode: kvferry.read", "decode: kvferry.move"),

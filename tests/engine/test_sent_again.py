@@ -45,7 +45,7 @@ def test_a_released_publication_is_not_published_again_to_a_restarted_home(monke
         return answers
 
     with Fabric() as fabric:
-        prefill, decode = fabric.client(), fabric.client()
+        prefill, decode = fabric.client(), fabric.client(optimistic=False)
         port, worker = SchedulerPort(prefill, SPEC), WorkerPort(prefill, SPEC)
         worker.register({"layer": memory()}, axes=AXES)
         monkeypatch.setattr(Control, "notify", call)

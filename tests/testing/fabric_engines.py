@@ -32,14 +32,22 @@ class Engine:
     """An engine of `ranks` tensor-parallel ranks."""
 
     def __init__(
-        self, fabric: Fabric, name: str, ranks: int = 1, layout: str = "hnd", blocks: int = BLOCKS, **identity: str
+        self,
+        fabric: Fabric,
+        name: str,
+        ranks: int = 1,
+        layout: str = "hnd",
+        blocks: int = BLOCKS,
+        *,
+        optimistic: bool = True,
+        **identity: str,
     ) -> None:
         self.fabric, self.layout, self.blocks = fabric, layout, blocks
         self.spec = EngineSpec(name, (Group("full", block_tokens=BLOCK, num_blocks=blocks),), ranks, identity)
         self.heads = shards(ranks, HEADS)
         self.scheduler = fabric.client()
         self.session: EngineSession = self.scheduler.open_engine(self.spec)
-        self.workers: list[Client] = [fabric.client() for _ in range(ranks)]
+        self.workers: list[Client] = [fabric.client(optimistic=optimistic) for _ in range(ranks)]
         self.memory = [self._memory(len(heads)) for heads in self.heads]
         self.caches: list[Cache] = [
             worker.register_cache(

@@ -74,7 +74,7 @@ def test_a_publication_that_nobody_reads_comes_back_after_the_hold(fabric: Fabri
 def test_a_publication_comes_back_after_the_lease_and_the_hold_of_a_reader_that_died(
     fabric: Fabric, prefill: Cache
 ) -> None:
-    client = fabric.client()
+    client = fabric.client(optimistic=False)
     port, _, _ = decode(client)
     publication = prefill.session.publish("mine", {"full": Blocks([1])})
     port.acquire("mine", publication.reference)

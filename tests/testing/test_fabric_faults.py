@@ -98,7 +98,7 @@ def test_reads_fail_only_where_asked_to(fabric: Fabric) -> None:
 
 def test_a_lease_ends_while_bytes_are_under_way() -> None:
     with Fabric(ttl=1.5, max_ttl=1.5, hold=1.5) as fabric:
-        prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+        prefill, decode = Engine(fabric, "p"), Engine(fabric, "d", optimistic=False)
         publication = prefill.publish(VALUES, THEIRS)
         with fabric.hold_reads() as held:
             (read,) = decode.read(publication.reference, MINE)
@@ -135,7 +135,7 @@ def test_a_restarted_home_is_refilled(fabric: Fabric) -> None:
 
 
 def test_bytes_go_on_moving_while_the_home_is_away(fabric: Fabric) -> None:
-    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d", optimistic=False)
     publication = prefill.publish(VALUES, THEIRS)
     with fabric.hold_reads() as held:
         (read,) = decode.read(publication.reference, MINE)
@@ -171,7 +171,7 @@ def test_a_source_that_died_cannot_be_read_and_its_successor_can() -> None:
 def test_a_read_without_an_end_ends_when_its_home_has_lost_the_source() -> None:
     # As over a network card: the rank's memory is there, and nothing says that its bytes do not come any more.
     with Fabric(engine_ttl=0.1, ttl=4.5, max_ttl=4.5) as fabric:
-        prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+        prefill, decode = Engine(fabric, "p"), Engine(fabric, "d", optimistic=False)
         publication = prefill.publish(VALUES, THEIRS)
         with fabric.hold_reads() as held:
             (read,) = decode.read(publication.reference, MINE, timeout=SOON)

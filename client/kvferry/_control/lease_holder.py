@@ -44,13 +44,13 @@ Answer: TypeAlias = "pb.Verdict.ValueType | KvferryError | None"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadReport:
-    """Reports the ends of all shares of a read, under its lease or from its hint. `answered` is called after each
-    attempt."""
+    """Reports the ends of all shares of a read. `answered` is called after each attempt. `hinted` is the request of a
+    read from a hint, which has no lease."""
 
-    request: AcquireRequest
-    acquired: Acquired
+    lease: ReaderLease
     shares: Sequence[pb.RankReport]
     answered: Callable[[Answer], None]
+    hinted: AcquireRequest | None = None
 
 
 class LeaseHolder:
@@ -208,8 +208,8 @@ class LeaseHolder:
 
     def _ends(self, report: ReadReport) -> list[tuple[pb.Notification, float]]:
         """Make the notifications of a report, each with the time after which it is useless."""
-        request, lease = report.request, report.acquired.lease
-        if not report.acquired.hinted:
+        request, lease = report.hinted, report.lease
+        if request is None:
             return [(each, lease.deadline) for each in read_done(lease.lease_id, report.shares)]
         validate = pb.Validate(
             reference=request.text,

@@ -298,9 +298,11 @@ class LeasedReads(Generic[SomeRead]):
         try:
             read.pin = await self._holder.acquire(read.request, partial(self._lease_changed, read)).first()
         except KvferryError as error:
+            # A home that is away may be back in time to validate the read.
             with self.lock:
-                if read.stage in BEGUN:
-                    self.fail(read, error.with_traceback(None))
+                if read.stage is ReadStage.GRANTED or (read.stage is ReadStage.READING and not error.retryable):
+                    begun = read.stage is ReadStage.READING
+                    self.fail(read, _uncovered(read, error.message) if begun else error.with_traceback(None))
             return
         read.lease = read.pin.lease
 
@@ -438,7 +440,8 @@ class LeasedReads(Generic[SomeRead]):
         if any(end.error is error for end in ends.values()):
             error = None
         shares = [_share(rank, end.error, error, end.bytes) for rank, end in sorted(ends.items())]
-        return ReadReport(read.request, acquired, shares, partial(self._answered, read))
+        hinted = read.request if acquired.hinted else None
+        return ReadReport(acquired.lease, shares, partial(self._answered, read), hinted)
 
     def _answered(self, read: SomeRead, answer: Answer) -> None:
         if answer is None and read.acquired is not None and read.acquired.hinted:
@@ -508,9 +511,8 @@ class LeasedReads(Generic[SomeRead]):
         if read.acquired.hinted:
             read.confirmed = read.verdict == pb.VERDICT_VALID
             if not read.confirmed:
-                # Only the home can know whether the source had released the blocks.
-                problem = f"read {read.read_id}: its home did not confirm that its blocks were still published"
-                read.error = read.not_validated or TransferExpired(problem, read_id=read.read_id)
+                late = _uncovered(read, "its home has not confirmed in time that its blocks were still published")
+                read.error = read.not_validated or late
             self._end(read)
             return
         verdict = verdict_of(read.ended_at, read.acquired.lease.deadline, read.verdict)
@@ -555,6 +557,11 @@ class LeasedReads(Generic[SomeRead]):
 def _cancel(read: LeasedRead) -> None:
     if read.lead is not None:
         read.lead.cancel()
+
+
+def _uncovered(read: LeasedRead, why: str) -> TransferExpired:
+    """Make the error of a read from a hint whose blocks may have been released: only the home can know."""
+    return TransferExpired(f"read {read.read_id}: its bytes do not count: {why}", read_id=read.read_id)
 
 
 def _verdict_name(verdict: pb.Verdict.ValueType) -> str:

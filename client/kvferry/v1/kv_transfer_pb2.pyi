@@ -1680,7 +1680,7 @@ class Validate(google.protobuf.message.Message):
     PARTIES_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
     reference: builtins.str
-    """reference of the publication; its hint may be left out."""
+    """reference of the publication, at most 4096 bytes; its hint may be left out."""
     read_id: builtins.bytes
     """read_id, 16 bytes, as in ReadBlocksRequest."""
     hint_digest: builtins.bytes

@@ -176,7 +176,9 @@ def _from_reader(
         validate, ranks = notification.validate, home.limits.ranks
         request, digest = decode.hinted_read(validate, sender, ranks, names, caller.host)
         reports = decode.reports(validate, ranks)
+        source = request.read.source
         with home.turn():
+            home.engines.find_live(source.engine_id, source.incarnation)
             return _read_ended(home.lessor.validate(request, digest, reports))
     lease_id = checks.random_bytes("cancel.lease_id", notification.cancel.lease_id)
     with home.turn():

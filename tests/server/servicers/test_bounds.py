@@ -392,7 +392,7 @@ async def test_acknowledgements_and_reports_have_limits(tmp_path: Path) -> None:
         assert answer.error.metadata["field"] == "released_ack.publications"
         reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE) for rank in range(Limits().ranks + 1)]
         [answer] = await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=b"x" * 16, reports=reports)))
-        assert answer.error.metadata["field"] == "read_done.reports"
+        assert answer.error.metadata["field"] == "reports"
 
 
 async def test_reported_bytes_count_up_to_the_bytes_that_the_source_holds(tmp_path: Path) -> None:

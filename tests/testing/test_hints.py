@@ -1,0 +1,266 @@
+"""A read takes its blocks from the hint in the reference, without a lease; at the end, the home says whether they
+count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, parse_reference
+from kvferry._wire.reference import MAX_LENGTH, format_reference
+from kvferry.engine import SchedulerPort
+from kvferry.errors import (
+    BadReference,
+    KvferryError,
+    PeerRestarted,
+    PromptMismatch,
+    PublicationAborted,
+    PublicationReleased,
+    PublicationStale,
+)
+from kvferry.testing import Fabric
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+AXES = ("kv", "block", "head", "token", "content")
+SOON = 20.0
+BLOCKS = 16
+ENDED = (PublicationReleased, PublicationAborted, PublicationStale, PeerRestarted)
+
+
+class Pair:
+    """A source whose block n holds the value n, and a reader."""
+
+    def __init__(self, fabric: Fabric, **options: Any) -> None:
+        self.fabric = fabric
+        self.source, self.reader = fabric.client(), fabric.client(**options)
+        self.memory = np.zeros((2, BLOCKS, 1, 4, 4), np.float32)
+        theirs = self.memory + np.arange(BLOCKS, dtype=np.float32)[None, :, None, None, None]
+        group = Group("full", block_tokens=4, num_blocks=BLOCKS)
+        self.spec = EngineSpec("d", (group,))
+        self.session = self.source.open_engine(EngineSpec("p", (group,)))
+        self.source.register_cache(EngineSpec("p", (group,)), tensors={"layer": theirs}, axes=AXES)
+        self.cache = self.reader.register_cache(self.spec, tensors={"layer": self.memory}, axes=AXES)
+
+    def publish(self, block: int = 3, **options: Any) -> Publication:
+        return self.session.publish("request", {"full": Blocks([block])}, **options)
+
+    def holds(self, value: int, block: int = 7) -> bool:
+        return bool((self.memory[:, block] == value).all())
+
+    def leases(self) -> list[Any]:
+        """The leases that the home has granted and that have not ended."""
+        return [lease for lease in records(self.fabric).leases() if lease.live]
+
+
+def records(fabric: Fabric) -> Any:
+    home = fabric._home
+    assert home is not None
+    return home._home.records
+
+
+def hint_of(publication: Publication) -> pb.Hint:
+    return pb.Hint.FromString(parse_reference(publication.reference).hint)
+
+
+@pytest.fixture(name="pair")
+def pair_fixture(fabric: Fabric) -> Pair:
+    return Pair(fabric)
+
+
+def test_a_read_from_a_hint_counts_without_a_lease_and_releases_its_publication(pair: Pair) -> None:
+    publication = pair.publish(payload=b"first token")
+    granted = records(pair.fabric).journal.notifications
+    result = pair.cache.read(publication.reference, {"full": Blocks([7])}).result(SOON)
+    assert pair.holds(3)
+    assert (result.payload, result.confirmed, result.request_id) == (b"first token", True, "request")
+    assert (granted["validate"], granted["read_done"]) == (1, 0)
+    (release,) = pair.session.released(timeout=SOON)
+    assert release.outcome.name == "READ"
+    (summary,) = release.reads
+    assert (summary.state, summary.reader, summary.bytes) == ("valid", "d", result.bytes)
+
+
+def test_an_offer_is_there_when_acquire_returns(pair: Pair) -> None:
+    port = SchedulerPort(pair.fabric.client(), EngineSpec("e", pair.spec.groups))
+    publication = pair.publish(payload=b"first token")
+    port.acquire("r", publication.reference)
+    offer = port.granted("r")
+    assert offer is not None
+    assert offer.blocks()["full"].ids.tolist() == [3]
+    assert (offer.payload, offer.complete) == (b"first token", True)
+    port.close()
+
+
+@pytest.mark.parametrize("options", [{"optimistic": False}, {"integrity": IntegrityOptions("full")}])
+def test_readers_that_need_a_lease_take_one(fabric: Fabric, options: dict[str, Any]) -> None:
+    pair = Pair(fabric, **options)
+    publication = pair.publish()
+    pair.cache.read(publication.reference, {"full": Blocks([7])}).result(SOON)
+    assert pair.holds(3)
+    assert records(fabric).journal.notifications["validate"] == 0
+
+
+def test_references_have_no_hint_where_blocks_follow_are_summed_or_are_too_many(fabric: Fabric) -> None:
+    group = Group("full", block_tokens=4, num_blocks=8192)
+    memory = np.zeros((2, 8192, 1, 4, 1), np.uint8)
+    client = fabric.client()
+    session = client.open_engine(EngineSpec("p", (group,)))
+    client.register_cache(EngineSpec("p", (group,)), tensors={"layer": memory}, axes=AXES)
+    scattered = {"full": Blocks(range(0, 4096, 2))}
+    publications = [
+        session.publish("more follow", {"full": Blocks([1])}, last=False),
+        session.publish("summed", {"full": Blocks([1])}, checksums=True),
+        session.publish("too many", scattered),
+        session.publish("payload", {"full": Blocks([1])}, payload=bytes(2048)),
+    ]
+    assert not [each for each in publications if parse_reference(each.reference).hint]
+    long = session.publish("n" * 256, {"full": Blocks(range(0, 1300, 3))}, prompt=Prompt(range(9)))
+    assert len(long.reference) <= MAX_LENGTH
+
+
+@pytest.mark.parametrize("end", ["abort", "restart"])
+def test_bytes_do_not_count_whose_publication_has_ended_in_the_meantime(pair: Pair, end: str) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])})
+        held.wait(1, SOON)
+        if end == "abort":
+            pair.session.abort(publication)
+            assert pair.session.released(timeout=SOON)
+        else:
+            pair.session.close()
+            pair.fabric.client().open_engine(EngineSpec("p", pair.spec.groups))
+    error = read.exception(SOON)
+    assert isinstance(error, ENDED)
+    assert read.quiet
+
+
+def altered(publication: Publication, alter: Callable[[pb.Hint], object]) -> str:
+    """The reference as a router has changed it."""
+    reference, hint = parse_reference(publication.reference), hint_of(publication)
+    alter(hint)
+    reference.hint = hint.SerializeToString()
+    return format_reference(reference)
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda hint: hint.groups[0].run_starts.__setitem__(0, 5),
+        lambda hint: hint.MergeFrom(pb.Hint(payload=b"another")),
+        lambda hint: hint.ClearField("marks"),
+    ],
+    ids=["blocks", "payload", "marks"],
+)
+def test_a_hint_that_a_router_has_altered_does_not_count(pair: Pair, alter: Callable[[pb.Hint], object]) -> None:
+    prompt = Prompt(range(4))
+    publication = pair.publish(prompt=prompt)
+    read = pair.cache.read(altered(publication, alter), {"full": Blocks([7])}, prompt=prompt)
+    assert isinstance(read.exception(SOON), BadReference)
+    # It is there for a reader of the reference as it was.
+    pair.cache.read(publication.reference, {"full": Blocks([8])}, prompt=prompt).result(SOON)
+    assert pair.holds(3, 8)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [b"\xff\xff", pb.Hint(groups=[pb.GroupBlocks(group="g", run_starts=[1])]).SerializeToString()],
+)
+def test_a_hint_that_cannot_be_read_costs_no_more_than_a_lease(pair: Pair, hint: bytes) -> None:
+    publication = pair.publish()
+    reference = parse_reference(publication.reference)
+    reference.hint = hint
+    read = pair.cache.read(format_reference(reference), {"full": Blocks([7])})
+    assert read.exception(SOON) is None
+    assert pair.holds(3)
+
+
+def test_the_hint_of_another_publication_does_not_count(pair: Pair) -> None:
+    first, second = pair.publish(3), pair.publish(5)
+    read = pair.cache.read(altered(first, lambda hint: hint.CopyFrom(hint_of(second))), {"full": Blocks([7])})
+    assert isinstance(read.exception(SOON), BadReference)
+
+
+def test_a_hint_with_the_mark_of_another_prompt_moves_no_byte(pair: Pair) -> None:
+    publication = pair.publish(prompt=Prompt([1, 2, 3, 4]))
+    read = pair.cache.read(publication.reference, {"full": Blocks([7])}, prompt=Prompt([1, 2, 3, 5]))
+    assert isinstance(read.exception(SOON), PromptMismatch)
+    assert pair.holds(0)
+
+
+def test_a_long_read_gets_a_lease_so_that_its_publication_is_not_released(pair: Pair) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        assert not pair.leases()
+        for _ in range(20):
+            pair.fabric.advance(10.0)
+        assert len(pair.leases()) == 1
+        assert not pair.session.released(timeout=0)
+    read.result(SOON)
+    assert pair.holds(3)
+    assert not pair.leases()
+    (release,) = pair.session.released(timeout=SOON)
+    assert [summary.state for summary in release.reads] == ["valid"]
+
+
+def test_a_request_that_waits_for_blocks_gets_a_lease_and_gives_it_back(pair: Pair) -> None:
+    port = SchedulerPort(pair.fabric.client(), EngineSpec("e", pair.spec.groups))
+    publication = pair.publish()
+    port.acquire("r", publication.reference, timeout=1000.0)
+    for _ in range(20):
+        pair.fabric.advance(10.0)
+    assert len(pair.leases()) == 1
+    port.cancel("r")
+    port.close()
+    assert not pair.leases()
+
+
+def test_an_offer_ends_when_its_publication_does(pair: Pair) -> None:
+    port = SchedulerPort(pair.fabric.client(), EngineSpec("e", pair.spec.groups))
+    publication = pair.publish()
+    port.acquire("r", publication.reference)
+    pair.session.abort(publication)
+    assert pair.session.released(timeout=SOON)
+    assert port.news() == ["r"]
+    for _ in range(5):
+        pair.fabric.advance(1.0)
+    port.wait_news(SOON)
+    with pytest.raises(KvferryError) as refused:
+        port.granted("r")
+    assert isinstance(refused.value, ENDED)
+    port.close()
+
+
+def test_a_home_that_has_restarted_is_asked_again_until_it_knows(pair: Pair) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])})
+        held.wait(1, SOON)
+        pair.fabric.stop_home()
+    pair.fabric.start_home()
+    assert read.result(SOON).confirmed
+    assert pair.holds(3)
+
+
+def test_every_read_counts_once(pair: Pair) -> None:
+    publication = pair.publish(expected_reads=2)
+    pair.cache.read(publication.reference, {"full": Blocks([7])}).result(SOON)
+    assert not pair.session.released(timeout=0)
+    pair.cache.read(publication.reference, {"full": Blocks([8])}).result(SOON)
+    (release,) = pair.session.released(timeout=SOON)
+    assert [summary.state for summary in release.reads] == ["valid", "valid"]
+
+
+def test_a_failed_read_is_told_and_leaves_its_publication_to_others(pair: Pair) -> None:
+    publication = pair.publish()
+    pair.fabric.fail_reads(1)
+    assert pair.cache.read(publication.reference, {"full": Blocks([7])}).exception(SOON) is not None
+    pair.fabric.fail_reads(0)
+    pair.cache.read(publication.reference, {"full": Blocks([8])}).result(SOON)
+    (release,) = pair.session.released(timeout=SOON)
+    assert sorted(summary.state for summary in release.reads) == ["failed", "valid"]
