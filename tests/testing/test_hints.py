@@ -23,6 +23,7 @@ from kvferry.errors import (
 )
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.waiting import until
 
 AXES = ("kv", "block", "head", "token", "content")
 SOON = 20.0
@@ -206,6 +207,31 @@ def test_a_long_read_gets_a_lease_so_that_its_publication_is_not_released(pair: 
     assert not pair.leases()
     (release,) = pair.session.released(timeout=SOON)
     assert [summary.state for summary in release.reads] == ["valid"]
+
+
+def test_a_long_read_of_a_hint_that_was_altered_ends_with_its_lease(pair: Pair) -> None:
+    publication = pair.publish()
+    reference = altered(publication, lambda hint: hint.groups[0].run_starts.__setitem__(0, 5))
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.fabric.advance(1.0)
+        assert isinstance(read.exception(SOON), BadReference)
+        assert not read.quiet
+    assert read.wait_quiet(SOON)
+    assert not pair.leases()
+
+
+def test_a_long_read_counts_by_its_lease_while_its_home_is_away(pair: Pair) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.fabric.advance(1.0)
+        until(lambda: len(pair.leases()) == 1)
+        pair.fabric.stop_home()
+    assert not read.result(SOON).confirmed
+    assert pair.holds(3)
 
 
 def test_a_request_that_waits_for_blocks_gets_a_lease_and_gives_it_back(pair: Pair) -> None:

@@ -55,7 +55,6 @@ class LeasedRead:
         ranks: the ranks that read a share.
         acquired: the lease with its blocks, once granted; of a progressive read with the first blocks.
         lease: the lease that the bytes need now.
-        pin: the lease of a read from a hint that takes long.
         not_validated: why the home did not validate a read from a hint.
         complete: all blocks are known.
         until: end of the tokens that are read, once known.
@@ -78,7 +77,6 @@ class LeasedRead:
         self.stage = ReadStage.WAITING
         self.acquired: Acquired | None = None
         self.lease = ReaderLease.none()
-        self.pin: Acquired | None = None
         self.not_validated: KvferryError | None = None
         self.complete = False
         self.until = 0

@@ -35,6 +35,7 @@ from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._tracing import NO_SPAN, start_span
 from kvferry._wire.status import reason_number
 from kvferry.errors import (
+    BadReference,
     Closed,
     KvferryError,
     TransferCancelled,
@@ -54,7 +55,7 @@ ANSWER_GRACE = 4.0
 """Seconds after `VERDICT_TIMEOUT`, which ends the call, until the answer counts as missing: with many reads, gRPC's
 thread delivers answers late. Only the home's verdict shows that this machine was paused."""
 
-PIN_AFTER = 0.5
+LEASE_AFTER = 0.5
 """Seconds after which a read with the blocks of a hint gets a lease: a short read does not need one."""
 
 BEGUN = (ReadStage.GRANTED, ReadStage.READING)
@@ -235,7 +236,7 @@ class LeasedReads(Generic[SomeRead]):
     async def _lead(self, read: SomeRead) -> None:
         """Take a read from its reference to its verdict."""
         if read.acquired is not None:
-            await self._lead_hinted(read, read.acquired)
+            await self._lead_hinted(read)
             return
         acquisition = self._holder.acquire(read.request, partial(self._lease_changed, read))
         overdue = self._loop.at(read.request.deadline + RANKS_GRACE, partial(self._never_heard, read))
@@ -264,47 +265,60 @@ class LeasedReads(Generic[SomeRead]):
         finally:
             if more is not None:
                 more.cancel()
-            if reported:
-                self._holder.drop(acquired)
-            else:
-                self._holder.let_go(read.request.home, acquired)
+            self._end_lease(read, acquired, reported=reported)
 
-    async def _lead_hinted(self, read: SomeRead, acquired: Acquired) -> None:
+    async def _lead_hinted(self, read: SomeRead) -> None:
         """Take a read with the blocks of a hint to its verdict."""
-        pinning = list[asyncio.Task[None]]()
-
-        def pin() -> None:
-            pinning.append(self._loop.spawn(self._pin(read), f"the lease of read {read.read_id}"))
-
-        timer = self._loop.at(self._loop.now() + PIN_AFTER, pin)
+        leasing = list[asyncio.Task[None]]()
+        timer = self._loop.at(self._loop.now() + LEASE_AFTER, lambda: leasing.append(self._begin_lease(read)))
         reported = False
         try:
-            if await self._all_ended(read):
-                self._report_soon(read, acquired)
+            ended = await self._all_ended(read)
+            timer.cancel()
+            for task in leasing:
+                task.cancel()
+            if ended and read.acquired is not None:
+                self._report_soon(read, read.acquired)
                 reported = True
-                await self._conclude(read, acquired)
+                await self._conclude(read, read.acquired)
         finally:
             timer.cancel()
-            for task in pinning:
+            for task in leasing:
                 task.cancel()
-            if read.pin is not None and reported:
-                self._holder.drop(read.pin)
-            elif read.pin is not None:
-                self._holder.let_go(read.request.home, read.pin)
+            if read.acquired is not None and not read.acquired.hinted:
+                self._end_lease(read, read.acquired, reported=reported)
 
-    async def _pin(self, read: SomeRead) -> None:
-        """Lease a publication that is read from a hint, because the read takes long or has not begun: the source must
-        not release its blocks meanwhile."""
+    def _begin_lease(self, read: SomeRead) -> asyncio.Task[None]:
+        return self._loop.spawn(self._lease(read), f"the lease of read {read.read_id}")
+
+    async def _lease(self, read: SomeRead) -> None:
+        """Lease a publication that is read from a hint, because the read takes long or has not begun: its source must
+        not release the blocks meanwhile. From then on, the read is like any other with a lease: what was copied before
+        counts as well, since the publication had not been released when the lease was granted."""
         try:
-            read.pin = await self._holder.acquire(read.request, partial(self._lease_changed, read)).first()
+            leased = await self._holder.acquire(read.request, partial(self._lease_changed, read)).first()
         except KvferryError as error:
             # A home that is away may be back in time to validate the read.
             with self.lock:
-                if read.stage is ReadStage.GRANTED or (read.stage is ReadStage.READING and not error.retryable):
-                    begun = read.stage is ReadStage.READING
-                    self.fail(read, _uncovered(read, error.message) if begun else error.with_traceback(None))
+                if read.stage is ReadStage.GRANTED:
+                    self.fail(read, error.with_traceback(None))
+                elif read.stage is ReadStage.READING and not error.retryable:
+                    self.fail(read, _uncovered(read, error.message))
             return
-        read.lease = read.pin.lease
+        with self.lock:
+            begun = read.stage in BEGUN and read.error is None
+            if begun and read.acquired is not None and read.acquired.blocks == leased.blocks:
+                read.acquired, read.lease, read.payload = leased, leased.lease, leased.payload
+                return
+            if begun:
+                self.fail(read, BadReference("its hint is not that of the publication"))
+        self._holder.let_go(read.request.home, leased)
+
+    def _end_lease(self, read: SomeRead, acquired: Acquired, *, reported: bool) -> None:
+        if reported:
+            self._holder.drop(acquired)
+        else:
+            self._holder.let_go(read.request.home, acquired)
 
     def _never_heard(self, read: SomeRead) -> None:
         """Refuse a read whose acquisition has not ended by its deadline: gRPC may get no thread to report the end."""
