@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
 from tests.model.clocks import RATES
+from tests.model.hinted import HintedShare
 from tests.model.host import TIMES
 from tests.model.network import Packet
 from tests.model.readers import Reader, Share
@@ -117,6 +118,13 @@ class Machine(RuleBasedStateMachine):
             progressive=calm % 8 > 3,
         )
         self._calm(bool(calm % 4))
+
+    @precondition(lambda self: self._hinted())
+    @rule(pick=PICK, calm=st.booleans())
+    def a_long_read_is_leased(self, pick: int, calm: bool) -> None:
+        found = self._hinted()
+        found[pick % len(found)].lease_it()
+        self._calm(calm)
 
     @precondition(lambda self: self._copying())
     @rule(pick=PICK, count=st.integers(1, 3), calm=st.booleans())
@@ -472,6 +480,9 @@ class Machine(RuleBasedStateMachine):
         for packet in [packet for packet in network.packets if packet.straggles][but:]:
             network.arrive(packet, self.world.host)
         self.world.settle()
+
+    def _hinted(self) -> list[HintedShare]:
+        return [share for share in self.world.shares if isinstance(share, HintedShare) and not share.over]
 
     def _copying(self) -> list[tuple[Share, int]]:
         return [(share, rank) for share in self.world.shares for rank in share.copying()]

@@ -172,7 +172,7 @@ class Share:
         lease_id = lease.lease_id
 
         def answered(answer: object) -> None:
-            result = _result(answer)
+            result = result_of(answer)
             if isinstance(result, LeaseEnded) and not self.over and lease is self.lease:
                 self._acquire_again(lease)
             if isinstance(result, KvferryError) or self.over:
@@ -392,7 +392,7 @@ class Share:
             return
 
         def answered(answer: object) -> None:
-            result = _result(answer)
+            result = result_of(answer)
             verdict = None if isinstance(result, KvferryError) else result.read_ended.verdict
             if self.over:
                 return
@@ -446,33 +446,12 @@ class Share:
             self._leave(self._pipe)
 
 
-def shares(
-    reader: Reader,
-    offered: Offered | Routed,
-    read_id: str,
-    ranks: int,
-    scheduled: bool,
-    at: tuple[Network, Memory],
-    find: Callable[[pb.Accepted], Offered],
-    errand: Errand,
-    *,
-    progressive: bool = False,
-) -> Sequence[Share]:
-    """Return the processes of one read: one for all ranks, or each rank separately."""
-    network, memory = at
-    groups = [tuple(range(ranks))] if scheduled else [(rank,) for rank in range(ranks)]
-    return [
-        Share(reader, offered, read_id, ranks, group, network, memory, find, errand, progressive=progressive)
-        for group in groups
-    ]
-
-
 def _of(contents: Mapping[int, tuple[int, ...]], piece: Piece) -> tuple[int, ...]:
     block, layers = piece
     return tuple(contents[block][layer] for layer in layers)
 
 
-def _result(answer: object) -> pb.NotificationResult | KvferryError:
+def result_of(answer: object) -> pb.NotificationResult | KvferryError:
     if isinstance(answer, KvferryError):
         return answer
     (result,) = cast(pb.NotifyResponse, answer).results

@@ -19,10 +19,11 @@ from kvferry_server.domain.reads import LeaseState
 from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.confusion import Router
+from tests.model.hinted import HintedShare
 from tests.model.host import ADVERTISE, TIMES, Host
 from tests.model.network import LIFE, Network, Pipe
 from tests.model.prompts import OTHER, PLAIN, Errand, Said
-from tests.model.readers import Reader, Share, shares
+from tests.model.readers import Reader, Share
 from tests.model.source import ENGINE_ID, Memory, Offered, Routed, Source
 from tests.support.references import without_marks
 
@@ -93,10 +94,26 @@ class World:
         errand: Errand | None = None,
     ) -> None:
         errand = errand or self.router.errand(offered)
-        at, read_id = (self.network, self.memory), f"read-{next(self._numbers)}"
-        found = shares(reader, offered, read_id, ranks, scheduled, at, self._find, errand, progressive=progressive)
-        self.shares += found
-        for share in found:
+        number = next(self._numbers)
+        # One process for all ranks, or each rank by itself.
+        groups = [tuple(range(ranks))] if scheduled else [(rank,) for rank in range(ranks)]
+        for group in groups:
+            kind = HintedShare if number % 2 else Share
+            share = kind(
+                reader,
+                offered,
+                f"read-{number}",
+                ranks,
+                group,
+                self.network,
+                self.memory,
+                self._find,
+                errand,
+                progressive=progressive,
+            )
+            if isinstance(share, HintedShare):
+                share.alters = number % 7 == 0
+            self.shares.append(share)
             share.start()
 
     def decline(self, offered: Offered | Routed) -> None:
