@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, parse_reference
+from kvferry._reads.leased_reads import LeasedReads
 from kvferry._wire.reference import MAX_LENGTH, format_reference
 from kvferry.engine import SchedulerPort
+from kvferry.engine.values import RankEnd, WorkerOutput
 from kvferry.errors import (
     BadReference,
     KvferryError,
@@ -20,6 +22,7 @@ from kvferry.errors import (
     PublicationAborted,
     PublicationReleased,
     PublicationStale,
+    TransferExpired,
 )
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -64,6 +67,15 @@ def records(fabric: Fabric) -> Any:
 
 def hint_of(publication: Publication) -> pb.Hint:
     return pb.Hint.FromString(parse_reference(publication.reference).hint)
+
+
+def refusal(pair: Pair, port: SchedulerPort, request_id: str) -> KvferryError:
+    """Why a request is refused after a while, although it had an offer."""
+    for _ in range(5):
+        pair.fabric.advance(1.0)
+    with pytest.raises(KvferryError) as refused:
+        port.granted(request_id)
+    return refused.value
 
 
 @pytest.fixture(name="pair")
@@ -153,8 +165,9 @@ def altered(publication: Publication, alter: Callable[[pb.Hint], object]) -> str
         lambda hint: hint.groups[0].run_starts.__setitem__(0, 5),
         lambda hint: hint.MergeFrom(pb.Hint(payload=b"another")),
         lambda hint: hint.ClearField("marks"),
+        lambda hint: hint.MergeFrom(pb.Hint(request_id="another")),
     ],
-    ids=["blocks", "payload", "marks"],
+    ids=["blocks", "payload", "marks", "request_id"],
 )
 def test_a_hint_that_a_router_has_altered_does_not_count(pair: Pair, alter: Callable[[pb.Hint], object]) -> None:
     prompt = Prompt(range(4))
@@ -220,6 +233,95 @@ def test_a_long_read_of_a_hint_that_was_altered_ends_with_its_lease(pair: Pair) 
         assert not read.quiet
     assert read.wait_quiet(SOON)
     assert not pair.leases()
+
+
+@pytest.mark.parametrize("alter", [pb.Hint(payload=b"another"), pb.Hint(request_id="another")], ids=["payload", "name"])
+def test_a_lease_confirms_only_what_its_home_has_told(pair: Pair, alter: pb.Hint) -> None:
+    port = SchedulerPort(pair.fabric.client(), EngineSpec("e", pair.spec.groups))
+    publication = pair.publish(payload=b"first token")
+    port.acquire("r", altered(publication, lambda hint: hint.MergeFrom(alter)), timeout=1000.0)
+    assert port.granted("r") is not None
+    assert isinstance(refusal(pair, port, "r"), BadReference)
+    port.close()
+    assert not pair.leases()
+
+
+def test_a_first_step_is_not_a_whole_publication(pair: Pair) -> None:
+    port = SchedulerPort(pair.fabric.client(), EngineSpec("e", pair.spec.groups))
+    reference = parse_reference(pair.session.publish("request", {"full": Blocks([3])}, last=False).reference)
+    group = pb.GroupBlocks(group="full", end_token=4, run_starts=[3], run_counts=[1])
+    reference.hint = pb.Hint(groups=[group], request_id="request").SerializeToString()
+    port.acquire("r", format_reference(reference), timeout=1000.0, progressive=True)
+    assert isinstance(refusal(pair, port, "r"), BadReference)
+    port.close()
+    assert not pair.leases()
+
+
+def test_a_failed_read_has_no_payload_of_a_hint(pair: Pair) -> None:
+    port = SchedulerPort(pair.fabric.client(), EngineSpec("e", pair.spec.groups))
+    publication = pair.publish()
+    port.acquire("r", altered(publication, lambda hint: hint.MergeFrom(pb.Hint(payload=b"another"))))
+    grant = port.attach("r", {"full": Blocks([7])})
+    port.collect(WorkerOutput(0, ended=(RankEnd(grant.read_id, "r", ok=True, quiet=True, bytes=64),)))
+    until(lambda: port.stats().failed == 1)
+    (end,) = port.finished().reads
+    assert isinstance(end.error, BadReference)
+    assert end.payload == b""
+    port.close()
+
+
+def test_a_router_that_has_replaced_the_marks_too_is_found_by_the_lease(pair: Pair) -> None:
+    mine = Prompt([1, 2, 3, 5])
+    publication = pair.publish(prompt=Prompt([1, 2, 3, 4]))
+    reference, hint = parse_reference(publication.reference), hint_of(publication)
+    for mark in (*reference.marks, *hint.marks):
+        mark.digest = mine.mark(reference.key, mark.end)
+    reference.hint = hint.SerializeToString()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(format_reference(reference), {"full": Blocks([7])}, prompt=mine, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.fabric.advance(1.0)
+        assert isinstance(read.exception(SOON), PromptMismatch)
+
+
+def test_a_read_ends_with_its_lease_although_its_home_is_away(pair: Pair) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.fabric.advance(1.0)
+        until(lambda: len(pair.leases()) == 1)
+        pair.fabric.stop_home()
+        for _ in range(10):
+            pair.fabric.advance(5.0)
+        assert isinstance(read.exception(SOON), TransferExpired)
+
+
+def test_a_read_expires_whose_home_stays_away(pair: Pair) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.fabric.stop_home()
+    for _ in range(80):
+        pair.fabric.advance(0.25)
+    assert isinstance(read.exception(SOON), TransferExpired)
+
+
+def test_a_lease_that_came_too_late_does_not_end_its_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def given_back(reads: Any, read: Any) -> None:
+        leased = await reads._holder.acquire(read.request, lambda: None).first()
+        reads._holder.let_go(read.request.home, leased)
+
+    monkeypatch.setattr(LeasedReads, "_lease", given_back)
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.fabric.advance(1.0)
+        until(lambda: any(not lease.live for lease in records(pair.fabric).leases()))
+    assert read.exception(SOON) is None
+    assert pair.holds(3)
 
 
 def test_a_long_read_counts_by_its_lease_while_its_home_is_away(pair: Pair) -> None:

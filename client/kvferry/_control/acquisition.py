@@ -133,6 +133,11 @@ class Acquired:
         read."""
         return not self.lease.lease_id
 
+    def promises_as(self, other: Acquired) -> bool:
+        """Whether both are the same but for their leases."""
+        mine = (self.source, self.request_id, self.blocks, self.payload, self.complete)
+        return mine == (other.source, other.request_id, other.blocks, other.payload, other.complete)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoreBlocks:

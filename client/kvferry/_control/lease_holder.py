@@ -172,10 +172,10 @@ class LeaseHolder:
             request.hint = b""
             return None
         request.prompt.refuse(reference)
-        request.prompt.told(steps.marks, reference, reference.request_id, complete=True)
+        request.prompt.told(steps.marks, reference, hint.request_id, complete=True)
         source = pb.EngineRef(engine_id=reference.engine_id, incarnation=reference.incarnation)
         lease, at = ReaderLease.none(), self._loop.now()
-        return Acquired(lease, source, reference.request_id, blocks, hint.payload, at)
+        return Acquired(lease, source, hint.request_id, blocks, hint.payload, at)
 
     def acquire(self, request: AcquireRequest, changed: Callable[[], object]) -> Acquisition:
         """Begin to acquire a publication: await `Acquisition.first`. For `changed` see `ReaderLease.changed`."""
@@ -213,7 +213,8 @@ class LeaseHolder:
             return [(each, lease.deadline) for each in read_done(lease.lease_id, report.shares)]
         validate = pb.Validate(
             reference=request.text,
-            read_id=read_id_of(self._secret, request.read_id),
+            # Not that of a lease: one that was granted too late is given back, and must not end the read.
+            read_id=read_id_of(self._secret, f"{request.read_id} validate"),
             hint_digest=hint_digest(request.hint),
             parties=request.parties,
             reports=report.shares,

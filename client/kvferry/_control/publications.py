@@ -209,7 +209,8 @@ class Offers:
             reference.marks.extend(step.marks)
         # Readers that compare sums need a lease, and a router's reference has no room for blocks.
         if self._hints and step.last and not step.checksums and not step.router_key:
-            step.hint_digest = add_hint(reference, pb.Hint(groups=step.groups, marks=step.marks, payload=step.payload))
+            hint = pb.Hint(groups=step.groups, marks=step.marks, payload=step.payload, request_id=step.request_id)
+            step.hint_digest = add_hint(reference, hint)
         publication = Publication(step.publication, step.request_id, format_reference(reference), traceparent)
         self._held[publication.number] = _Held(publication, [step], marker, sending=1)
         if step.router_key:

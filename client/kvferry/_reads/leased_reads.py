@@ -303,12 +303,17 @@ class LeasedReads(Generic[SomeRead]):
                 if read.stage is ReadStage.GRANTED:
                     self.fail(read, error.with_traceback(None))
                 elif read.stage is ReadStage.READING and not error.retryable:
-                    self.fail(read, _uncovered(read, error.message))
+                    named = isinstance(error, TransferError)
+                    self.fail(read, error.with_traceback(None) if named else _uncovered(read, error.message))
             return
         with self.lock:
             begun = read.stage in BEGUN and read.error is None
-            if begun and read.acquired is not None and read.acquired.blocks == leased.blocks:
-                read.acquired, read.lease, read.payload = leased, leased.lease, leased.payload
+            if begun and read.acquired is not None and read.acquired.promises_as(leased):
+                read.acquired, read.lease = leased, leased.lease
+                # The marks are the home's now, and the lease has an end.
+                if read.stage is ReadStage.READING:
+                    self._compare_prompt(read)
+                read.news.set()
                 return
             if begun:
                 self.fail(read, BadReference("its hint is not that of the publication"))
@@ -465,7 +470,7 @@ class LeasedReads(Generic[SomeRead]):
         read.judging.end(verdict="none" if verdict is None else _verdict_name(verdict))
         with self.lock:
             if isinstance(answer, KvferryError):
-                read.not_validated = answer
+                read.not_validated = _uncovered(read, answer.message) if answer.retryable else answer
             if read.stage is ReadStage.ENDED:
                 self._audit(read, verdict)
             elif not read.answered:
@@ -554,6 +559,9 @@ class LeasedReads(Generic[SomeRead]):
     def _end(self, read: SomeRead) -> None:
         read.stage = ReadStage.ENDED
         self._under_way.discard(read)
+        if read.error is not None and read.acquired is not None and read.acquired.hinted:
+            # A router may have written it.
+            read.payload = b""
         set_quiet(read)
         log_end(read, "ended")
         self._meter.ended(read)

@@ -63,7 +63,9 @@ class Offer(_Leased):
         lease_id: id of the lease. A secret: its owner can end the lease.
         timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
-        payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well.
+        payload: opaque bytes from the source; empty until the blocks are complete. They count once the read has ended
+            well, and `ReadEnd.payload` has them then, too: those of a short read come from its reference, which a router
+            may have changed.
         traceparent: of the read's span, for the spans of its ranks; empty: not traced.
         complete: the source has published all blocks, and `granted` are all. False only for a read that was acquired
             with ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps`
@@ -243,7 +245,7 @@ class ReadEnd:
         error: why the bytes do not count; None: they count.
         quiet: no write to the blocks is possible any more, on any rank.
         ranks: number of ranks that have reported: all of them, unless the scheduler's port gave up waiting.
-        payload: opaque bytes from the source.
+        payload: opaque bytes from the source; empty if they came from a reference, and the read failed.
         bytes: bytes read by all ranks.
         lost: ids of the blocks whose bytes do not count, by group: all blocks of a failed read.
         confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline

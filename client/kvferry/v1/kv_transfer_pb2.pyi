@@ -440,8 +440,11 @@ class Hint(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     MARKS_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     payload: builtins.bytes
     """payload, as published."""
+    request_id: builtins.str
+    """request_id, as published. `Reference.request_id` is not covered by the digest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
         """groups, as published."""
@@ -456,8 +459,9 @@ class Hint(google.protobuf.message.Message):
         groups: collections.abc.Iterable[global___GroupBlocks] | None = ...,
         marks: collections.abc.Iterable[global___PromptMark] | None = ...,
         payload: builtins.bytes = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "marks", b"marks", "payload", b"payload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "marks", b"marks", "payload", b"payload", "request_id", b"request_id"]) -> None: ...
 
 global___Hint = Hint
 

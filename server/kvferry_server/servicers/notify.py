@@ -173,9 +173,9 @@ def _from_reader(
         with home.turn():
             return _read_ended(home.lessor.report(lease_id, sender, reports, names))
     if kind == "validate":
-        validate, ranks = notification.validate, home.limits.ranks
-        request, digest = decode.hinted_read(validate, sender, ranks, names, caller.host)
-        reports = decode.reports(validate, ranks)
+        validate = notification.validate
+        request, digest = decode.hinted_read(validate, sender, home.limits.ranks, names, caller.host)
+        reports = decode.reports(validate, request.parties)
         source = request.read.source
         with home.turn():
             home.engines.find_live(source.engine_id, source.incarnation)

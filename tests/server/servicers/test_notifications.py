@@ -15,6 +15,7 @@ from kvferry.errors import (
     HomeRecovering,
     InvalidField,
     LeaseEnded,
+    PartiesMismatch,
     PeerRestarted,
     PublicationStale,
     ServerDraining,
@@ -34,6 +35,8 @@ from tests.support.node_in_process import (
     running,
 )
 from tests.support.parties import P2, SECRETS, TIMES, D, E, P
+
+DIGEST = bytes(range(16))
 
 
 async def test_a_notification_that_fails_does_not_stop_the_others(ready: Node) -> None:
@@ -188,3 +191,45 @@ async def test_draining_home_refuses_new_reads_and_still_takes_reports(ready: No
     assert (await watch.next()).released.publication == 1
     ready.home.end_watches()
     assert isinstance(await raised(watch.next()), ServerDraining)
+
+
+def validate(*ranks: int, parties: int = 1, digest: bytes = DIGEST, **changes: Any) -> pb.Notification:
+    reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=7) for rank in ranks]
+    given: dict[str, Any] = {"reference": reference(), "read_id": bytes(range(16)), **changes}
+    return pb.Notification(validate=pb.Validate(hint_digest=digest, parties=parties, reports=reports, **given))
+
+
+async def test_a_read_without_a_lease_is_validated_once_and_the_replay_answered_alike(ready: Node) -> None:
+    await ready.source(publish_notification(hint_digest=DIGEST, expected_reads=2))
+    results = await ready.reader(validate(0), validate(0), validate(0, parties=2), validate(0, digest=bytes(16)))
+    assert [result.read_ended.verdict for result in results[:2]] == [pb.VERDICT_VALID] * 2
+    assert isinstance(error_of(results[2]), PartiesMismatch)
+    assert isinstance(error_of(results[3]), BadReference)
+    (publication,) = ready.home.records.publications()
+    assert (publication.valid_reads, publication.leases) == (1, set())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        validate(0, 1),
+        validate(),
+        validate(0, parties=0),
+        validate(0, digest=b""),
+        validate(0, read_id=b""),
+        validate(0, reference=""),
+        validate(0, reference=reference(wrong=bytes(16))),
+    ],
+)
+async def test_a_read_that_is_not_validated_pins_nothing(ready: Node, wrong: pb.Notification) -> None:
+    await ready.source(publish_notification(hint_digest=DIGEST))
+    (refused,) = await ready.reader(wrong)
+    assert error_of(refused).reason
+    (publication,) = ready.home.records.publications()
+    assert not publication.reads
+
+
+async def test_publications_without_a_hint_are_not_validated(ready: Node) -> None:
+    await ready.source(publish_notification())
+    (refused,) = await ready.reader(validate(0))
+    assert isinstance(error_of(refused), BadReference)
