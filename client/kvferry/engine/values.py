@@ -64,7 +64,7 @@ class Offer(_Leased):
         timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
         payload: opaque bytes from the source; empty until the blocks are complete. They count once the read has ended
-            well, and `ReadEnd.payload` has them then, too: those of a short read come from its reference, which a router
+            well, and `ReadEnd.payload` has them then: those of a short read come from its reference, which a router
             may have changed.
         traceparent: of the read's span, for the spans of its ranks; empty: not traced.
         complete: the source has published all blocks, and `granted` are all. False only for a read that was acquired
