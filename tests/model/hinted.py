@@ -1,4 +1,5 @@
-"""Reads whose blocks come from the hint in their reference, as `LeasedReads` leads them (PROTOCOL, Optimistic reads)."""
+"""Reads whose blocks come from the hint in their reference, as `LeasedReads` leads them (PROTOCOL, Optimistic
+reads)."""
 
 from __future__ import annotations
 

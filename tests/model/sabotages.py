@@ -13,7 +13,7 @@ from kvferry._control import publications, reader_lease
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.verdict import ReaderVerdict
-from kvferry.errors import WrongSession
+from kvferry.errors import PublicationReleased, PublicationStale, WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, registry, router_keys, routing, sources
@@ -22,12 +22,14 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
+from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.home import blocks
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import decode, introspection, paging
 from tests.model import readers
+from tests.model.hinted import HintedShare
+from tests.model.readers import Share
 from tests.model.source import LAYERS
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
@@ -554,3 +556,43 @@ def _end_leases(self: sources.Sources, publication: PublicationRecord, now: floa
 def _evict(self: registry.Registry, engine: Engine, now: float) -> None:
     if not engine.dead:
         self._forget(engine)
+
+
+# Of reads from hints.
+
+
+@sabotage
+def released_publications_are_validated(patch: pytest.MonkeyPatch) -> None:
+    validate = lessor.Lessor.validate
+
+    def found(self: lessor.Lessor, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
+        try:
+            return validate(self, request, digest, reports)
+        except (PublicationReleased, PublicationStale):
+            return ReportAnswer(Verdict.VALID)
+
+    patch.setattr(lessor.Lessor, "validate", found)
+
+
+@sabotage
+def any_hint_is_validated(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lessor.Lessor, "_check_hint", lambda *_: None)
+
+
+@sabotage
+def the_home_is_asked_before_the_last_byte(patch: pytest.MonkeyPatch) -> None:
+    def step(self: HintedShare) -> bool:
+        if self._hint and self.lease is None and self.begun and not (self.over or self._reported):
+            self.ended_at = self.reader.clock.now()
+            self._validate()
+            return True
+        return Share.step(self)
+
+    def copied(self: HintedShare, found: ReaderVerdict, ended_at: float, deadline: float) -> None:
+        for rank in self.copying():
+            while len(self.copies[rank]) < len(self.pieces):
+                self.copy(rank)
+        Share._check_good(self, found, self.reader.clock.now(), deadline)
+
+    patch.setattr(HintedShare, "step", step)
+    patch.setattr(HintedShare, "_check_good", copied, raising=False)
