@@ -1,64 +1,22 @@
 """All errors of kvferry, and the only table that maps them to status codes and back.
 
     KvferryError
-    ├── InvalidInput (ValueError)      an argument is wrong; repeating will not help
-    │   ├── InvalidField
-    │   ├── DeadlineRequired
-    │   ├── BadGeometry
-    │   ├── LayoutMismatch
-    │   ├── BadReference
-    │   ├── BadBlock
-    │   ├── BlocksShort
-    │   └── PartiesMismatch
-    ├── WrongState                     the call comes at the wrong time; the message names the missing step
-    ├── Refused                        the peer rejects the request and gives a reason
-    │   ├── Incompatible               .mismatches names every field with both values
-    │   ├── WrongKey
-    │   ├── WrongSession
-    │   ├── WrongIdentity
-    │   ├── NotAllowed                 the node server's policy forbids the call
-    │   ├── CacheDiffers
-    │   ├── EngineIdInUse              retry after .retry_after seconds
-    │   ├── PeerRestarted
-    │   ├── LeaseEnded
-    │   ├── NotPublished
-    │   ├── PublicationAborted
-    │   ├── RouterKeyUsed
-    │   ├── ContractDiffers
-    │   ├── WatchTakenOver
-    │   ├── RelayLoop
-    │   ├── AgentsWithheld             the home gives no agents to a caller without a reference
-    │   ├── HomeNotAllowed             the client's allow-list does not cover the home of a reference
-    │   └── NotImplementedHere
-    ├── NotFound
-    │   ├── EngineUnknown
-    │   ├── EngineNotListed            the directory does not list the engine
-    │   ├── PublicationStale
-    │   └── PublicationReleased
-    ├── Unavailable                    retry as is
-    │   ├── EngineIncomplete
-    │   ├── HomeRecovering
-    │   ├── ServerDraining
-    │   ├── Unreachable
-    │   ├── DirectoryUnavailable
-    │   └── LimitReached
-    ├── MessageTooLarge                .values has the size and the limit
-    ├── PublicationTimeout (TimeoutError)
-    ├── BadAgentMetadata
-    ├── TransferError                  a read failed; .quiet says whether its blocks may be reused
-    │   ├── TransferFailed
-    │   ├── TransferExpired
-    │   ├── TransferCancelled
-    │   ├── TransferStuck
-    │   ├── DataLoss                   integrity mode: the bytes do not match the source's checksums
-    │   ├── PromptMismatch             the publication is of another prompt
-    │   └── PromptUnmarked             the publication has no mark of its prompt, and the client requires one
-    ├── NixlError                      a call to NIXL failed
-    ├── NixlMissing                    NIXL is not installed
-    ├── WrongThread                    a reading agent was used by a thread that does not own it
-    ├── ForkedClient                   a client was used in a child of the process that made it
-    ├── Closed                         a closed client, cache or session was used
-    └── InternalError
+    ├── InvalidInput (ValueError)   an argument is wrong; repeating will not help: InvalidField, DeadlineRequired,
+    │                               BadGeometry, LayoutMismatch, BadReference, BadBlock, BlocksShort, PartiesMismatch
+    ├── WrongState                  the call comes at the wrong time; the message names the missing step
+    ├── Refused                     the peer rejects the request and gives a reason: Incompatible, WrongKey,
+    │                               WrongSession, WrongIdentity, NotAllowed, CacheDiffers, EngineIdInUse,
+    │                               PeerRestarted, LeaseEnded, NotPublished, PublicationAborted, RouterKeyUsed,
+    │                               ContractDiffers, WatchTakenOver, RelayLoop, AgentsWithheld, HomeNotAllowed,
+    │                               NotImplementedHere
+    ├── NotFound                    EngineUnknown, EngineNotListed, PublicationStale, PublicationReleased
+    ├── Unavailable                 retry as is: EngineIncomplete, HomeRecovering, ServerDraining, Unreachable,
+    │                               DirectoryUnavailable, LimitReached
+    ├── TransferError               a read failed; .quiet says whether its blocks may be reused: TransferFailed,
+    │                               TransferExpired, TransferCancelled, TransferStuck, DataLoss, PromptMismatch,
+    │                               PromptUnmarked
+    └── others                      MessageTooLarge, PublicationTimeout (TimeoutError), BadAgentMetadata, NixlError,
+                                    NixlMissing, WrongThread, ForkedClient, Closed, InternalError
 
 Messages are for people. Programs use `.reason`, and `.values`, which has every dynamic part of the message.
 """
