@@ -11,10 +11,10 @@ from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
+from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
-from kvferry._control.right_prompt import PromptCheck, checked_prompts
-from kvferry._control.verdict import Confirm, confirmed
+from kvferry._control.right_prompt import PromptCheck
 from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
@@ -116,8 +116,8 @@ class Client(Closing):
             staging=replace(staging, costs=staging.costs or network.costs),
             integrity=integrity or IntegrityOptions(),
             max_reads=max_reads,
-            confirm=confirmed(confirm),
-            prompt_check=checked_prompts(prompt_check),
+            confirm=arguments.choice("confirm", confirm, Confirm),
+            prompt_check=arguments.choice("prompt_check", prompt_check, PromptCheck),
         )
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}

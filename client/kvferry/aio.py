@@ -18,12 +18,12 @@ from kvferry._arguments import takes
 from kvferry._cache import OPEN_TIMEOUT, Cache
 from kvferry._client import Client
 from kvferry._engine_spec import EngineSpec
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing, OneProcess
 from kvferry._session import EngineSession
 from kvferry._wire.token import EngineToken
 from kvferry.engine.scheduler import MAX_WAITING, SchedulerPort
 
-Sync = TypeVar("Sync")
+Sync = TypeVar("Sync", bound=Closing)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Wrapped = TypeVar("Wrapped")
@@ -37,17 +37,13 @@ class _Async(OneProcess, Generic[Sync]):
     def __init__(self, sync: Sync) -> None:
         self.sync = sync
 
-    async def close(self) -> None:
-        """End the object; see the subclass."""
-        raise NotImplementedError
-
     async def __aenter__(self: Made) -> Made:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.close()
+        await asyncio.to_thread(self.sync.close)
 
 
 def _direct(method: Callable[Concatenate[Sync, Given], Result]) -> Callable[Concatenate[_Async[Sync], Given], Result]:

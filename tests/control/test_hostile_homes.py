@@ -286,7 +286,7 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             named(use, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(BlockUse, "name", slowly)
-        home_session_of(session).publish_more_later(
+        home_session_of(session).publish_more(
             PublishMore(publication, {"full": Blocks([2], first_token=16)}, last=True)
         )
         taking.join(30)

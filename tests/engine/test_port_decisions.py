@@ -439,7 +439,7 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
     assert reads.last() == ("collect", (WorkerOutput(1),), {})
     assert port.cancels() == ["one"]
     publication = Publication(1, "mine", "reference")
-    publishing.answers = {"publish_later": publication, "released": ["released"]}
+    publishing.answers = {"publish": publication, "released": ["released"]}
     assert (
         port.publish(
             "mine",
@@ -453,12 +453,12 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
         is publication
     )
     options: dict[str, Any] = {"last": False, "expected_reads": 3, "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == ("publish_later", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
+    assert publishing.last() == ("publish", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
     port.publish_more(publication, LOCAL, last=False, layers=["b", "a"], prompt=PROMPT)
     more = PublishMore(publication, LOCAL, last=False, layers=("a", "b"), prompt=PROMPT)
-    assert publishing.last() == ("publish_more_later", (more,), {})
+    assert publishing.last() == ("publish_more", (more,), {})
     port.abort(publication)
-    assert publishing.last() == ("abort_later", (publication,), {})
+    assert publishing.last() == ("abort", (publication,), {})
     assert cast(Any, port.released()) == ["released"]
 
 

@@ -16,8 +16,7 @@ from kvferry._control.acquisition import Acquired, MoreBlocks
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
-from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.verdict import Confirm
+from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter

@@ -12,7 +12,7 @@ import pytest
 from kvferry._control import publications, reader_lease
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.verdict import ReaderVerdict
+from kvferry._control.reader_lease import ReaderVerdict
 from kvferry.errors import WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -204,7 +204,6 @@ TARGETS: dict[str, Target] = {
         {"_verdict: result is not None and ended -> ended": FOR_THE_TYPE},
     ),
     "client/kvferry/_loop.py": Target((LOOP, ENGINE_READS)),
-    "client/kvferry/_control/verdict.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
     "client/kvferry/_control/renewals.py": Target(
         (RENEWALS, CONTROL, MODEL),

@@ -13,10 +13,9 @@ from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
 from kvferry._control.notifier import Message, Notifier
-from kvferry._control.publication_sender import PublicationSender, Sent
-from kvferry._control.publication_steps import follow, new_step
+from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Offers, Publication, Release, leaves_open
-from kvferry._control.publish import Publish, PublishMore
+from kvferry._control.publish import Publish, PublishMore, follow, new_step
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -102,35 +101,11 @@ class HomeSession:
         """See `EngineSession.token`."""
         return EngineToken(self._engine.engine_id, self._secret, self.advertise)
 
-    def publish(self, given: Publish, timeout: float) -> Publication:
-        """See `EngineSession.publish`."""
-        sent: Future[Sent] = Future()
-        publication = self.publish_later(given, self._loop.now() + timeout, sent)
-        self._wait_sent(publication, sent)
-        return publication
+    def publish(self, given: Publish, timeout: float | None = None) -> Publication:
+        """Publish, and wait at most `timeout` seconds for the home's answer; see `EngineSession.publish`.
 
-    def publish_more(self, given: PublishMore, timeout: float) -> None:
-        """See `EngineSession.publish_more`."""
-        sent: Future[Sent] = Future()
-        self.publish_more_later(given, self._loop.now() + timeout, sent)
-        self._wait_sent(given.publication, sent)
-
-    def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """See `EngineSession.abort`."""
-        sent: Future[Sent] = Future()
-        self.abort_later(publication, self._loop.now() + timeout, sent)
-        error = sent.result().error
-        if error is not None:
-            raise error
-
-    def publish_later(
-        self, given: Publish, until: float | None = None, sent: Future[Sent] | None = None
-    ) -> Publication:
-        """Publish without waiting; see `SchedulerPort.publish`. The blocks are pinned from now on.
-
-        `until` is the time on the loop's clock until which to try to send the step; None: as long as the home would
-        hold the publication. `sent` gets the home's answer; if None, `released` returns a publication that the home
-        refuses.
+        Without a timeout this returns at once, as `SchedulerPort.publish` does: the step is sent for as long as the
+        home would hold the publication, and `released` returns a publication that the home refuses.
         """
         self._check_open()
         ids, step = new_step(self.spec, given)
@@ -153,13 +128,12 @@ class HomeSession:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
             self.block_use.name(pin, publication.number, 0)
-            self._sender.put(publication, step, until, sent)
+            answer = self._sender.put(publication, step, timeout)
+        _wait(answer)
         return publication
 
-    def publish_more_later(
-        self, given: PublishMore, until: float | None = None, sent: Future[Sent] | None = None
-    ) -> None:
-        """Publish the next step of a publication without waiting; see `publish_later`."""
+    def publish_more(self, given: PublishMore, timeout: float | None = None) -> None:
+        """Publish the next step of a publication; for the timeout see `publish`."""
         self._check_open()
         number = given.publication.number
         ids, step = new_step(self.spec, given)
@@ -171,18 +145,18 @@ class HomeSession:
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
                 self.block_use.name(pin, number, step.step)
-                self._sender.put(given.publication, step, until, sent)
+                answer = self._sender.put(given.publication, step, timeout)
         except KvferryError:
             self.block_use.unpin(pin)
             raise
+        _wait(answer)
 
-    def abort_later(
-        self, publication: Publication, until: float | None = None, sent: Future[Sent] | None = None
-    ) -> None:
-        """Withdraw a publication without waiting; see `publish_later`."""
+    def abort(self, publication: Publication, timeout: float | None = None) -> None:
+        """Withdraw a publication; for the timeout see `publish`."""
         with self.lock:
             self._check_open()
-            self._sender.put(publication, None, until, sent)
+            answer = self._sender.put(publication, None, timeout)
+        _wait(answer)
 
     def released(self, timeout: float = 0.0) -> list[Release]:
         """See `EngineSession.released`."""
@@ -244,16 +218,6 @@ class HomeSession:
             await self._retire()
         if self._acknowledging is not None:
             self._acknowledging.cancel()
-
-    def _wait_sent(self, publication: Publication, sent: Future[Sent]) -> None:
-        """Wait until the home has answered a step; raises the errors of `EngineSession.publish`."""
-        answer = sent.result()
-        if answer.error is None:
-            return
-        if answer.taken_back or answer.error.retryable:
-            raise answer.error
-        number = publication.number
-        raise Unavailable(f"the home may or may not have publication {number}: {answer.error}") from answer.error
 
     # The sender calls these.
 
@@ -462,3 +426,9 @@ class HomeSession:
                 if error.retryable:
                     raise error
                 logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
+
+
+def _wait(answer: Future[None] | None) -> None:
+    """Wait for the home's answer, if the caller has asked for it; raises the errors of `EngineSession.publish`."""
+    if answer is not None:
+        answer.result()

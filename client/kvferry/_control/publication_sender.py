@@ -14,65 +14,32 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
-from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
+if TYPE_CHECKING:
+    from kvferry._control.home_session import HomeSession
+
 logger = Log(__name__)
 
 MAX_OVERTAKEN = 512
 """Most publications that wait to be sent again while new ones are sent. A home takes a number below its highest only if
 at most 1024 were skipped, and the next call may add `BATCH`."""
-
-
-class Publisher(Protocol):
-    """The part of `HomeSession` that the sender uses; see there."""
-
-    spec: EngineSpec
-    lock: threading.Lock
-    patience: float
-
-    async def attempt(
-        self, notifications: Sequence[pb.Notification], timeout: float
-    ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once."""
-        ...
-
-    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
-        """Record that no more attempts will be made to send a step."""
-        ...
-
-    def complain(self, error: KvferryError) -> None:
-        """Warn that publications wait for the home."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The end of the attempts to send a step or an abort.
-
-    Attributes:
-        error: the last error; None: the home has taken the message.
-        taken_back: no home can have taken the step, and it is forgotten.
-    """
-
-    error: KvferryError | None = None
-    taken_back: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +59,7 @@ class _Message:
     publication: Publication
     step: pb.Publish | None
     until: float
-    answer: Future[Sent] | None = None
+    answer: Future[None] | None = None
     timer: asyncio.TimerHandle | None = None
     sent: bool = False
     not_published: bool = False
@@ -106,11 +73,17 @@ class _Message:
         return pb.Notification(publish=self.step)
 
     def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
+        """End the wait of the caller, if there is one. `taken_back`: no home can have taken the step."""
         if self.timer is not None:
             # Otherwise the timer would keep the blocks until then.
             self.timer.cancel()
         if self.answer is not None:
-            settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
+            error = self.error if isinstance(error, NotPublished) else error
+            if error is not None and self.step is not None and not taken_back and not error.retryable:
+                doubt = Unavailable(f"the home may or may not have publication {self.publication.number}: {error}")
+                doubt.__cause__ = error
+                error = doubt
+            settle(self.answer, error)
 
 
 class PublicationSender:
@@ -121,7 +94,7 @@ class PublicationSender:
         refused: number of publications that the home did not accept, and for whose answer no caller waited.
     """
 
-    def __init__(self, loop: Loop, session: Publisher) -> None:
+    def __init__(self, loop: Loop, session: HomeSession) -> None:
         self.refused = 0
         self._loop = loop
         self._session = session
@@ -157,23 +130,25 @@ class PublicationSender:
         return found
 
     def put(
-        self,
-        publication: Publication,
-        step: pb.Publish | None = None,
-        until: float | None = None,
-        answer: Future[Sent] | None = None,
-    ) -> None:
-        """Queue a step of a publication; None: its abort."""
+        self, publication: Publication, step: pb.Publish | None = None, timeout: float | None = None
+    ) -> Future[None] | None:
+        """Queue a step of a publication; None: its abort. With a `timeout`, returns the future of the home's answer,
+        which comes after so many seconds at the latest; without one, the message is sent again for as long as the home
+        would hold the publication."""
         if publication.number not in self._messages:
             self._messages[publication.number] = deque()
             self._ready.append(publication.number)
-        self._messages[publication.number].append(self._message(publication, step, until, answer))
+        answer: Future[None] | None = None if timeout is None else Future()
+        until = self._loop.now() + (self._session.patience if timeout is None else timeout)
+        message = _Message(publication, step, until, answer)
+        self._messages[publication.number].append(message)
         if self._runs:
             self._news.set()
         else:
             self._runs = self._loop.call(self._begin)
         if answer is not None:
-            self._loop.call(partial(self._set_timer, self._messages[publication.number][-1]))
+            self._loop.call(partial(self._set_timer, message))
+        return answer
 
     async def close(self, timeout: float) -> None:
         """Send the queued messages, and end. Messages not sent after `timeout` seconds are dropped. Idempotent."""
@@ -381,24 +356,12 @@ class PublicationSender:
         message.settle(error, taken_back=taken_back)
         if not taken_back or (step.step and message.answer is None):
             # The home may have accepted some steps: the publication stays pinned until it is released.
-            abort = self._message(publication, None)
-            abort.not_published = not isinstance(error, PublicationAborted)
-            behind.append(abort)
+            until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
+            behind.append(_Message(publication, None, until, not_published=given_up))
         elif message.answer is None:
             self.refused += 1
             outcome = ReleaseOutcome.ABORTED
             self._refused.append(Release(publication.number, publication.request_id, outcome, local=True))
-
-    def _message(
-        self,
-        publication: Publication,
-        step: pb.Publish | None,
-        until: float | None = None,
-        answer: Future[Sent] | None = None,
-    ) -> _Message:
-        return _Message(
-            publication, step, self._loop.now() + self._session.patience if until is None else until, answer
-        )
 
 
 def _goes_along(messages: Sequence[_Message], index: int) -> bool:

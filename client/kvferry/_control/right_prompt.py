@@ -6,9 +6,8 @@ import enum
 import hmac
 from collections.abc import Iterable, Mapping
 
-from kvferry._arguments import described
 from kvferry._prompt import Prompt
-from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked, TransferError
+from kvferry.errors import PromptMismatch, PromptUnmarked, TransferError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 LONGER = "another prompt, of which this one may be a part"
@@ -23,14 +22,6 @@ class PromptCheck(enum.Enum):
     """Refuse blocks with a mark of another prompt, and accept blocks without a mark."""
     OFF = "off"
     """Compare nothing."""
-
-
-def checked_prompts(text: object) -> PromptCheck:
-    """Convert the argument `prompt_check` of a client; raises `InvalidField`."""
-    for each in PromptCheck:
-        if each.value == text:
-            return each
-    raise InvalidField("prompt_check", described(text), "'require', 'compare' or 'off'")
 
 
 class ReaderPrompt:

@@ -137,7 +137,7 @@ class SchedulerPort(Closing):
                 read; or another argument is out of range.
             Closed: the engine's session has ended.
         """
-        return self._publications.publish_later(given)
+        return self._publications.publish(given)
 
     @arguments.takes(PublishMore)
     def publish_more(self, given: PublishMore) -> None:
@@ -151,11 +151,11 @@ class SchedulerPort(Closing):
             WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
-        self._publications.publish_more_later(given)
+        self._publications.publish_more(given)
 
     def abort(self, publication: Publication) -> None:
         """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""
-        self._publications.abort_later(
+        self._publications.abort(
             arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         )
 
