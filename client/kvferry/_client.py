@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry import _arguments as arguments
@@ -148,16 +148,13 @@ class Client(Closing):
         opened = HomeSession(self._loop, self._homes.own, spec, home_in_references=self._home_in_references)
         self._loop.run(opened.open(timeout))
         session = EngineSession(opened)
-        with self._lock:
-            late = self._closed
-            if not late:
-                if spec.engine_id in self._sessions:
-                    self._replaced.append(self._sessions[spec.engine_id])
-                self._sessions[spec.engine_id] = session
-        if late:
-            # `close` ran in the meantime, and did not see this session.
-            session.close()
-        self._check_open()
+
+        def keep() -> None:
+            if spec.engine_id in self._sessions:
+                self._replaced.append(self._sessions[spec.engine_id])
+            self._sessions[spec.engine_id] = session
+
+        self._keep(keep, session.close)
         self._homes.known_as(opened.advertise)
         return session
 
@@ -317,13 +314,7 @@ class Client(Closing):
             serve=serve,
             clock=self._loop.now,
         )
-        with self._lock:
-            late = self._closed
-            if not late:
-                self._locals.append(local)
-        if late:
-            local.close(0.0)
-        self._check_open()
+        self._keep(lambda: self._locals.append(local), lambda: local.close(0.0))
         return local
 
     def _announce(self, local: LocalRank, session: EngineSession | None, own: EngineToken, deadline: float) -> Cache:
@@ -351,16 +342,16 @@ class Client(Closing):
         cache = Cache(runtime, session, reuse_after)
         if session is not None:
             home_session_of(session).on_refill(runtime.register_again)
-        with self._lock:
-            late = self._closed
-            if not late:
-                self._caches.append(cache)
-                if local in self._locals:
-                    # The memory ends with its cache.
-                    self._locals.remove(local)
-        if late or local.closed:
+
+        def keep() -> None:
+            self._caches.append(cache)
+            if local in self._locals:
+                # The memory ends with its cache.
+                self._locals.remove(local)
+
+        self._keep(keep, cache.close)
+        if local.closed:
             cache.close()
-        self._check_open()
         local.check_open()
         return cache
 
@@ -414,12 +405,17 @@ class Client(Closing):
         watcher = rank_watcher(self._loop, self._homes.own, token, rank, register_again)
         opened = self._loop.run(watcher.open(timeout))
         self._homes.known_as(opened.advertise)
+        self._keep(lambda: self._watchers.update({(token, rank): watcher}), lambda: self._loop.run(watcher.close()))
+
+    def _keep(self, keep: Callable[[], object], end: Callable[[], object]) -> None:
+        """Record an object that `close` ends. If `close` has run in the meantime, without it, end the object, and raise
+        `Closed`."""
         with self._lock:
             late = self._closed
             if not late:
-                self._watchers[token, rank] = watcher
+                keep()
         if late:
-            self._loop.run(watcher.close())
+            end()
         self._check_open()
 
     def _check_open(self) -> None:

@@ -18,27 +18,21 @@ LOOK_EVERY = 1.0
 
 
 @dataclass(frozen=True)
-class SessionPublish(Publish):
-    """The arguments of `EngineSession.publish`; see `Publish`.
-
-    Attributes:
-        timeout: seconds to keep trying.
-    """
+class _Waiting:
+    """A further argument of methods that wait: the seconds to keep trying."""
 
     _: KW_ONLY
     timeout: float = CALL_TIMEOUT
 
 
 @dataclass(frozen=True)
-class SessionPublishMore(PublishMore):
-    """The arguments of `EngineSession.publish_more`; see `PublishMore`.
+class SessionPublish(_Waiting, Publish):
+    """The arguments of `EngineSession.publish`."""
 
-    Attributes:
-        timeout: seconds to keep trying.
-    """
 
-    _: KW_ONLY
-    timeout: float = CALL_TIMEOUT
+@dataclass(frozen=True)
+class SessionPublishMore(_Waiting, PublishMore):
+    """The arguments of `EngineSession.publish_more`."""
 
 
 class EngineSession(Closing):
@@ -97,8 +91,7 @@ class EngineSession(Closing):
 
         Args:
             given: each field of `PublishMore` is an argument of its own, and so is `timeout`:
-            ``publish_more(publication,
-                blocks, last=True)``.
+                ``publish_more(publication, blocks, last=True)``.
 
         Raises:
             WrongState: the publication is complete, or was released.
