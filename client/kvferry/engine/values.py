@@ -21,6 +21,16 @@ Plain = dict[str, object]
 Value = TypeVar("Value")
 
 
+class _Plain:
+    """A value that a scheduler and a worker pass to each other."""
+
+    __slots__ = ()
+
+    def plain(self) -> Plain:
+        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
 @dataclass(frozen=True, slots=True)
 class _Leased:
     """A publication whose lease this engine's scheduler holds; see `Offer`."""
@@ -78,7 +88,7 @@ class Offer(_Leased):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant(_Leased):
+class Grant(_Leased, _Plain):
     """An order to workers to read from a publication whose lease their scheduler holds: an `Offer` with blocks to read
     into. Has the attributes of `Offer`, and these:
 
@@ -94,10 +104,6 @@ class Grant(_Leased):
         """Decode the blocks to read into, by group."""
         return {runs.group: runs.blocks() for runs in self.local}
 
-    def plain(self) -> Plain:
-        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def of(cls, plain: Plain) -> Grant:
         """Rebuild a grant from the result of `plain`; raises `InvalidField` for anything else."""
@@ -107,7 +113,7 @@ class Grant(_Leased):
 
 
 @dataclass(frozen=True, slots=True)
-class GrantStep:
+class GrantStep(_Plain):
     """The blocks that the source of a `Grant` has published since: for `WorkerPort.add_step` on every rank.
 
     Workers may receive a step twice, before its grant, or out of order.
@@ -130,10 +136,6 @@ class GrantStep:
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
         return {runs.group: runs.blocks() for runs in self.granted}
-
-    def plain(self) -> Plain:
-        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
-        return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, plain: Plain) -> GrantStep:
@@ -181,7 +183,7 @@ class RankEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOutput:
+class WorkerOutput(_Plain):
     """Reports the ends of shares on one worker to the scheduler.
 
     Attributes:
@@ -199,10 +201,6 @@ class WorkerOutput:
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
         return bool(self.ended or self.failed or self.quiesced)
-
-    def plain(self) -> Plain:
-        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
-        return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, plain: Plain) -> WorkerOutput:
@@ -280,9 +278,8 @@ class Finished:
         reads: ends of reads; each read of the engine appears exactly once.
         quiesced: request_ids of reads that had ended without being quiet, and are quiet now.
         disputed: reads that `reads` listed as successful before, and whose leases had ended according to a later
-        verdict
-            of the home: their bytes may be wrong. They have a `ReadEnd.error`, and `ReadEnd.lost` has their blocks.
-            Only with a client's ``confirm="after"``, or if the home did not answer in time.
+            verdict of the home: their bytes may be wrong. They have a `ReadEnd.error`, and `ReadEnd.lost` has their
+            blocks. Only with a client's ``confirm="after"``, or if the home did not answer in time.
     """
 
     reads: tuple[ReadEnd, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
@@ -149,11 +150,8 @@ class WorkerPort(Closing):
             KvferryError: see `Client.register_cache`.
         """
         if self._local is not None:
-            raise WrongState(
-                f"rank {self.rank} of engine {self.spec.engine_id!r} is already registered by this WorkerPort: use its "
-                "cache, or close it and make another port",
-                engine_id=self.spec.engine_id,
-                rank=self.rank,
+            raise self._wrong_state(
+                "is already registered by this WorkerPort: use its cache, or close it and make another port"
             )
         described = describe(self.spec, kv_caches, axes, heads, total_heads, holding, replicated, planes, regions, keep)
         serve = arguments.flag("serve", serve)
@@ -178,23 +176,20 @@ class WorkerPort(Closing):
         """
         timeout = arguments.seconds("timeout", timeout)
         if self._local is None or self._cache is not None:
-            state = "has no memory yet: call register_memory first"
-            if self._cache is not None:
-                state = "was announced already: use WorkerPort.cache"
-            raise WrongState(
-                f"rank {self.rank} of engine {self.spec.engine_id!r} {state}",
-                engine_id=self.spec.engine_id,
-                rank=self.rank,
+            announced = self._cache is not None
+            raise self._wrong_state(
+                "was announced already: use WorkerPort.cache"
+                if announced
+                else "has no memory yet: call register_memory first"
             )
-        cache = announce(self._client, self._local, self._token if token is None else token, timeout)
-        self._cache = cache
-        return cache
+        self._cache = announce(self._client, self._local, self._token if token is None else token, timeout)
+        return self._cache
 
     @property
     def cache(self) -> Cache:
         """The registered cache, for calls that need no scheduler. Raises `WrongState` before `register`."""
         if self._cache is None:
-            raise self._unregistered()
+            raise self._wrong_state()
         return self._cache
 
     def start(
@@ -281,7 +276,7 @@ class WorkerPort(Closing):
         """
         arguments.instance("step", step, GrantStep, "a GrantStep, as SchedulerPort.grant_steps returned it")
         if self._cache is None:
-            raise self._unregistered()
+            raise self._wrong_state()
         with self._lock:
             if step.read_id in self._done:
                 return
@@ -382,12 +377,9 @@ class WorkerPort(Closing):
         elif self._local is not None:
             self._local.close(CLOSE_TIMEOUT)
 
-    def _unregistered(self) -> WrongState:
-        return WrongState(
-            f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
-            engine_id=self.spec.engine_id,
-            rank=self.rank,
-        )
+    def _wrong_state(self, problem: str = "has no memory yet: call WorkerPort.register first") -> WrongState:
+        engine_id, rank = self.spec.engine_id, self.rank
+        return WrongState(f"rank {rank} of engine {engine_id!r} {problem}", engine_id=engine_id, rank=rank)
 
     def _pass_on(self, read_id: str) -> None:
         """Pass on the next steps of a read that was started. Called with the lock held."""
@@ -423,21 +415,16 @@ class WorkerPort(Closing):
 
     def _share_ended(self, read: RankRead) -> None:
         order, error = read.order, read.error
-        end = RankEnd(
-            read_id=order.read_id,
-            request_id=order.request_id,
-            ok=error is None,
-            quiet=read.quiet,
-            bytes=read.bytes,
-            work=read.work,
-            lost={}
-            if error is None
-            else {name: tuple(blocks.ids.tolist()) for name, blocks in order.wanted.blocks.items()},
-            error_name="" if error is None else type(error).__name__,
-            message="" if error is None else error.message,
-            values={} if error is None else dict(error.values),
-            retry_after=None if error is None else error.retry_after,
-        )
+        end = RankEnd(order.read_id, order.request_id, error is None, read.quiet, read.bytes, work=read.work)
+        if error is not None:
+            end = replace(
+                end,
+                lost={name: tuple(blocks.ids.tolist()) for name, blocks in order.wanted.blocks.items()},
+                error_name=type(error).__name__,
+                message=error.message,
+                values=dict(error.values),
+                retry_after=error.retry_after,
+            )
         with self._lock:
             (self._ended if error is None else self._failed)[order.read_id] = end
             self._news.tell()
