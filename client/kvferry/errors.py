@@ -104,9 +104,8 @@ class InvalidField(InvalidInput, reason="INVALID_FIELD"):
     """A field is missing, malformed or out of range. Values: field, value, expected."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(
-            f"{field} is {value!r}, expected {expected}", field=field, value=repr(value), expected=expected
-        )
+        value = repr(value)
+        super().__init__(f"{field} is {value}, expected {expected}", field=field, value=value, expected=expected)
 
 
 class DeadlineRequired(InvalidInput, reason="DEADLINE_REQUIRED"):
@@ -130,13 +129,7 @@ class LayoutMismatch(InvalidInput):
     """
 
     def __init__(
-        self,
-        layer: str,
-        problem: str,
-        *,
-        expected: object = None,
-        found: object = None,
-        **place: str | int | None,
+        self, layer: str, problem: str, *, expected: object = None, found: object = None, **place: str | int | None
     ) -> None:
         compared = "" if expected is None else f": expected {expected}, found {found}"
         super().__init__(f"layer {layer}: {problem}{compared}", layer=layer, problem=problem)
@@ -155,27 +148,16 @@ class BadBlock(InvalidInput, reason="BAD_BLOCK"):
     """The block may not be read or written. Values: group, side, block, num_blocks, problem."""
 
     def __init__(self, group: str, side: str, block: int, num_blocks: int, problem: str) -> None:
-        super().__init__(
-            f"group {group!r}, {side} block {block} of {num_blocks}: {problem}",
-            group=group,
-            side=side,
-            block=block,
-            num_blocks=num_blocks,
-            problem=problem,
-        )
+        message = f"group {group!r}, {side} block {block} of {num_blocks}: {problem}"
+        super().__init__(message, group=group, side=side, block=block, num_blocks=num_blocks, problem=problem)
 
 
 class BlocksShort(InvalidInput, reason="BLOCKS_SHORT", code="FAILED_PRECONDITION"):
     """The blocks of one side do not cover the tokens that were asked for. Values: group, side, asked, available."""
 
     def __init__(self, group: str, side: str, asked: str, available: str) -> None:
-        super().__init__(
-            f"group {group!r}: asked for {asked}, the {side} has {available}",
-            group=group,
-            side=side,
-            asked=asked,
-            available=available,
-        )
+        message = f"group {group!r}: asked for {asked}, the {side} has {available}"
+        super().__init__(message, group=group, side=side, asked=asked, available=available)
 
 
 class PartiesMismatch(InvalidInput, reason="PARTIES_MISMATCH"):

@@ -347,7 +347,7 @@ def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pyte
     def release(self: publications.Offers, number: int, now: float) -> None:
         sent(self, number, now)
         if number in self._held:
-            self._held[number].release_at = self._next_deadline = now + CALL_TIMEOUT
+            self._held[number].release_at = self.next_deadline = now + CALL_TIMEOUT
 
     patch.setattr(publications.Offers, "sent", release)
 

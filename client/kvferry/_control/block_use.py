@@ -62,15 +62,9 @@ class BlockUse:
         return made
 
     def pin(self, ids: Mapping[str, BlockIds], more_of: int | None = None) -> Pin:
-        """Pin blocks that are about to be published. `name` or `unpin` must follow.
-
-        Args:
-            ids: block ids by group, of existing groups and in range.
-            more_of: number of the publication, if it has other blocks already.
-
-        Raises:
-            BadBlock: a block is given twice, or a read is writing to it.
-        """
+        """Pin blocks that are about to be published; `name` or `unpin` must follow. `ids` are of existing groups and in
+        range; `more_of` is the number of the publication, if it has other blocks already. Raises `BadBlock` if a block
+        is given twice, or a read is writing to it."""
         with self.lock:
             earlier = [pin.ids for pin in self._pins.get(more_of, [])] if more_of is not None else []
             self._check_once(ids, earlier)
@@ -185,13 +179,11 @@ class Writes:
             ids: block ids by group, of existing groups and in range.
             layers: names of the layers that the read writes to; None: all.
             quiet: returns whether no write to the blocks is possible any more; None: the caller calls `end` then.
-            allow_overlap: accept blocks that are published, or that another read writes to.
+            allow_overlap: accept blocks that are published, or that another read writes to; otherwise they raise
+                `BadBlock`.
 
         Returns:
             The key for `end`.
-
-        Raises:
-            BadBlock: a block is published, or another read writes to it.
         """
         mine = _Write(read_id, ids, layers, quiet)
         key = object()

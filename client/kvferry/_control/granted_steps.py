@@ -165,9 +165,8 @@ def _check_same(unfinished: Mapping[str, BlockRuns], groups: Iterable[pb.GroupBl
 def joined(
     steps: Iterable[pb.Blocks], ends: Mapping[str, int] | None = None, blocks_before: int = 0
 ) -> dict[str, Blocks]:
-    """Join the steps of a publication to one list of blocks per group.
-
-    `steps` follow each other. Groups ended at `ends` in the steps before, which have `blocks_before` blocks.
+    """Join the steps of a publication, which follow each other, to one list of blocks per group. Groups ended at `ends`
+    in the steps before, which have `blocks_before` blocks.
 
     Raises:
         BlocksShort: a step does not continue where the one before ended.

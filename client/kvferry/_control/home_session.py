@@ -93,7 +93,7 @@ class HomeSession:
         self._home_in_references = home_in_references
 
     async def open(self, timeout: float) -> None:
-        """Open the session; try for `timeout` seconds. Raises the errors of `Client.open_engine`."""
+        """See `Client.open_engine`."""
         self.advertise = (await self._watcher.open(timeout)).advertise
 
     @property
@@ -169,7 +169,7 @@ class HomeSession:
                 self._trace_released(found)
                 found += self._sender.take_refused()
                 self._taken += len(found)
-            left = min(deadline, self._offers.next_deadline()) - self._loop.now()
+            left = min(deadline, self._offers.next_deadline) - self._loop.now()
             if found or self.closed or deadline <= self._loop.now():
                 return found
             self.news.wait(max(0.001, min(LONGEST, left)))
@@ -180,7 +180,7 @@ class HomeSession:
             return tuple(self._offers.unreleased())
 
     def stats(self) -> SourceStats:
-        """Count the publications. A session that was closed holds none."""
+        """Count the publications; a closed session holds none."""
         with self.lock:
             held = 0 if self.closed else len(self._offers.unreleased())
             return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
@@ -224,15 +224,9 @@ class HomeSession:
     async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once: as many of the first ones as fit into one call. For a publication that was
-        released meanwhile, the abort is sent instead of a step.
-
-        Call `ended` when no more attempts will be made to send a step.
-
-        Returns:
-            For each notification that was sent its error, or None; shorter than `notifications` if some were not sent.
-            And the error of the call, if the call failed as a whole.
-        """
+        """Send steps and aborts once, as many of the first ones as fit into one call; `ended` must follow when no more
+        attempts will be made to send a step. Returns for each notification that was sent its error, or None; and the
+        error of the call, if the call failed as a whole."""
         with self.lock:
             notifications = tuple(self._offers.as_of_now(told) for told in notifications)
         sent: Sequence[pb.Notification] = notifications[:1]
@@ -272,10 +266,8 @@ class HomeSession:
         """Record that no more attempts will be made to send a step. Called with the lock held.
 
         `error` is that of the last attempt; None: the home has accepted the step. `unsent`: there was no attempt.
-
-        Returns:
-            Whether the step was taken back, because no home can have accepted it. If there is an error and the step was
-            not taken back, abort the publication: its blocks stay pinned until its release.
+        Returns whether the step was taken back, because no home can have accepted it. If there is an error and the step
+        was not taken back, abort the publication: its blocks stay pinned until its release.
         """
         taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step)
         if error is not None and not taken_back:
@@ -397,12 +389,8 @@ class HomeSession:
             self._acknowledging = None
 
     async def _refill(self) -> None:
-        """Send a restarted home all publications that are not released (PROTOCOL, Home restart).
-
-        Raises:
-            KvferryError: the home did not accept all publications; repeating can help. The end of the refill was not
-                sent.
-        """
+        """Send a restarted home all publications that are not released (PROTOCOL, Home restart). Raises the error with
+        which the home did not accept one of them, if repeating can help; then the end of the refill was not sent."""
         for refill in tuple(self._refills):
             await refill()
         with self.lock:

@@ -61,17 +61,8 @@ class ReaderPrompt:
         self._compare(self._hinted)
 
     def told(self, marks: Mapping[int, bytes], reference: pb.Reference, request_id: str, *, complete: bool) -> None:
-        """Compare the marks that the home has sent so far.
-
-        Args:
-            marks: all marks, by their ends.
-            reference: the publication's own reference.
-            request_id: the source's name for the request.
-            complete: no more marks follow.
-
-        Raises:
-            PromptMismatch, PromptUnmarked: see `judge`.
-        """
+        """Compare the marks that the home has sent so far, by their ends; `complete`: no more follow. `reference` is
+        the publication's own, and `request_id` its source's name for the request. Raises as `judge`."""
         self._source, self._source_request_id = reference, request_id
         self._compare(marks)
         self._marks = dict(marks)
@@ -80,11 +71,8 @@ class ReaderPrompt:
             self.judge(1, complete=True)
 
     def judge(self, until: int, *, complete: bool) -> None:
-        """Decide by the marks that were received whether the tokens that are read are of this prompt.
-
-        Args:
-            until: end of the tokens that are read.
-            complete: all marks were received.
+        """Decide by the marks that were received whether the tokens up to `until`, which are read, are of this prompt;
+        `complete`: all marks were received.
 
         Raises:
             PromptMismatch: the publication is of another prompt.

@@ -40,9 +40,7 @@ CANCEL_AGAIN = 10.0
 
 
 class Reads(LeasedReads[SchedulerRead]):
-    """The reads of one engine. Every method may be called from any thread; only `close` waits.
-
-    For `max_waiting` and `hold_until_quiet` see `SchedulerPort`.
+    """The reads of one engine, for its `SchedulerPort`. Every method may be called from any thread; only `close` waits.
 
     Attributes:
         news: set when `granted`, `take_steps` or `take_finished` has something to return.
@@ -120,13 +118,9 @@ class Reads(LeasedReads[SchedulerRead]):
                     "`finished` has named it, or give this read another request_id",
                     request_id=request_id,
                 )
-            if self._waiting >= self._max_waiting:
-                raise LimitReached(
-                    f"{self._waiting} reads wait for their publications",
-                    retry_after=0.1,
-                    limit="max_waiting",
-                    value=self._waiting,
-                )
+            if (waiting := self._waiting) >= self._max_waiting:
+                message = f"{waiting} reads wait for their publications"
+                raise LimitReached(message, retry_after=0.1, limit="max_waiting", value=waiting)
             self.start(read)
             self._waiting += 1
             self._by_request[request_id] = self._by_id[read_id] = read
@@ -134,11 +128,7 @@ class Reads(LeasedReads[SchedulerRead]):
     def granted(self, request_id: str) -> Offer | None:
         """See `SchedulerPort.granted`."""
         with self.lock:
-            read = self._find(request_id)
-            if read.stage is ReadStage.REFUSED and read.error is not None:
-                self._forget(read)
-                raise read.error
-            offer = latest_offer(read)
+            offer = latest_offer(read := self._unrefused(request_id))
             return None if offer is None else replace(offer, timeout=self._left(read))
 
     def take_changed(self) -> list[str]:
@@ -162,11 +152,7 @@ class Reads(LeasedReads[SchedulerRead]):
     ) -> Grant:
         """See `SchedulerPort.attach`."""
         with self.lock:
-            read = self._find(request_id)
-            if read.stage is ReadStage.REFUSED and read.error is not None:
-                self._forget(read)
-                raise read.error
-            offer = latest_offer(read)
+            offer = latest_offer(read := self._unrefused(request_id))
             if read.stage is not ReadStage.GRANTED or offer is None:
                 raise _not_attachable(request_id, read.stage)
             offered = offer.blocks()
@@ -359,9 +345,8 @@ class Reads(LeasedReads[SchedulerRead]):
     def on_disputed(self, read: SchedulerRead) -> None:
         self.counts["disputed"] += 1
         problem = f"read {read.read_id}: the home says that its lease had ended"
-        self._disputed.append(
-            replace(end_of(read), error=TransferExpired(problem, read_id=read.read_id), lost=read.lost)
-        )
+        error = TransferExpired(problem, read_id=read.read_id)
+        self._disputed.append(replace(end_of(read), error=error, lost=read.lost))
         self.news.tell()
 
     # Call these with the lock held.
@@ -370,7 +355,9 @@ class Reads(LeasedReads[SchedulerRead]):
         if self._closed:
             raise Closed(f"the port of engine {self._spec.engine_id!r} is closed")
 
-    def _find(self, request_id: str) -> SchedulerRead:
+    def _unrefused(self, request_id: str) -> SchedulerRead:
+        """Return the read of a request. Raises `WrongState` if there is none, and the error of a refused read, which is
+        then forgotten."""
         read = self._by_request.get(request_id)
         if read is None:
             raise WrongState(
@@ -378,6 +365,9 @@ class Reads(LeasedReads[SchedulerRead]):
                 "refused",
                 request_id=request_id,
             )
+        if read.stage is ReadStage.REFUSED and read.error is not None:
+            self._forget(read)
+            raise read.error
         return read
 
     def _left(self, read: SchedulerRead) -> float:
