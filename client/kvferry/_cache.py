@@ -57,11 +57,9 @@ class Cache(Closing):
         """The engine's session; raises `WrongState` if another process has it."""
         if self._session is None:
             engine_id = self.spec.engine_id
-            raise WrongState(
-                f"another process opened engine {engine_id!r} and has its session: publish there, or open the engine "
-                "here, with Client.open_engine",
-                engine_id=engine_id,
-            )
+            problem = f"another process opened engine {engine_id!r} and has its session"
+            advice = "publish there, or open the engine here, with Client.open_engine"
+            raise WrongState(f"{problem}: {advice}", engine_id=engine_id)
         return self._session
 
     def read(
@@ -188,11 +186,7 @@ class Cache(Closing):
         )
 
     def prepare(self) -> None:
-        """Make the NIXL agents for reading now, which saves the first read most of a second. Returns at once.
-
-        Raises:
-            ForkedClient, Closed: this cache can no longer be used.
-        """
+        """Make the NIXL agents for reading now, which saves the first read most of a second. Returns at once."""
         self._check_open()
         self._runtime.transport.prepare()
 
@@ -232,11 +226,8 @@ class Cache(Closing):
         return self._runtime.transport.gauges()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Cancel the reads and end the NIXL agents. Idempotent.
-
-        Args:
-            timeout: seconds to wait until no write to the blocks is possible any more.
-        """
+        """Cancel the reads and end the NIXL agents. Idempotent. Waits at most `timeout` seconds until no write to the
+        blocks is possible any more."""
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._closed = True
         self._runtime.close(timeout)

@@ -198,7 +198,7 @@ class Client(Closing):
             planes: the planes that the rank holds.
             regions: the regions of memory that the planes lie in.
             keep: an object to keep referenced as long as the cache.
-            labels: labels for people and tools, such as tp_rank and pp_rank.
+            labels: for people and tools, such as tp_rank and pp_rank.
             token: the token from the process that opened the engine. None: this client has opened the engine, or opens
                 it now if it has one rank.
             serve: whether other ranks may read this cache. False saves one NIXL agent.
@@ -386,10 +386,8 @@ class Client(Closing):
         return (token.engine_id, token.incarnation, rank) in engines
 
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
-        """Open the Watch of a rank, with which the node server knows that this process is alive. Idempotent.
-
-        Only for processes without the engine's session, which has a Watch of its own.
-        """
+        """Open the Watch of a rank, unless it is open: for processes without the engine's session, see
+        `rank_watcher`."""
         with self._lock:
             known = self._watchers.get((token, rank))
         # A Watch that has ended for good, e.g. because another process took it over, keeps no registration alive.

@@ -160,10 +160,7 @@ class EmbeddedServer(OneProcess):
 
     def close(self, timeout: float = 30.0) -> None:
         """Drain and stop the server, and remove its files. Idempotent. The setting ``drain`` bounds the drain itself.
-
-        Raises:
-            KvferryError: the server did not stop within `timeout` seconds.
-        """
+        Raises `KvferryError` if the server did not stop within `timeout` seconds."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._closing.set)

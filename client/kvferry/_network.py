@@ -40,11 +40,8 @@ fabrics: dict[str, Callable[[], Network]] = {}
 
 
 def network_of(address: str) -> Network:
-    """Return the network for a new client of the node server at this address.
-
-    Raises:
-        InvalidField: the address is that of a fabric which is not open in this process.
-    """
+    """Return the network for a new client of the node server at this address; raises `InvalidField` for a fabric that
+    is not open in this process."""
     make = fabrics.get(address)
     if make is None and address.endswith(FABRICS):
         raise InvalidField("address", address, "the address of a Fabric that is open in this process")

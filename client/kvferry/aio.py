@@ -163,8 +163,7 @@ class AsyncCache(_Async[Cache]):
     prepare = _direct(Cache.prepare)
     """Make the NIXL agents for reading now. Returns at once. See `Cache.prepare`."""
     warm = _awaited(Cache.warm)
-    """Connect to a source engine ahead of the first read from it; the source ranks that connections are being opened
-    to. See `Cache.warm`."""
+    """Connect to a source engine ahead of the first read; the source ranks to connect to. See `Cache.warm`."""
     gauges = _direct(Cache.gauges)
     """Return the current state of this rank's data plane."""
     close = _on_thread(Cache.close)

@@ -14,8 +14,7 @@ from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, Bloc
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 GRANT_BYTES = 128 << 20
-"""Most bytes of the encoded blocks of one publication: enough for `MAX_BLOCKS` ids without consecutive ones. Without a
-limit, a home could fill the reader's memory."""
+"""Most bytes of a publication's encoded blocks: `MAX_BLOCKS` single ids. A home must not fill the reader's memory."""
 
 STEP_BYTES = 256
 """Bytes to count for each step in addition to its blocks."""

@@ -26,12 +26,11 @@ from kvferry.stats import CallStats, total
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 FIRST_ANSWER_TIMEOUT = 2.0
-"""Seconds that a client waits for the first answer of its directory. Without an answer the client goes on: only
-references without an address, and homes that are allowed by the directory alone, need the directory."""
+"""Seconds that a client waits for the first answer of its directory, which not all references and homes need."""
 
 MOST = 1024
-"""Connections that are kept. Reads keep a dropped connection for as long as they use it; gRPC closes a channel without
-references."""
+"""Connections that are kept. Reads keep a dropped connection while they use it; gRPC closes channels that nobody
+has."""
 
 
 class Homes:

@@ -117,24 +117,20 @@ class SchedulerPort(Closing):
 
     @arguments.takes(Publish)
     def publish(self, given: Publish) -> Publication:
-        """Publish a request's blocks. The engine must not change or free the blocks until `released` returns the
-        publication (R2). The blocks contain their bytes already: on a GPU, every rank's device has completed the
-        kernels that write them.
-
-        If the home refuses the publication, `released` returns it with the outcome ABORTED.
+        """Publish a request's blocks, as `EngineSession.publish` does, without a wait. The blocks contain their bytes
+        already: on a GPU, every rank's device has completed the kernels that write them. The engine must not change or
+        free the blocks until `released` returns the publication (R2), with the outcome ABORTED if the home refuses it.
 
         Args:
             given: each field of `Publish` is an argument of its own: ``publish("r7", {"full": Blocks([3, 4])},
                 last=False)``.
 
         Returns:
-            The publication, with its number, and with its reference and its traceparent for the router. A reader may
-            use the reference at once: if the home does not know the publication yet, the read waits.
+            The publication. A reader may use its reference at once: if the home does not know the publication yet, the
+            read waits.
 
         Raises:
-            BadReference, RouterKeyUsed: `reference` is not a reference, or was used for another publication.
-            BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
-                read; or another argument is out of range.
+            BadReference, RouterKeyUsed, BadBlock, InvalidField: see `EngineSession.publish`.
             Closed: the engine's session has ended.
         """
         return self._publications.publish(given)
@@ -160,10 +156,8 @@ class SchedulerPort(Closing):
         )
 
     def released(self) -> list[Release]:
-        """Return the publications released since the last call: their blocks may be changed and freed.
-
-        Each publication is returned exactly once (R3). Call this in every step.
-        """
+        """Return the publications released since the last call, each exactly once (R3): their blocks may be changed and
+        freed. Call this in every step."""
         return self._publications.released()
 
     # As a destination.
@@ -185,22 +179,19 @@ class SchedulerPort(Closing):
 
         Args:
             request_id: this engine's name for the request; a request has one read at a time.
-            reference: the reference that came with the request. If a router made it (`kvferry.router_reference`), its
-                publication may come later: `PublicationReleased` means that the publication was declined.
-            expected_reads: number of reads that will be made of the publication; 0: the number that its source gave.
+            reference: see `Cache.read`.
+            expected_reads: see `Cache.read`.
             progressive: grant the read with the first blocks that the source publishes, and move each further step
                 while the source still computes. The engine then passes on the steps that `grant_steps` returns. If
                 False, the read is granted when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report the ends of their shares; the error names the ranks that did not.
-            traceparent: the W3C traceparent that came with the reference, if any. See docs/monitoring.md.
+            traceparent: see `Cache.read`.
             prompt: the prompt of this request. A publication of another prompt is refused (`PromptMismatch`) as soon as
                 a mark of its source shows this: before bytes move.
 
         Raises:
-            BadReference: the string is not a reference.
-            HomeNotAllowed: this client may not connect to the home in the reference.
-            InvalidField: an argument is out of range.
+            BadReference, HomeNotAllowed, InvalidField: see `Cache.read`.
             WrongState: the request is being read already.
             LimitReached: `max_waiting` reads are waiting for their publications.
         """
@@ -216,10 +207,7 @@ class SchedulerPort(Closing):
 
     def news(self) -> list[str]:
         """Return the requests for which `granted` has a new result: they were granted or refused since the last call,
-        or their offers have grown. Nearly free if there are none.
-
-        For engines with many waiting requests, which need not call `granted` for each in each step.
-        """
+        or their offers have grown. For engines with many waiting requests: nearly free if there are none."""
         return self._reads.take_changed()
 
     def granted(self, request_id: str) -> Offer | None:
@@ -315,11 +303,7 @@ class SchedulerPort(Closing):
         return self._reads.cancel(arguments.text("request_id", request_id))
 
     def collect(self, output: WorkerOutput) -> None:
-        """Take the report of a worker. Idempotent.
-
-        Raises:
-            InvalidField: the engine has no such rank.
-        """
+        """Take the report of a worker. Idempotent. Raises `InvalidField` if the engine has no such rank."""
         self._reads.collect(arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as a worker gave it"))
 
     def cancels(self) -> list[str]:
@@ -331,10 +315,8 @@ class SchedulerPort(Closing):
         return self._reads.take_cancels()
 
     def finished(self) -> Finished:
-        """Return the reads that have ended on all ranks, each exactly once, and those that became quiet later.
-
-        Call this in every step.
-        """
+        """Return the reads that have ended on all ranks, each exactly once, and those that became quiet later. Call
+        this in every step."""
         return self._reads.take_finished()
 
     def wait_news(self, timeout: float) -> bool:
@@ -342,13 +324,8 @@ class SchedulerPort(Closing):
         become quiet, or is disputed.
 
         For engines that would otherwise run empty steps: such a loop takes the processor, and Python's lock, from the
-        threads that the reads wait for. Call `granted`, `grant_steps` and `finished` afterwards.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            Whether there may be news.
+        threads that the reads wait for. Call `granted`, `grant_steps` and `finished` afterwards. Waits at most
+        `timeout` seconds; returns whether there may be news.
         """
         return self._reads.news.wait(arguments.seconds("timeout", timeout, zero=True))
 
@@ -379,12 +356,8 @@ class SchedulerPort(Closing):
         )
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send the pending messages to the homes, and end the session and its incarnation, see `EngineSession.close`.
-        Idempotent.
-
-        Args:
-            timeout: seconds to wait for the sending, for publications and for reads each.
-        """
+        """Send the pending messages to the homes, for at most `timeout` seconds for publications and for reads each,
+        and end the session and its incarnation, see `EngineSession.close`. Idempotent."""
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._reads.close(timeout)
         self._publications.close(timeout)

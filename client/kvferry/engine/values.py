@@ -33,7 +33,7 @@ class _Plain:
 
 @dataclass(frozen=True, slots=True)
 class _Leased:
-    """A publication whose lease this engine's scheduler holds; see `Offer`."""
+    """The fields of `Offer` and `Grant`; see `Offer`."""
 
     request_id: str
     read_id: str

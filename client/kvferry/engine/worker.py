@@ -26,15 +26,14 @@ from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 
 MAX_DONE = 65_536
-"""Number of reads that the port remembers after their end was acknowledged, to recognise a grant that is delivered
-again. These are hours of reads; a repeated delivery comes within seconds."""
+"""Acknowledged reads (hours of them) that are remembered, to recognise a grant that is delivered again in seconds."""
 
 
 class WorkerPort(Closing):
     """The port of one worker: registers its rank's memory, and reads the rank's shares of granted reads.
 
-    An engine that knows its token when its workers get their memory calls `register`. Other engines call
-    `register_memory` with the memory, and `announce` when the token comes.
+    An engine whose workers get their memory before the token calls `register_memory` and, when the token comes,
+    `announce`; others call `register`.
 
     Threading: every method may be called from any thread. All but `register`, `register_memory`, `announce`,
     `wait_news` and `close` return at once, and `prepare` unless it is given a time; RPCs and NIXL run on other threads
@@ -87,9 +86,7 @@ class WorkerPort(Closing):
         waits.
 
         Args:
-            kv_caches: one tensor per layer.
-            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: see
-                `Client.register_cache`.
+            kv_caches: one tensor per layer; for the other arguments see `Client.register_cache`.
             timeout: seconds to keep trying.
 
         Returns:
@@ -138,16 +135,7 @@ class WorkerPort(Closing):
     ) -> None:
         """Register the rank's memory with NIXL, the part of `register` that needs no token. Call this once; it waits.
 
-        Runs on the calling thread, with the device of the memory set.
-
-        Args:
-            kv_caches: one tensor per layer.
-            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: see
-                `Client.register_cache`.
-
-        Raises:
-            WrongState: the rank has registered its memory.
-            KvferryError: see `Client.register_cache`.
+        Runs on the calling thread, with the device of the memory set. Arguments and errors: see `register`.
         """
         if self._local is not None:
             raise self._wrong_state(
@@ -158,16 +146,12 @@ class WorkerPort(Closing):
         self._local = register_memory(self._client, self.spec, self.rank, described, labels, serve=serve)
 
     def announce(self, token: EngineToken | str | None = None, *, timeout: float = OPEN_TIMEOUT) -> Cache:
-        """Announce the registered memory to the node server, the other part of `register`. It waits.
-
-        If this raises, it may be called again.
+        """Announce the registered memory to the node server, the other part of `register`. It waits. If this raises, it
+        may be called again.
 
         Args:
             token: `SchedulerPort.token`; None: the token that the port was made with.
             timeout: seconds to keep trying.
-
-        Returns:
-            The registered cache; also available as `cache`.
 
         Raises:
             WrongState: no memory is registered, or it was announced already.
@@ -263,12 +247,10 @@ class WorkerPort(Closing):
             self._pass_on(grant.read_id)
 
     def add_step(self, step: GrantStep) -> None:
-        """Read the blocks that the source of a grant has published since.
+        """Read the blocks that the source of a grant has published since. Idempotent.
 
         Their bytes move at once, as far as whole granules of both sides allow; the rest moves with the next step, and
-        everything with the last.
-
-        Idempotent. A step that comes before its grant, or before earlier steps, waits for them.
+        everything with the last. A step that comes before its grant, or before earlier steps, waits for them.
 
         Raises:
             InvalidField: the argument is not a `GrantStep`.
@@ -284,11 +266,9 @@ class WorkerPort(Closing):
             self._pass_on(step.read_id)
 
     def cancel(self, read_id: str) -> None:
-        """Cancel this rank's share of a read; `finished` reports its end.
-
-        If the rank has no such share (any more), `finished` reports an end, too: the first report, or the grant, may
-        have been lost. `start` ignores a grant that comes later, so that no write to its blocks ever begins.
-        """
+        """Cancel this rank's share of a read. `finished` reports its end, also if the rank has no such share (any
+        more): the first report, or the grant, may have been lost. `start` ignores a grant that comes later, so that no
+        write to its blocks ever begins."""
         arguments.text("read_id", read_id)
         with self._lock:
             read = self._reads.get(read_id)
@@ -301,11 +281,8 @@ class WorkerPort(Closing):
                 runtime_of(self.cache).shares.cancel(read)
 
     def poll(self) -> WorkerOutput:
-        """Return the reports that were not acknowledged yet.
-
-        Reports stay until `acknowledge`, so that an engine without a scheduler process can combine the outputs of all
-        ranks before any of them acts on it.
-        """
+        """Return the reports that were not acknowledged yet. They stay until `acknowledge`, so that an engine without a
+        scheduler process can combine the outputs of all ranks before any of them acts on it."""
         with self._lock:
             return WorkerOutput(
                 self.rank, tuple(self._ended.values()), tuple(self._failed.values()), tuple(self._quiesced)
@@ -331,14 +308,8 @@ class WorkerPort(Closing):
         return output
 
     def wait_news(self, timeout: float) -> bool:
-        """Wait until a share has ended or become quiet; see `SchedulerPort.wait_news`.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            Whether `finished` may have news.
-        """
+        """Wait at most `timeout` seconds until a share has ended or become quiet; return whether `finished` may have
+        news. See `SchedulerPort.wait_news`."""
         return self._news.wait(arguments.seconds("timeout", timeout, zero=True))
 
     async def until_news(self, timeout: float) -> bool:
