@@ -222,7 +222,7 @@ class Client(Closing):
         described = describe(engine, tensors, axes, heads, total_heads, holding, replicated, planes, regions, keep)
         self._homes.discover()
         identity = self._identity(engine, token, timeout)
-        local = self._register_memory(engine, rank, described, labels, serve=serve)
+        local = register_memory(self, engine, rank, described, labels, serve=serve)
         try:
             return self._announce(local, *identity, deadline)
         except BaseException:
@@ -291,31 +291,6 @@ class Client(Closing):
             self._homes.close()
         self._loop.close()
         self._homes.join(CLOSE_TIMEOUT)
-
-    def _register_memory(
-        self,
-        engine: EngineSpec,
-        rank: int,
-        described: tuple[tuple[Plane, ...], OwnedMemory],
-        labels: Mapping[str, int] | None,
-        *,
-        serve: bool,
-    ) -> LocalRank:
-        """Register a rank's memory with NIXL, on the calling thread. Makes no RPC."""
-        planes, owned = described
-        runtime = self._runtime
-        local = LocalRank(
-            engine,
-            RankGeometry(rank, planes, {} if labels is None else labels),
-            owned,
-            agents=runtime.agents,
-            options=runtime.options,
-            staging=runtime.staging,
-            serve=serve,
-            clock=self._loop.now,
-        )
-        self._keep(lambda: self._locals.append(local), lambda: local.close(0.0))
-        return local
 
     def _announce(self, local: LocalRank, session: EngineSession | None, own: EngineToken, deadline: float) -> Cache:
         """Announce registered memory to the node server. May be repeated after an error."""
@@ -436,9 +411,23 @@ def register_memory(
     *,
     serve: bool,
 ) -> LocalRank:
-    """Do the part of `Client.register_cache` that needs no token, for the rest of kvferry; raises the same errors."""
+    """Do the part of `Client.register_cache` that needs no token: register a rank's memory with NIXL, on the calling
+    thread. Makes no RPC."""
     client._check_open()
-    return client._register_memory(engine, rank, described, labels, serve=serve)
+    planes, owned = described
+    runtime = client._runtime
+    local = LocalRank(
+        engine,
+        RankGeometry(rank, planes, {} if labels is None else labels),
+        owned,
+        agents=runtime.agents,
+        options=runtime.options,
+        staging=runtime.staging,
+        serve=serve,
+        clock=runtime.loop.now,
+    )
+    client._keep(lambda: client._locals.append(local), lambda: local.close(0.0))
+    return local
 
 
 def announce(client: Client, local: LocalRank, token: EngineToken | str | None, timeout: float) -> Cache:

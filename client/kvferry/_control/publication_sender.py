@@ -240,7 +240,10 @@ class PublicationSender:
             with self._lock:
                 self._ready.popleft()
                 for message, _ in answers[:good]:
-                    self._taken(message)
+                    self._messages[number].popleft()
+                    if message.step is not None:
+                        self._session.ended(message.step, None)
+                    message.settle(None)
                 if good < len(answers):
                     # The errors of the steps behind this one follow from its own.
                     message, error = answers[good]
@@ -253,7 +256,7 @@ class PublicationSender:
                             continue
                         error = final
                     if error is not None:
-                        self._failed(message, _sure(error, [behind for _, behind in answers[good + 1 :]]))
+                        self._give_up(number, 0, _sure(error, [behind for _, behind in answers[good + 1 :]]))
                 if self._messages[number]:
                     self._ready.append(number)
                 else:
@@ -273,16 +276,8 @@ class PublicationSender:
             waiting = self._messages.get(number, deque())
             if message.sent or message in self._in_call or message not in waiting:
                 return
-            index = waiting.index(message)
-            behind = deque(islice(waiting, index + 1, None))
-            while len(waiting) > index:
-                waiting.pop()
             error = Unreachable("publications before it took all the time; nothing was published", address="")
-            if message.step is None:
-                message.settle(error)
-            else:
-                self._give_up(message, message.step, error, behind, unsent=True)
-            waiting.extend(behind)
+            self._give_up(number, waiting.index(message), error, unsent=True)
             if not waiting:
                 del self._messages[number]
                 self._ready.remove(number)
@@ -322,42 +317,31 @@ class PublicationSender:
         step = "the abort" if message.step is None else f"step {message.step.step}"
         logger.warning("could not send %s of publication %d: %s", step, message.publication.number, error)
 
-    # Call these with the lock held.
-
-    def _taken(self, message: _Message) -> None:
-        """Handle the first message of its publication, which the home has taken."""
-        self._messages[message.publication.number].popleft()
-        if message.step is not None:
-            self._session.ended(message.step, None)
-        message.settle(None)
-
-    def _failed(self, message: _Message, error: KvferryError) -> None:
-        """Handle the end of the attempts to send the first message of its publication."""
-        behind = self._messages[message.publication.number]
-        behind.popleft()
-        if message.step is None:
+    def _give_up(self, number: int, index: int, error: KvferryError, *, unsent: bool = False) -> None:
+        """Give up a message at this index of its publication's queue: an abort alone; a step with the messages behind
+        it, and its publication, unless the step was taken back and its caller gets that answer. `unsent`: the message
+        was never sent. Called with the lock held."""
+        waiting = self._messages[number]
+        message, *behind = islice(waiting, index, None)
+        step, publication = message.step, message.publication
+        if step is None:
+            waiting.remove(message)
             message.settle(error)
-        else:
-            self._give_up(message, message.step, error, behind)
-
-    def _give_up(
-        self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message], *, unsent: bool = False
-    ) -> None:
-        """Give up a step with the messages behind it, and its publication, unless the step was taken back and its
-        caller gets that answer."""
+            return
         # The last one first: the rest of a publication always has its first step.
         for later in reversed(behind):
             if later.step is not None:
                 later.settle(error, taken_back=self._session.ended(later.step, error, unsent=unsent))
             else:
                 later.settle(None)
-        behind.clear()
-        publication, taken_back = message.publication, self._session.ended(step, error, unsent=unsent)
+        for _ in (message, *behind):
+            waiting.pop()
+        taken_back = self._session.ended(step, error, unsent=unsent)
         message.settle(error, taken_back=taken_back)
         if not taken_back or (step.step and message.answer is None):
             # The home may have accepted some steps: the publication stays pinned until it is released.
             until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
-            behind.append(_Message(publication, None, until, not_published=given_up))
+            waiting.append(_Message(publication, None, until, not_published=given_up))
         elif message.answer is None:
             self.refused += 1
             outcome = ReleaseOutcome.ABORTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -93,10 +94,11 @@ class SchedulerPort(Closing):
         self._session = client.open_engine(spec, timeout=timeout)
         home_session = self._publications = home_session_of(self._session)
         runtime = client_runtime_of(client)
+        self._holder = runtime.lease_holder(self._session.token)
         self._reads = Reads(
             runtime.loop,
             spec,
-            runtime.lease_holder(self._session.token),
+            self._holder,
             home_session.block_use.writes(),
             max_waiting,
             hold_until_quiet=hold_until_quiet,
@@ -195,15 +197,18 @@ class SchedulerPort(Closing):
             WrongState: the request is being read already.
             LimitReached: `max_waiting` reads are waiting for their publications.
         """
-        self._reads.acquire(
-            arguments.text("request_id", request_id),
+        request = self._holder.request(
             reference,
-            arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
-            arguments.seconds("timeout", timeout),
-            arguments.text("traceparent", traceparent),
+            secrets.token_hex(8),
+            request_id=arguments.text("request_id", request_id),
+            parties=self.spec.num_ranks,
+            expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
+            timeout=arguments.seconds("timeout", timeout),
+            traceparent=arguments.text("traceparent", traceparent),
             progressive=arguments.flag("progressive", progressive),
             prompt=arguments.instance("prompt", prompt, Prompt, "a Prompt"),
         )
+        self._reads.acquire(request_id, request)
 
     def news(self) -> list[str]:
         """Return the requests for which `granted` has a new result: they were granted or refused since the last call,

@@ -3,14 +3,13 @@ verdict on each read. See `kvferry._reads.leased_reads` for the stages of a read
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from kvferry._control.acquisition import MoreBlocks
+from kvferry._control.acquisition import AcquireRequest, MoreBlocks
 from kvferry._control.block_use import Writes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
@@ -85,30 +84,8 @@ class Reads(LeasedReads[SchedulerRead]):
         self.bytes = 0
         self._closed = False
 
-    def acquire(
-        self,
-        request_id: str,
-        reference: str,
-        expected_reads: int,
-        timeout: float,
-        traceparent: str = "",
-        *,
-        progressive: bool = False,
-        prompt: Prompt = Prompt.unknown,
-    ) -> None:
+    def acquire(self, request_id: str, request: AcquireRequest) -> None:
         """See `SchedulerPort.acquire`."""
-        read_id = secrets.token_hex(8)
-        request = self._holder.request(
-            reference,
-            read_id,
-            parties=self._spec.num_ranks,
-            expected_reads=expected_reads,
-            timeout=timeout,
-            traceparent=traceparent,
-            progressive=progressive,
-            prompt=prompt,
-            request_id=request_id,
-        )
         read = SchedulerRead(self._loop, request, request_id, self._ranks)
         with self.lock:
             self._check_open()
@@ -123,7 +100,7 @@ class Reads(LeasedReads[SchedulerRead]):
                 raise LimitReached(message, retry_after=0.1, limit="max_waiting", value=waiting)
             self.start(read)
             self._waiting += 1
-            self._by_request[request_id] = self._by_id[read_id] = read
+            self._by_request[request_id] = self._by_id[read.read_id] = read
 
     def granted(self, request_id: str) -> Offer | None:
         """See `SchedulerPort.granted`."""

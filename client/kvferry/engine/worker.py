@@ -58,8 +58,7 @@ class WorkerPort(Closing):
         self._cache: Cache | None = None
         self._reads: dict[str, RankRead] = {}
         self._steps = StepOrders()
-        self._ended: dict[str, RankEnd] = {}
-        self._failed: dict[str, RankEnd] = {}
+        self._ends: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
         self._news = News()
         self._done: dict[str, bool] = {}
@@ -284,9 +283,9 @@ class WorkerPort(Closing):
         """Return the reports that were not acknowledged yet. They stay until `acknowledge`, so that an engine without a
         scheduler process can combine the outputs of all ranks before any of them acts on it."""
         with self._lock:
-            return WorkerOutput(
-                self.rank, tuple(self._ended.values()), tuple(self._failed.values()), tuple(self._quiesced)
-            )
+            ended = tuple(end for end in self._ends.values() if end.ok)
+            failed = tuple(end for end in self._ends.values() if not end.ok)
+            return WorkerOutput(self.rank, ended, failed, tuple(self._quiesced))
 
     def acknowledge(self, output: WorkerOutput) -> None:
         """Drop the given reports, all or some of those that `poll` returned, from later results of `poll`.
@@ -294,7 +293,7 @@ class WorkerPort(Closing):
         arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as poll gave it")
         with self._lock:
             for end in (*output.ended, *output.failed):
-                known = self._ended.pop(end.read_id, None) or self._failed.pop(end.read_id, None)
+                known = self._ends.pop(end.read_id, None)
                 if known is not None and known.quiet:
                     self._forget(end.read_id)
             for read_id in output.quiesced:
@@ -374,7 +373,7 @@ class WorkerPort(Closing):
             self._remember(read_id, refused=True)
         message = f"read {read_id} was cancelled, and rank {self.rank} has no share of it"
         cancelled = TransferCancelled.__name__
-        self._failed[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
+        self._ends[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
         self._news.tell()
 
     def _remember(self, read_id: str, *, refused: bool) -> None:
@@ -397,7 +396,7 @@ class WorkerPort(Closing):
                 retry_after=error.retry_after,
             )
         with self._lock:
-            (self._ended if error is None else self._failed)[order.read_id] = end
+            self._ends[order.read_id] = end
             self._news.tell()
 
     def _share_quiesced(self, read: RankRead) -> None:
