@@ -32,7 +32,8 @@ class Cache(Closing):
     The memory must stay mapped, and its tensors referenced, until the process ends: NIXL cannot revoke the access of
     other ranks.
 
-    Threading: every method may be called from any thread. Only `close` waits.
+    Threading: every method may be called from any thread. Only `close` waits. Methods raise `Closed` after it, and
+    `ForkedClient` in a child of the process.
 
     Attributes:
         spec: the engine.
@@ -109,7 +110,6 @@ class Cache(Closing):
             BadBlock: a block does not belong to this engine, may still be written to by another read, or is published.
             InvalidField: an argument has the wrong type, or is out of range.
             LimitReached: the client's `max_reads` reads are running.
-            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         parties = arguments.integer("parties", parties, 1, 2**31 - 1)
@@ -169,13 +169,11 @@ class Cache(Closing):
             timeout: seconds to keep trying.
 
         Returns:
-            A future of the number of sums sent, done when the home has them. The future raises the error if the home
-            refuses the sums or cannot be reached.
+            A future of the number of sums sent, done when the home has them, or has refused them.
 
         Raises:
             BadBlock, InvalidField: a block does not belong to this engine, or lies in device memory that is not backed
                 by a registered tensor.
-            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         return self._runtime.checksummer.submit(
@@ -197,10 +195,10 @@ class Cache(Closing):
         return self._runtime.token.engine_reference
 
     def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
-        """Connect to a source engine ahead of the first read from it.
+        """Connect to a source engine, which makes the first read from it faster. Returns at once.
 
         Makes the handshake, plans the read, makes the agents, opens the connections, and reads one byte from each
-        source rank that this rank reads from. Returns at once. Optional: only makes the first read faster.
+        source rank that this rank reads from.
 
         Args:
             engine_reference: the source engine's `Cache.engine_reference` or `SchedulerPort.engine_reference`, which
@@ -208,14 +206,13 @@ class Cache(Closing):
             timeout: seconds to wait until the source engine is complete.
 
         Returns:
-            A future of the source ranks that connections are being opened to, done after the handshake. The future
-            raises the errors that `Read.result` would raise.
+            A future of the source ranks that connections are being opened to, done after the handshake, with the errors
+            that `Read.result` would raise.
 
         Raises:
             BadReference: the string is not an engine's reference.
             HomeNotAllowed: this client may not connect to the home in the reference.
             LimitReached: the system refused another thread.
-            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         deadline = self._runtime.loop.now() + arguments.seconds("timeout", timeout)

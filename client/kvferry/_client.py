@@ -239,8 +239,7 @@ class Client(Closing):
             timeout: seconds to keep trying.
 
         Raises:
-            BadReference: the string is not a reference.
-            HomeNotAllowed: this client may not connect to the home in the reference.
+            BadReference, HomeNotAllowed: see `Cache.read`.
             EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
                 engine.
             KvferryError: the home refused, or could not be reached.

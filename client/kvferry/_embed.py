@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._logs import Log
 from kvferry.errors import KvferryError
 
@@ -130,7 +130,7 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
     return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
 
 
-class EmbeddedServer(OneProcess):
+class EmbeddedServer(Closing):
     """A node server on a thread of this process. Any thread may call its methods.
 
     Attributes:
@@ -168,12 +168,6 @@ class EmbeddedServer(OneProcess):
         atexit.unregister(self.close)
         if self._thread.is_alive():
             raise KvferryError(f"the node server did not stop within {timeout:g} s", timeout=timeout)
-
-    def __enter__(self) -> EmbeddedServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self, server_type: type[NodeServer], config: NodeConfig) -> None:
         try:

@@ -101,7 +101,7 @@ def test_each_publication_is_released_at_its_own_time_and_once(offers: Offers) -
     assert released(offers, AFTER) == [first]
     # The earliest of what is left, not the latest.
     assert offers.next_deadline == AFTER + 1
-    assert not offers.news
+    assert not offers.take_released()
     assert released(offers, AFTER) == []
     assert released(offers, AFTER + 1) == [second]
     offers.released(pb.Released(publication=second, outcome=pb.RELEASE_OUTCOME_FINAL))

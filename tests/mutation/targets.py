@@ -295,9 +295,8 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
     "client/kvferry/_control/home_session.py": Target((ACKNOWLEDGED, SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
     "client/kvferry/_prompt.py": Target((PROMPTS, RIGHT_PROMPT, HOSTILE)),
-    "client/kvferry/_control/marker.py": Target((RIGHT_PROMPT, OFFERS)),
     "client/kvferry/_control/right_prompt.py": Target(
-        (RIGHT_PROMPT,), {"ReaderPrompt._error: 3 -> 4": "how many ends a message shows"}
+        (RIGHT_PROMPT, OFFERS), {"ReaderPrompt._error: 3 -> 4": "how many ends a message shows"}
     ),
     "client/kvferry/_control/watcher.py": Target((WATCHES,)),
     "client/kvferry/_control/notifier.py": Target((TOLD,)),

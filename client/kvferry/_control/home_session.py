@@ -55,8 +55,8 @@ class HomeSession:
     until their release.
 
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
-    loop. `publish`, `publish_more`, `abort` and `close` wait; so does `released` with a timeout. `lock` guards the
-    publications and the queue of the sender.
+    loop. `publish`, `publish_more`, `abort` and `released` wait if they are given a timeout, and so does `close`.
+    `lock` guards the publications and the queue of the sender.
 
     Attributes:
         advertise: the home's address for readers, once the session is open.
@@ -110,7 +110,7 @@ class HomeSession:
         self._check_open()
         ids, step = new_step(self.spec, given)
         follow((), step)
-        pin = self.block_use.pin(ids)
+        self.block_use.pin(ids)
         span = start_span("kvferry.publish", given.traceparent, engine=self.spec.engine_id, request_id=given.request_id)
         with self.lock:
             # Number, record and queue under one lock: a snapshot in between would include the number but not the
@@ -121,13 +121,13 @@ class HomeSession:
                 home = self.advertise if self._home_in_references else ""
                 publication = self._offers.publish(home, step, span.traceparent, given.prompt)
             except KvferryError as error:
-                self.block_use.unpin(pin)
+                self.block_use.unpin(ids)
                 span.end(error)
                 raise
             if span.traceparent:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
-            self.block_use.name(pin, publication.number, 0)
+            self.block_use.name(ids, publication.number, 0)
             answer = self._sender.put(publication, step, timeout)
         _wait(answer)
         return publication
@@ -137,17 +137,17 @@ class HomeSession:
         self._check_open()
         number = given.publication.number
         ids, step = new_step(self.spec, given)
-        pin = self.block_use.pin(ids, number)
+        self.block_use.pin(ids, number)
         try:
             with self.lock:
                 self._check_open()
                 follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
-                self.block_use.name(pin, number, step.step)
+                self.block_use.name(ids, number, step.step)
                 answer = self._sender.put(given.publication, step, timeout)
         except KvferryError:
-            self.block_use.unpin(pin)
+            self.block_use.unpin(ids)
             raise
         _wait(answer)
 

@@ -14,32 +14,45 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, SILENCE
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
 from kvferry._loop import Loop, Signal
 from kvferry._threads import settle
 from kvferry.errors import Closed, KvferryError, NotPublished, PublicationAborted, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-if TYPE_CHECKING:
-    from kvferry._control.home_session import HomeSession
-
 logger = Log(__name__)
 
 MAX_OVERTAKEN = 512
 """Most publications that wait to be sent again while new ones are sent. A home takes a number below its highest only if
 at most 1024 were skipped, and the next call may add `BATCH`."""
+
+
+class Publisher(Protocol):
+    """The part of `HomeSession` that the sender uses; see there."""
+
+    spec: EngineSpec
+    lock: threading.Lock
+    patience: float
+
+    async def attempt(
+        self, notifications: Sequence[pb.Notification], timeout: float
+    ) -> tuple[list[KvferryError | None], KvferryError | None]: ...
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool: ...
+    def complain(self, error: KvferryError) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +107,7 @@ class PublicationSender:
         refused: number of publications that the home did not accept, and for whose answer no caller waited.
     """
 
-    def __init__(self, loop: Loop, session: HomeSession) -> None:
+    def __init__(self, loop: Loop, session: Publisher) -> None:
         self.refused = 0
         self._loop = loop
         self._session = session
@@ -117,11 +130,6 @@ class PublicationSender:
         """Since then every call has failed as a whole, or for some message that has to wait."""
         self._given_up = 0
         """Publications that were given up since then."""
-
-    @property
-    def refused_now(self) -> bool:
-        """Whether `take_refused` would return something."""
-        return bool(self._refused)
 
     def take_refused(self) -> list[Release]:
         """Return the publications of which no home can have a step; each exactly once."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry._control.marker import Marker
+from kvferry._control.right_prompt import Marker
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import publication_key
@@ -185,8 +185,13 @@ class Offers:
         Raises:
             RouterKeyUsed: another publication that is not released has the step's router_key.
         """
-        if step.router_key:
-            self._check_router_key(step.router_key)
+        if (other := self._by_router_key.get(step.router_key)) is not None:
+            raise RouterKeyUsed(
+                f"publication {other} has the same router key {step.router_key!r}, and is not released: the router "
+                "must draw a new reference for every request and every attempt",
+                engine_id=self._engine.engine_id,
+                publication=other,
+            )
         step.publication, self._next = self._next, self._next + 1
         key = publication_key(self._secret, step.publication)
         reference = pb.Reference(
@@ -322,11 +327,6 @@ class Offers:
         self._released.clear()
         return found
 
-    @property
-    def news(self) -> bool:
-        """Whether `take_released` would return a publication."""
-        return bool(self._released)
-
     def unreleased(self) -> Sequence[Publication]:
         """Return the publications whose blocks are still pinned."""
         return tuple(held.publication for held in self._held.values())
@@ -340,16 +340,6 @@ class Offers:
                 publication=number,
             )
         return held
-
-    def _check_router_key(self, name: str) -> None:
-        number = self._by_router_key.get(name)
-        if number is not None:
-            raise RouterKeyUsed(
-                f"publication {number} has the same router key {name!r}, and is not released: the router must draw a "
-                "new reference for every request and every attempt",
-                engine_id=self._engine.engine_id,
-                publication=number,
-            )
 
     def _release(
         self, number: int, outcome: ReleaseOutcome, reads: tuple[ReadSummary, ...] = (), *, local: bool = False

@@ -117,8 +117,7 @@ class PublishMore(_Step):
     Attributes:
         publication: the value that `publish` returned.
         blocks: the new blocks by group; may be empty.
-        last: no more blocks will follow.
-        payload: opaque bytes for the readers, at most 64 KiB; with the last blocks.
+        last, payload: see `Publish`; the payload comes with the last blocks.
         layers: names of the layers that are complete in the new blocks, which must be full blocks of groups of kind
             TOKENS. While some layers are not complete, further calls name more layers and give no blocks. A call
             without `layers` completes all layers, and may give further complete blocks, too.
@@ -135,14 +134,8 @@ class PublishMore(_Step):
 
 
 def new_step(spec: EngineSpec, given: Publish | PublishMore) -> tuple[dict[str, BlockIds], pb.Publish]:
-    """Make a step without its numbers. Returns the ids of its blocks by group, and the step.
-
-    Raises:
-        BadBlock: an id out of range, or the null block.
-        BadReference: the string is not a reference.
-        InvalidField: an argument does not fit the engine.
-        MessageTooLarge: no message holds it.
-    """
+    """Make a step without its numbers. Returns the ids of its blocks by group, and the step. Raises the errors of
+    `EngineSession.publish` that need no home."""
     blocks = {name: without_nulls(spec.group(name), listed) for name, listed in given.blocks.items()}
     groups = [_encoded(spec, name, listed) for name, listed in blocks.items()]
     step = pb.Publish(last=given.last, payload=given.payload)

@@ -117,15 +117,11 @@ class TlsConfig:
 
     A client uses `ca` to verify the server (None: the system's authorities), and `cert` with `key` if the server asks
     for a client certificate. A server needs `cert` and `key`; with `ca` it accepts only clients with a certificate of
-    that authority (mTLS).
+    that authority (mTLS). One of `cert` and `key` alone is an `InvalidField`.
 
     Attributes:
         ca: certificates of the authorities that must have signed the peer's certificate.
-        cert: this side's certificate chain.
-        key: the private key of `cert`.
-
-    Raises:
-        InvalidField: only one of `cert` and `key` is given.
+        cert, key: this side's certificate chain, and its private key.
     """
 
     ca: Path | None = None

@@ -216,11 +216,9 @@ class SchedulerPort(Closing):
         return self._reads.take_changed()
 
     def granted(self, request_id: str) -> Offer | None:
-        """Return the source's blocks for a request once its lease is granted; None while the request waits.
-
-        An `Offer` has no blocks to read into yet. `attach` adds them and returns the `Grant` that workers start. If the
-        request was acquired with ``progressive=True``, the offer may come with the first blocks, and is then not
-        `complete`.
+        """Return the source's blocks for a request once its lease is granted; None while the request waits. `attach`
+        makes the `Grant` that workers start. If the request was acquired with ``progressive=True``, the offer may come
+        with the first blocks, and is then not `complete`.
 
         Raises:
             WrongState: the request was not acquired, or its read has ended.
@@ -256,15 +254,14 @@ class SchedulerPort(Closing):
 
         Raises:
             BadBlock: a block does not belong to this engine, is given twice, is published, or may still be written to
-                by another read. The request stays granted.
-            BlocksShort: there are too few blocks for the tokens, or too few tokens were published. The request stays
-                granted.
+                by another read. After this and the next two errors, the request stays granted.
+            BlocksShort: there are too few blocks for the tokens, or too few tokens were published.
             InvalidField: an argument has the wrong type, a group has no blocks, or `tokens` is missing although the
-                offer is not complete. The request stays granted.
+                offer is not complete.
             WrongState: the request is not granted yet, has its blocks already, or was not acquired.
             PromptMismatch, PromptUnmarked: the publication is of another prompt, or no mark shows that it is of this
-                one. The port then forgets the request.
-            KvferryError: the lease has ended in the meantime, for this reason. The port then forgets the request.
+                one. After this and the next error, the port forgets the request.
+            KvferryError: the lease has ended in the meantime, for this reason.
         """
         return self._reads.attach(
             arguments.text("request_id", request_id),
@@ -285,10 +282,7 @@ class SchedulerPort(Closing):
 
     def decline(self, reference: str, *, prompt: Prompt = Prompt.unknown) -> None:
         """Tell the source's home that this engine will not read a publication, after a full prefix hit or a rejected
-        request.
-
-        The source then gets its blocks back at once, and not only when the hold ends. The port forgets reads of the
-        publication to which no blocks were attached.
+        request: see `Client.decline`. The port forgets reads of the publication to which no blocks were attached.
 
         Args:
             reference: the reference that came with the request.

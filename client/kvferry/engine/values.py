@@ -155,9 +155,8 @@ class RankEnd:
     """The end of one rank's share of a read.
 
     Attributes:
-        ok: every byte of the share has arrived.
+        ok: every byte of the share has arrived; `bytes` is their number.
         quiet: no write to the blocks is possible any more.
-        bytes: bytes that the rank read.
         lost: ids of the blocks whose bytes do not count, by group; empty if `ok`.
         error_name, message, values, retry_after: class and contents of the error; empty if `ok`.
         work: the work of the share, for metrics.
@@ -187,9 +186,7 @@ class WorkerOutput(_Plain):
     """Reports the ends of shares on one worker to the scheduler.
 
     Attributes:
-        rank: rank of the worker.
-        ended: shares that succeeded.
-        failed: shares that failed, with their lost blocks.
+        ended, failed: shares that succeeded, and that failed.
         quiesced: read_ids of shares that had failed without being quiet, and are quiet now.
     """
 
@@ -219,11 +216,7 @@ class WorkerOutput(_Plain):
 class ReadSource:
     """Names the source of a read, as the source's log does. Contains no secret.
 
-    Attributes:
-        home: address of the source's home.
-        engine_id, incarnation: the source engine.
-        publication: number of the publication.
-        request_id: the source's name for the request.
+    `request_id` is the source's name for the request; for the others see `Offer`.
     """
 
     home: str

@@ -321,10 +321,8 @@ class WorkerPort(Closing):
             return sum(not read.ended for read in self._reads.values())
 
     def prepare(self, timeout: float = 0.0) -> None:
-        """Make the reading agents now, before or after `announce`; see `Cache.prepare`.
-
-        Args:
-            timeout: seconds to wait until the agents are made; 0: return at once.
+        """Make the reading agents now, before or after `announce`; see `Cache.prepare`. Waits at most `timeout` seconds
+        until they are made.
 
         Raises:
             WrongState: no memory is registered.
