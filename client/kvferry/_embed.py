@@ -141,7 +141,8 @@ class EmbeddedServer(Closing):
 
     def __init__(self, server_type: type[NodeServer], loop: asyncio.AbstractEventLoop, config: NodeConfig) -> None:
         self._loop = loop
-        self._closing = asyncio.Event()
+        self._closing: asyncio.Future[None] = loop.create_future()
+        """Cancelled by `close`."""
         self._started: Future[NodeServer] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(server_type, config), name="kvferry-server", daemon=True
@@ -163,7 +164,7 @@ class EmbeddedServer(Closing):
         Raises `KvferryError` if the server did not stop within `timeout` seconds."""
         if not self._thread.is_alive():
             return
-        self._loop.call_soon_threadsafe(self._closing.set)
+        self._loop.call_soon_threadsafe(self._closing.cancel)
         self._thread.join(timeout)
         atexit.unregister(self.close)
         if self._thread.is_alive():
@@ -184,9 +185,8 @@ class EmbeddedServer(Closing):
         server = server_type(config)
         await server.start()
         self._started.set_result(server)
-        closing = asyncio.ensure_future(self._closing.wait())
         failed = asyncio.ensure_future(server.failed())
-        await asyncio.wait([closing, failed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._closing, failed], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             await server.stop(0)
             failed.result()
