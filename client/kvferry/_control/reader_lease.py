@@ -107,13 +107,11 @@ class ReaderLease:
 
 
 class Confirm(enum.Enum):
-    """When a read whose shares have all succeeded within its lease ends for the engine."""
+    """Whether a read whose shares have all succeeded within its lease ends for the engine before or after its home has
+    confirmed the lease; see `Client`."""
 
     BEFORE = "before"
-    """After the home has confirmed the lease, or has not answered in time."""
     AFTER = "after"
-    """At once. The home's answer comes afterwards, and is an audit: if the lease had ended at the home, the read is
-    disputed."""
 
 
 class ReaderVerdict(enum.Enum):

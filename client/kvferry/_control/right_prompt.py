@@ -66,14 +66,11 @@ class Marker:
 
 
 class PromptCheck(enum.Enum):
-    """A reader's check of the marks of a publication."""
+    """A reader's check of the marks of a publication; see `Client`."""
 
     REQUIRE = "require"
-    """Read only blocks with a mark of the reader's prompt."""
     COMPARE = "compare"
-    """Refuse blocks with a mark of another prompt, and accept blocks without a mark."""
     OFF = "off"
-    """Compare nothing."""
 
 
 class ReaderPrompt:
