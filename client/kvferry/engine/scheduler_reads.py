@@ -39,7 +39,8 @@ CANCEL_AGAIN = 10.0
 
 
 class Reads(LeasedReads[SchedulerRead]):
-    """The reads of one engine, for its `SchedulerPort`. Every method may be called from any thread; only `close` waits.
+    """The reads of one engine, for its `SchedulerPort`, which explains the methods of the same names. Every method may
+    be called from any thread; only `close` waits.
 
     Attributes:
         news: set when `granted`, `take_steps` or `take_finished` has something to return.
@@ -85,7 +86,6 @@ class Reads(LeasedReads[SchedulerRead]):
         self._closed = False
 
     def acquire(self, request_id: str, request: AcquireRequest) -> None:
-        """See `SchedulerPort.acquire`."""
         read = SchedulerRead(self._loop, request, request_id, self._ranks)
         with self.lock:
             self._check_open()
@@ -103,7 +103,6 @@ class Reads(LeasedReads[SchedulerRead]):
             self._by_request[request_id] = self._by_id[read.read_id] = read
 
     def granted(self, request_id: str) -> Offer | None:
-        """See `SchedulerPort.granted`."""
         with self.lock:
             offer = latest_offer(read := self._unrefused(request_id))
             return None if offer is None else replace(offer, timeout=self._left(read))
@@ -127,7 +126,6 @@ class Reads(LeasedReads[SchedulerRead]):
         allow_overlap: bool,
         prompt: Prompt = Prompt.unknown,
     ) -> Grant:
-        """See `SchedulerPort.attach`."""
         with self.lock:
             offer = latest_offer(read := self._unrefused(request_id))
             if read.stage is not ReadStage.GRANTED or offer is None:
@@ -160,7 +158,6 @@ class Reads(LeasedReads[SchedulerRead]):
         return found
 
     def decline(self, reference: str, prompt: Prompt) -> None:
-        """See `SchedulerPort.decline`."""
         self._holder.check(reference, prompt)
         with self.lock:
             self._check_open()
@@ -175,7 +172,6 @@ class Reads(LeasedReads[SchedulerRead]):
             raise Closed("the client is closed")
 
     def cancel(self, request_id: str) -> bool:
-        """See `SchedulerPort.cancel`."""
         with self.lock:
             read = self._by_request.get(request_id)
             if read is None:
@@ -189,7 +185,6 @@ class Reads(LeasedReads[SchedulerRead]):
             return True
 
     def collect(self, output: WorkerOutput) -> None:
-        """See `SchedulerPort.collect`."""
         if not 0 <= output.rank < self._spec.num_ranks:
             raise InvalidField("rank", output.rank, f"below {self._spec.num_ranks}")
         with self.lock:
