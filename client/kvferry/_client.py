@@ -125,6 +125,7 @@ class Client(Closing):
         """Earlier sessions of engines that were opened again."""
         self._caches: list[Cache] = []
         self._locals: list[LocalRank] = []
+        """The ranks whose memory is registered with NIXL, whether they have caches yet or not."""
         self._watchers: dict[tuple[EngineToken, int], Watcher] = {}
         self._closed = False
 
@@ -255,10 +256,10 @@ class Client(Closing):
         `close`, totals stay unchanged."""
         with self._lock:
             sessions = (*self._replaced, *self._sessions.values())
-            ranks = [runtime_of(cache).transport for cache in self._caches] + [rank.transport for rank in self._locals]
+            transports = [rank.transport for rank in self._locals]
         return ClientStats(
             reads=self._runtime.reads.stats(),
-            ranks=self._runtime.shares.stats(transport.gauges() for transport in ranks),
+            ranks=self._runtime.shares.stats(transport.gauges() for transport in transports),
             source=total(SourceStats, [home_session_of(session).stats() for session in sessions]),
             calls=self._homes.stats(),
         )
@@ -275,7 +276,9 @@ class Client(Closing):
         for cache in caches:
             cache.close()
         for rank in ranks:
-            rank.close(CLOSE_TIMEOUT)
+            # Others ended with their caches.
+            if not rank.closed:
+                rank.close(CLOSE_TIMEOUT)
         for session in sessions:
             session.close()
         for watcher in watchers:
@@ -316,14 +319,7 @@ class Client(Closing):
         cache = Cache(runtime, session, reuse_after)
         if session is not None:
             home_session_of(session).on_refill(runtime.register_again)
-
-        def keep() -> None:
-            self._caches.append(cache)
-            if local in self._locals:
-                # The memory ends with its cache.
-                self._locals.remove(local)
-
-        self._keep(keep, cache.close)
+        self._keep(lambda: self._caches.append(cache), cache.close)
         if local.closed:
             cache.close()
         local.check_open()
