@@ -95,16 +95,17 @@ class Reads(LeasedReads[SchedulerRead]):
                     "`finished` has named it, or give this read another request_id",
                     request_id=request_id,
                 )
-            if (waiting := self._waiting) >= self._max_waiting:
-                message = f"{waiting} reads wait for their publications"
-                raise LimitReached(message, retry_after=0.1, limit="max_waiting", value=waiting)
+            if self._waiting >= self._max_waiting:
+                message = f"{self._waiting} reads wait for their publications"
+                raise LimitReached(message, retry_after=0.1, limit="max_waiting", value=self._waiting)
             self.start(read)
             self._waiting += 1
             self._by_request[request_id] = self._by_id[read.read_id] = read
 
     def granted(self, request_id: str) -> Offer | None:
         with self.lock:
-            offer = latest_offer(read := self._unrefused(request_id))
+            read = self._unrefused(request_id)
+            offer = latest_offer(read)
             return None if offer is None else replace(offer, timeout=self._left(read))
 
     def take_changed(self) -> list[str]:
@@ -127,7 +128,8 @@ class Reads(LeasedReads[SchedulerRead]):
         prompt: Prompt = Prompt.unknown,
     ) -> Grant:
         with self.lock:
-            offer = latest_offer(read := self._unrefused(request_id))
+            read = self._unrefused(request_id)
+            offer = latest_offer(read)
             if read.stage is not ReadStage.GRANTED or offer is None:
                 raise _not_attachable(request_id, read.stage)
             offered = offer.blocks()
