@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._logs import Log
 from kvferry.errors import KvferryError
 
@@ -130,7 +130,7 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
     return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
 
 
-class EmbeddedServer(OneProcess):
+class EmbeddedServer(Closing):
     """A node server on a thread of this process. Any thread may call its methods.
 
     Attributes:
@@ -141,7 +141,8 @@ class EmbeddedServer(OneProcess):
 
     def __init__(self, server_type: type[NodeServer], loop: asyncio.AbstractEventLoop, config: NodeConfig) -> None:
         self._loop = loop
-        self._closing = asyncio.Event()
+        self._closing: asyncio.Future[None] = loop.create_future()
+        """Cancelled by `close`."""
         self._started: Future[NodeServer] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(server_type, config), name="kvferry-server", daemon=True
@@ -160,23 +161,14 @@ class EmbeddedServer(OneProcess):
 
     def close(self, timeout: float = 30.0) -> None:
         """Drain and stop the server, and remove its files. Idempotent. The setting ``drain`` bounds the drain itself.
-
-        Raises:
-            KvferryError: the server did not stop within `timeout` seconds.
-        """
+        Raises `KvferryError` if the server did not stop within `timeout` seconds."""
         if not self._thread.is_alive():
             return
-        self._loop.call_soon_threadsafe(self._closing.set)
+        self._loop.call_soon_threadsafe(self._closing.cancel)
         self._thread.join(timeout)
         atexit.unregister(self.close)
         if self._thread.is_alive():
             raise KvferryError(f"the node server did not stop within {timeout:g} s", timeout=timeout)
-
-    def __enter__(self) -> EmbeddedServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self, server_type: type[NodeServer], config: NodeConfig) -> None:
         try:
@@ -193,9 +185,8 @@ class EmbeddedServer(OneProcess):
         server = server_type(config)
         await server.start()
         self._started.set_result(server)
-        closing = asyncio.ensure_future(self._closing.wait())
         failed = asyncio.ensure_future(server.failed())
-        await asyncio.wait([closing, failed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._closing, failed], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             await server.stop(0)
             failed.result()

@@ -12,7 +12,7 @@ import pytest
 from kvferry._control import publications, reader_lease
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.verdict import ReaderVerdict
+from kvferry._control.reader_lease import ReaderVerdict
 from kvferry.errors import PublicationReleased, PublicationStale, WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -349,7 +349,7 @@ def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pyte
     def release(self: publications.Offers, number: int, now: float) -> None:
         sent(self, number, now)
         if number in self._held:
-            self._held[number].release_at = self._next_deadline = now + CALL_TIMEOUT
+            self._held[number].release_at = self.next_deadline = now + CALL_TIMEOUT
 
     patch.setattr(publications.Offers, "sent", release)
 

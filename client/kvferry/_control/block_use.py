@@ -26,15 +26,6 @@ Counts: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True, eq=False)
-class Pin:
-    """The blocks of one step of a publication, by group. Made by `BlockUse.pin`."""
-
-    ids: Mapping[str, BlockIds]
-    number: int = 0
-    step: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class _Write:
     """The blocks that one read writes to; see `Writes.begin`."""
 
@@ -51,7 +42,8 @@ class BlockUse:
         self.lock = threading.Lock()
         self.groups = {group.name: group for group in groups}
         self._published: dict[Pool, Counts] = {}
-        self._pins: dict[int, list[Pin]] = {}
+        self._pins: dict[int, dict[int, Mapping[str, BlockIds]]] = {}
+        """Blocks of the steps of publications, by number and step."""
         self.writers: list[Writes] = []
 
     def writes(self, rank: int | None = None) -> Writes:
@@ -61,51 +53,41 @@ class BlockUse:
             self.writers.append(made)
         return made
 
-    def pin(self, ids: Mapping[str, BlockIds], more_of: int | None = None) -> Pin:
-        """Pin blocks that are about to be published. `name` or `unpin` must follow.
-
-        Args:
-            ids: block ids by group, of existing groups and in range.
-            more_of: number of the publication, if it has other blocks already.
-
-        Raises:
-            BadBlock: a block is given twice, or a read is writing to it.
-        """
+    def pin(self, ids: Mapping[str, BlockIds], more_of: int | None = None) -> None:
+        """Pin blocks that are about to be published; `name` or `unpin` must follow. `ids` are of existing groups and in
+        range; `more_of` is the number of the publication, if it has other blocks already. Raises `BadBlock` if a block
+        is given twice, or a read is writing to it."""
         with self.lock:
-            earlier = [pin.ids for pin in self._pins.get(more_of, [])] if more_of is not None else []
+            earlier = () if more_of is None else self._pins.get(more_of, {}).values()
             self._check_once(ids, earlier)
             for writer in self.writers:
                 writer.check(ids, None, "source")
             self._count(ids, 1)
-        return Pin(ids)
 
-    def name(self, pin: Pin, number: int, step: int) -> None:
+    def name(self, ids: Mapping[str, BlockIds], number: int, step: int) -> None:
         """Assign pinned blocks to a step of a publication."""
-        pin.number, pin.step = number, step
         with self.lock:
-            self._pins.setdefault(number, []).append(pin)
+            self._pins.setdefault(number, {})[step] = ids
 
-    def unpin(self, pin: Pin) -> None:
+    def unpin(self, ids: Mapping[str, BlockIds]) -> None:
         """Release pinned blocks that were not published."""
         with self.lock:
-            self._count(pin.ids, -1)
+            self._count(ids, -1)
 
     def refused(self, number: int, step: int) -> None:
         """Release the blocks of a step that the home refused."""
         with self.lock:
-            pins = self._pins.get(number, [])
-            for pin in [pin for pin in pins if pin.step == step]:
-                pins.remove(pin)
-                self._count(pin.ids, -1)
-            if not pins:
+            steps = self._pins.get(number, {})
+            self._count(steps.pop(step, {}), -1)
+            if not steps:
                 self._pins.pop(number, None)
 
     def released(self, numbers: Iterable[int]) -> None:
         """Release the blocks of these publications."""
         with self.lock:
             for number in numbers:
-                for pin in self._pins.pop(number, []):
-                    self._count(pin.ids, -1)
+                for ids in self._pins.pop(number, {}).values():
+                    self._count(ids, -1)
 
     def pool(self, group: str) -> Pool:
         found = self.groups[group]
@@ -131,9 +113,9 @@ class BlockUse:
 
     def _holder(self, group: str, block: int) -> int:
         pool = self.pool(group)
-        for number, pins in self._pins.items():
-            for pin in pins:
-                if any(self.pool(name) == pool and bool((ids == block).any()) for name, ids in pin.ids.items()):
+        for number, steps in self._pins.items():
+            for pinned in steps.values():
+                if any(self.pool(name) == pool and bool((ids == block).any()) for name, ids in pinned.items()):
                     return number
         return 0
 
@@ -142,7 +124,7 @@ class BlockUse:
             # `_check_once` has refused repeated ids, which this would count once only.
             self.counts(self._published, group)[listed] += np.int32(by)
 
-    def _check_once(self, ids: Mapping[str, BlockIds], earlier: list[Mapping[str, BlockIds]]) -> None:
+    def _check_once(self, ids: Mapping[str, BlockIds], earlier: Iterable[Mapping[str, BlockIds]]) -> None:
         lists: dict[Pool, list[tuple[str, BlockIds]]] = {}
         pools = {self.pool(group) for group, listed in ids.items() if len(listed)}
         for given in (*earlier, ids):
@@ -185,13 +167,11 @@ class Writes:
             ids: block ids by group, of existing groups and in range.
             layers: names of the layers that the read writes to; None: all.
             quiet: returns whether no write to the blocks is possible any more; None: the caller calls `end` then.
-            allow_overlap: accept blocks that are published, or that another read writes to.
+            allow_overlap: accept blocks that are published, or that another read writes to; otherwise they raise
+                `BadBlock`.
 
         Returns:
             The key for `end`.
-
-        Raises:
-            BadBlock: a block is published, or another read writes to it.
         """
         mine = _Write(read_id, ids, layers, quiet)
         key = object()

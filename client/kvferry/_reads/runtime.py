@@ -12,10 +12,10 @@ from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
-from kvferry._control.verdict import Confirm
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.cache_reads import CacheReads

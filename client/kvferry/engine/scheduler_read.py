@@ -15,7 +15,6 @@ class SchedulerRead(LeasedRead):
     """One read of the engine.
 
     Attributes:
-        request_id: the engine's name for the request.
         offer: the offer for the engine, once the read is granted; see `latest_offer`.
         steps: number of the steps that were returned since the attach.
         more: blocks that are neither in the offer nor in a returned step.
