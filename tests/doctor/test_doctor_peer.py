@@ -14,8 +14,7 @@ import grpc
 import pytest
 
 from kvferry._doctor import peer
-from kvferry._doctor.finding import Finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host
 from kvferry._wire.channel import TlsConfig
 from tests.doctor.looking import names
 from tests.support.certificates import Authority, tls_flags

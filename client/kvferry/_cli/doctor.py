@@ -15,7 +15,7 @@ from kvferry._cli.connection import Connection, with_connection
 from kvferry._cli.render import safe
 
 if TYPE_CHECKING:
-    from kvferry._doctor.finding import Finding
+    from kvferry._doctor.check import Finding
 
 STYLES = {
     "problem": typer.colors.RED,
@@ -53,7 +53,7 @@ def doctor(
     problem. docs/doctor.md lists all findings.
     """
     from kvferry._doctor.catalogue import examine
-    from kvferry._doctor.host import Host
+    from kvferry._doctor.check import Host
 
     files = {"ca": connection.tls_ca, "cert": connection.tls_cert, "key": connection.tls_key}
     tls = {field: str(path) for field, path in files.items() if path is not None}

@@ -10,8 +10,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 
 if TYPE_CHECKING:
     from kvferry._wire.channel import Address
