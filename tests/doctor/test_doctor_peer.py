@@ -45,9 +45,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 def look(address: str, tls: TlsConfig | None = None, timeout: float = 5.0) -> list[Finding]:
     files = {} if tls is None else {"ca": tls.ca, "cert": tls.cert, "key": tls.key}
-    return peer.check(
-        Host(peer=address, tls={name: str(path) for name, path in files.items() if path}, timeout=timeout)
-    )
+    return peer.check(Host(peer=address, tls=files, timeout=timeout))
 
 
 def test_node_server_that_serves(stage: Stage) -> None:

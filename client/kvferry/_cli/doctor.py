@@ -55,9 +55,8 @@ def doctor(
     from kvferry._doctor.catalogue import examine
     from kvferry._doctor.check import Host
 
-    files = {"ca": connection.tls_ca, "cert": connection.tls_cert, "key": connection.tls_key}
-    tls = {field: str(path) for field, path in files.items() if path is not None}
-    host = Host(pid=pid, peer=peer or "", tls=tls, timeout=connection.timeout)
+    tls = {"ca": connection.tls_ca, "cert": connection.tls_cert, "key": connection.tls_key}
+    host = Host(pid=pid, peer=peer or "", tls=tls if any(tls.values()) else {}, timeout=connection.timeout)
     found = []
     counts = dict.fromkeys(("problem", "warning", "unknown", "ok"), 0)
     for check, findings in examine(host):

@@ -126,22 +126,22 @@ def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
         signal.signal(signal.SIGTERM, before)
 
 
+@dataclass(slots=True)
 class Screen:
     """The latest looks, drawn to fit the terminal."""
 
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._looks: Sequence[Look] = ()
-        self._at = ""
+    interval: float
+    looks: Sequence[Look] = ()
+    at: str = ""
 
     def show(self, looks: Sequence[Look], at: str) -> None:
-        self._looks, self._at = looks, at
+        self.looks, self.at = looks, at
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        looks = self._looks
-        head = f"kvferry top  {self._at}  every {self._interval:g} s  (Ctrl-C ends it)"
+        looks = self.looks
+        head = f"kvferry top  {self.at}  every {self.interval:g} s  (Ctrl-C ends it)"
         yield Text(head, no_wrap=True, overflow="crop")
         left = max(0, (options.max_height or console.height) - 1)
         pairs, reads = busiest(looks), newest(looks)

@@ -52,7 +52,7 @@ class Host:
     """A process of this host to check, such as an engine."""
     peer: str = ""
     """Address of a node server to check; empty: none."""
-    tls: Mapping[str, str] = field(default_factory=dict)
+    tls: Mapping[str, Path | None] = field(default_factory=dict)
     """The PEM files for the peer, by field of `TlsConfig`."""
     timeout: float = 5.0
     """Seconds to wait for an answer of the peer."""
