@@ -70,10 +70,12 @@ class Offer(_Leased):
             its publication.
         reference: the publication's reference, a capability; entitles ranks to the handshake with the source.
         source_request_id: the source's name for the request.
-        lease_id: id of the lease. A secret: its owner can end the lease.
+        lease_id: id of the lease. A secret: its owner can end the lease. Empty: the blocks are those in the reference, and
+            the home says at the end of the read whether they were still published.
         timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
-        payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well.
+        payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well;
+            without a lease, they are the source's only if the read ends well.
         traceparent: of the read's span, for the spans of its ranks; empty: not traced.
         complete: the source has published all blocks, and `granted` are all. False only for a read that was acquired
             with ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps`
