@@ -70,8 +70,8 @@ class Offer(_Leased):
             its publication.
         reference: the publication's reference, a capability; entitles ranks to the handshake with the source.
         source_request_id: the source's name for the request.
-        lease_id: id of the lease. A secret: its owner can end the lease. Empty: the blocks are those in the reference, and
-            the home says at the end of the read whether they were still published.
+        lease_id: id of the lease. A secret: its owner can end the lease. Empty: the blocks are those in the
+            reference, and the home says at the end of the read whether they were still published.
         timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
         payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well;
