@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.resources import files
 from urllib.parse import parse_qsl
@@ -25,6 +24,7 @@ from kvferry_server.admin import page, status
 from kvferry_server.admin.limits import MAX_PICTURE_CELLS, METRICS_KEPT, PAGE_SHARE, PICTURE_SECONDS
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState
+from kvferry_server.servicers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class AdminService:
         self._node = node
         self._local = local
         self._collector = NodeCollector(node)
-        self._drawer = ThreadPoolExecutor(1, "kvferry-picture")
+        # Not the worker of geometries, which handshakes wait for.
+        self._drawer = Worker()
         self._drawing = False
         self._metrics: tuple[float, bytes] = (float("-inf"), b"")
         self._scraping: asyncio.Task[None] | None = None
@@ -93,8 +94,7 @@ class AdminService:
         }
 
     def close(self) -> None:
-        """Let the drawing thread end after its current picture, and cancel a running measurement."""
-        self._drawer.shutdown(wait=False)
+        """Cancel a running measurement."""
         if self._scraping is not None:
             self._scraping.cancel()
 
@@ -193,8 +193,8 @@ class AdminService:
             if cells > MAX_PICTURE_CELLS:
                 problem = f"at most {MAX_PICTURE_CELLS} pairs of ranks; `kvferry plan` draws more"
                 raise InvalidField("destination", f"{cells} pairs of ranks", problem)
-            # One thread, so that clients that ask and leave do not have two pictures drawn at once.
-            drawn = await asyncio.get_running_loop().run_in_executor(self._drawer, _drawn, source, destination)
+            # Clients that ask and leave do not have two pictures drawn at once: the worker has one thread.
+            drawn = await self._drawer.run("", 0, partial(_drawn, source, destination))
             return 200, SVG, drawn.encode()
         finally:
             self._drawing = False

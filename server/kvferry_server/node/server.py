@@ -241,7 +241,6 @@ class NodeServer:
             listener, service = self._admin
             await listener.close()
             service.close()
-        self._worker.close()
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
