@@ -42,8 +42,8 @@ class ShownCertificates(Protocol):
     """TLS handshakes that have begun."""
 
     @property
-    def expiry(self) -> float:
-        """When the server's certificate ends."""
+    def expiry(self) -> float | None:
+        """When the server's certificate ends; None: unknown."""
 
     @property
     def authorities_expiry(self) -> float | None:

@@ -132,7 +132,7 @@ class NodeServer:
             config.tls,
             anywhere=config.insecure,
             patterns=config.relay_patterns,
-            content=(lambda: certificates.content) if certificates is not None else None,
+            content=certificates.content if certificates is not None else None,
             events=self.home.journal.events,
         )
         driver = self._driver = self._begin(self.home.run(), "home")

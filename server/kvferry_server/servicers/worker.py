@@ -28,6 +28,7 @@ class Worker:
         self._waiting_bytes = Budget(MAX_WAITING_BYTES)
         self._busy = False
         self._waiting = Rotation(self._pass_on)
+        self._last: ThreadPoolExecutor | None = None
 
     async def run(self, host: str, size: int, call: Callable[[], Result]) -> Result:
         """Run a call, which must not touch the home, on the thread and return its result. Calls of one host run in
@@ -49,9 +50,14 @@ class Worker:
         """Run a call at once if it works on at most `MAX_INLINE_BYTES`, otherwise on the thread. Raises as `run`."""
         return call() if size <= MAX_INLINE_BYTES else await self.run(host, size, call)
 
+    def join(self) -> None:
+        """Wait until the thread of the last call has ended."""
+        if self._last is not None:
+            self._last.shutdown()
+
     def _start(self, call: Callable[[], Result]) -> asyncio.Future[Result]:
         self._busy = True
-        executor = ThreadPoolExecutor(1, "kvferry-worker")
+        executor = self._last = ThreadPoolExecutor(1, "kvferry-worker")
         try:
             running = asyncio.get_running_loop().run_in_executor(executor, call)
         except RuntimeError:
