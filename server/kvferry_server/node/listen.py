@@ -5,7 +5,7 @@ path belongs to the process that holds the lock on ``<path>.lock``: a second ser
 no process holds is a leftover, which is replaced. A server that stops removes both files.
 
 A second socket, which does not listen, reserves the port, so that no other process gets it while one gRPC server
-replaces another (`kvferry_server.node.serving`).
+replaces another (`kvferry_server.node.grpc_server`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ import stat
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
 from kvferry._wire.channel import MAX_SOCKET_PATH, Address, parse_address
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.config import NodeConfig
-from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.limits import PORT_TRIES
+
+if TYPE_CHECKING:
+    from kvferry_server.node.grpc_server import Server
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
-from kvferry_server.node.grpc_server import make_server
+from kvferry_server.node.grpc_server import Serving, make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import (
     CannotListen,
@@ -46,7 +46,6 @@ from kvferry_server.node.memory import Trimmer, memory_limit
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.requests import Requests
-from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers

@@ -15,8 +15,7 @@ from kvferry._wire.expiry import Validity, authorities_validity, own_validity
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import Certificates
-from kvferry_server.node.loading import BadConfig, configure, load
-from kvferry_server.node.named_files import file_problems
+from kvferry_server.node.loading import BadConfig, configure, file_problems, load
 from kvferry_server.node.server import NodeServer
 from tests.support.admin_listeners import Scraped
 from tests.support.certificates import Authority, replace_files, tls_flags
