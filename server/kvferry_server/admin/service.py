@@ -45,9 +45,7 @@ HEADERS = {
 """Headers of every answer. Pages load nothing from other hosts and run only their own script, and no other site may
 show or read them."""
 
-ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}
-"""Names in the header Host that mean this host."""
-
+ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}  # Names in the header Host that mean this host
 _HOST = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?", re.ASCII)
 
 Answer = tuple[int, str, bytes]
@@ -78,8 +76,7 @@ class AdminService:
             "/page.js": ("text/javascript; charset=utf-8", static.joinpath("page.js").read_bytes()),
         }
         self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
-            "/": self._in_turn(self._front),
-            "/ui": self._in_turn(self._front),
+            **dict.fromkeys(("/", "/ui"), self._in_turn(lambda query: _page(page.front(node, query)))),
             "/metrics": self._scrape,
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
@@ -166,9 +163,6 @@ class AdminService:
         state = status.overview(self._node)
         return _json(state) if query.get("format") == "json" else _page(page.state_page(state))
 
-    def _front(self, query: Query) -> Answer:
-        return _page(page.front(self._node, query))
-
     def _engine(self, query: Query) -> Answer:
         first = int(query.get("first", "0"))
         if first < 0:
@@ -177,13 +171,7 @@ class AdminService:
             return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), first))
 
     async def _picture(self, query: Query) -> Answer:
-        """Draw how one engine would read from another.
-
-        Raises:
-            LimitReached: another picture is being drawn.
-            InvalidField: the engines have too many ranks for a picture.
-            KvferryError: an engine is unknown or incomplete, or cannot read from the other.
-        """
+        """Draw how one engine would read from another. Raises `LimitReached` while another picture is being drawn."""
         if self._drawing:
             raise LimitReached("pictures: one is being drawn", retry_after=1.0, limit="pictures", value=1)
         self._drawing = True

@@ -163,8 +163,7 @@ class Serving:
     """Serves one address until `stop`, which also closes the listener. `make` makes a gRPC server with all its
     services, without an address. Belongs to one event loop."""
 
-    replacing: asyncio.Task[None] | None = None
-    """Replaces the server. Ends only with `stop`, or by a bug."""
+    replacing: asyncio.Task[None] | None = None  # Ends only with `stop`, or by a bug
 
     def __init__(self, listener: Listener, make: Callable[[], Server]) -> None:
         self.listener = listener

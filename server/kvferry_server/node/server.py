@@ -76,14 +76,10 @@ class NodeServer:
     `failed_handshakes` counts failed TLS handshakes by reason; None: they are not counted.
     """
 
-    home: Home
-    """Set by `start`."""
-    addresses: tuple[str, ...] = ()
-    """UNIX socket first, with real ports."""
-    advertise: str = ""
-    """The address that goes into references."""
-    admin: str = ""
-    """The address of the admin listener; empty: there is none."""
+    home: Home  # Set by `start`
+    addresses: tuple[str, ...] = ()  # UNIX socket first, with real ports
+    advertise: str = ""  # The address that goes into references
+    admin: str = ""  # The address of the admin listener; empty: there is none
 
     def __init__(self, config: NodeConfig, failed_handshakes: Mapping[str, int] | None = None) -> None:
         self._config = config
