@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
-EXTRA = {"aiohttp", "cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic"}
-EXTRA |= {"pydantic_settings", "uvloop"}
-"""Top-level packages of the extra ``server``."""
-
 
 class ServerSettings(TypedDict, total=False):
     """The settings of a node server that `serve` takes by keyword; each may be left out.
@@ -86,6 +82,8 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
         ImportError: the extra ``server`` is not installed.
         KvferryError: a setting is wrong, or an address cannot be used.
     """
+    from kvferry_server.node.main import EXTRA
+
     try:
         import uvloop
 

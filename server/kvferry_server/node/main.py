@@ -17,14 +17,23 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvferry
-from kvferry._embed import EXTRA as EMBEDDED
 from kvferry.errors import InternalError, InvalidInput, KvferryError
 
 if TYPE_CHECKING:
     from kvferry_server.node.loading import Loaded
     from kvferry_server.node.native_log import NativeLog
 
-EXTRA = EMBEDDED | {"pythonjsonlogger"}
+EXTRA = {
+    "aiohttp",
+    "cryptography",
+    "grpc_health",
+    "grpc_reflection",
+    "prometheus_client",
+    "pydantic",
+    "pydantic_settings",
+    "pythonjsonlogger",
+    "uvloop",
+}
 """Top-level packages of the extra `server`."""
 
 DESCRIPTION = """\

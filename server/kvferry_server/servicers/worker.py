@@ -7,11 +7,12 @@ fast. It serves hosts in rotation, so that a host that asks for much delays only
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvferry._threads import no_thread
+from kvferry.errors import LimitReached
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import Rotation
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES, MAX_WAITING_BYTES
@@ -62,7 +63,13 @@ class Worker:
             running = asyncio.get_running_loop().run_in_executor(executor, call)
         except RuntimeError:
             self._pass_on()
-            raise no_thread("the worker thread") from None
+            running_threads = threading.active_count()
+            raise LimitReached(
+                f"the system refused the worker a thread; {running_threads} threads of this process are running",
+                retry_after=WORKER_RETRY_AFTER,
+                limit="threads",
+                value=running_threads,
+            ) from None
         finally:
             # The thread ends once it has nothing to do.
             executor.shutdown(wait=False)
