@@ -30,11 +30,12 @@ from kvferry_server.home.home import Home
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
-from kvferry_server.node.grpc_server import Serving, make_server
+from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import (
     CannotListen,
     Listener,
+    Serving,
     TcpListener,
     UnixListener,
     advertised,
