@@ -129,12 +129,8 @@ def decline(message: pb.Decline) -> tuple[Named | RouterReference, str]:
 
 
 def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
-    """Decode the reference that entitles a handshake to agents, as `reference` does; None: the handshake has none.
-
-    Raises:
-        BadReference: the reference is malformed.
-        InvalidField: the reference is to another engine, or a router made it, so that it names no incarnation.
-    """
+    """Decode the reference that entitles a handshake to agents; None: the handshake has none. Raises as `reference`,
+    and `InvalidField` if it is to another engine, or a router made it, so that it names no incarnation."""
     if not request.reference:
         return None
     if request.reference.startswith(ENGINE_PREFIX):
