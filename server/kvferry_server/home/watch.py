@@ -52,6 +52,8 @@ async def watch(
                     async with aclosing(_full_state(home, feed, number)) as messages:
                         async for message in messages:
                             yield message
+                    # Events that happened meanwhile may have been dropped.
+                    continue
                 for numbered in feed.after(sent):
                     _check_current(feed, number)
                     sent = numbered.sequence

@@ -38,13 +38,8 @@ from kvferry_server.servicers.limits import (
 
 
 def registration(request: pb.RegisterCacheRequest) -> Registration:
-    """Decode a rank's cache. Takes milliseconds for many planes.
-
-    Raises:
-        InvalidField: a field is malformed, the rank does not fit the messages for readers, or its agent has the name of
-            another rank's.
-        BadGeometry, BadAgentMetadata: see `Registration`.
-    """
+    """Decode a rank's cache. Takes milliseconds for many planes. Raises `InvalidField` if a field is malformed, or the
+    rank does not fit the messages for readers, and as `Registration`."""
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of a rank")
     made = Registration(
