@@ -224,8 +224,8 @@ class Journal:
 
 
 def _publication_fields(publication: PublicationRecord) -> dict[str, object]:
-    named = {"publication": publication.number, "request_id": publication.request_id or None}
-    return {**engine_fields(publication.source), **named}
+    request_id = publication.request_id or None
+    return {**engine_fields(publication.source), "publication": publication.number, "request_id": request_id}
 
 
 def _reader_fields(reader: EngineRef) -> dict[str, object]:

@@ -195,14 +195,9 @@ class Registry:
     # Watches and registrations of an engine's processes.
 
     def open_engine(self, ref: EngineRef, secret: bytes, host: str = "") -> Engine:
-        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown).
-
-        Raises:
-            WrongSession: the secret is not that of the incarnation.
-            EngineIdInUse: another incarnation is alive or may still come back.
-            PeerRestarted: this incarnation was replaced.
-            LimitReached: there are too many engines.
-        """
+        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown). Raises
+        `WrongSession`, `EngineIdInUse` if another incarnation is alive or may still come back, `PeerRestarted` if this
+        one was replaced, and `LimitReached` if there are too many engines."""
         now = self.advance()
         check_secret(ref, secret)
         if self._is_retired(ref):

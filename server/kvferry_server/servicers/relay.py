@@ -166,14 +166,12 @@ class Relays:
         return True
 
     async def register_cache(self, request: pb.RegisterCacheRequest, caller: Caller) -> pb.RegisterCacheResponse:
-        """Relay a registration to its home and return the home's answer.
+        """Relay a registration to its home and return the home's answer, or raise its error.
 
         Raises:
             Unreachable: the home does not answer as a node server. The error has no details: strangers name homes, and
                 must not learn which ports of other hosts are open.
-            LimitReached: too many homes are connected.
-            InvalidField: this server may not dial the home.
-            KvferryError: any error of the home.
+            LimitReached, InvalidField: too many homes are connected; this server may not dial the home.
         """
         home = request.home
         request.relayed_by = self._advertise
