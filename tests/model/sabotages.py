@@ -358,10 +358,10 @@ def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pyte
 def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
     original = lessor.Lessor._lease
 
-    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
         number = int.from_bytes(lease_id, "big")
         found = next((one.lease_id for one in self._records.leases_by_id.values() if one.number == number), lease_id)
-        return original(self, found, reader, names, now)
+        return original(self, found, reader, names)
 
     patch.setattr(lessor.Lessor, "_lease", lease)
 
@@ -383,10 +383,11 @@ def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
 def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
     """A report is accepted under any reader's name, for that reader's newest lease."""
 
-    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
+        now = self._records.advance()
         found = self._records.leases_by_id.get(lease_id)
         own = [one for one in self._records.leases_by_id.values() if one.request.read.reader == reader]
-        return found or (own[-1] if own else None)
+        return found or (own[-1] if own else None), now
 
     patch.setattr(lessor.Lessor, "_lease", lease)
 

@@ -16,7 +16,8 @@ from kvferry.errors import LimitReached
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import Rotation
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES, MAX_WAITING_BYTES
-from kvferry_server.servicers.times import WORKER_RETRY_AFTER
+
+WORKER_RETRY_AFTER = 0.25  # Retry delay, in seconds, when too many calls wait for the worker thread
 
 Result = TypeVar("Result")
 
