@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvferry._embed import ServerSettings as ServerSettings
     from kvferry._embed import serve as serve
     from kvferry._engine_spec import EngineSpec as EngineSpec
+    from kvferry._integrity.summed_blocks import IntegrityOptions as IntegrityOptions
+    from kvferry._integrity.summed_blocks import Verification as Verification
     from kvferry._prompt import Prompt as Prompt
     from kvferry._prompt import PromptInput as PromptInput
     from kvferry._reads.read import Read as Read
@@ -75,8 +77,6 @@ if TYPE_CHECKING:
     from kvferry.planner import ReadPlan as ReadPlan
     from kvferry.planner import diff as diff
     from kvferry.planner import plan_read as plan_read
-    from kvferry.planner.summed_blocks import IntegrityOptions as IntegrityOptions
-    from kvferry.planner.summed_blocks import Verification as Verification
 
 __version__ = "0.2.0"
 
@@ -95,7 +95,7 @@ _HOME_OF = {
     "Group": "geometry",
     "GroupKind": "geometry",
     "Holding": "geometry.tensors",
-    "IntegrityOptions": "planner.summed_blocks",
+    "IntegrityOptions": "_integrity.summed_blocks",
     "Interval": "geometry",
     "KvferryError": "errors",
     "Listed": "_directory.listing",
@@ -123,7 +123,7 @@ _HOME_OF = {
     "TensorView": "geometry.tensors",
     "TlsConfig": "_wire.channel",
     "TokenShard": "geometry",
-    "Verification": "planner.summed_blocks",
+    "Verification": "_integrity.summed_blocks",
     "WorkerPort": "engine",
     "diff": "planner",
     "open_directory": "_directory.opening",

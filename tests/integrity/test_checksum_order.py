@@ -12,8 +12,8 @@ import pytest
 
 from kvferry import Blocks, EngineSpec, Group, IntegrityOptions
 from kvferry._control.connection import Control
+from kvferry._integrity.checksum_publisher import Checksummer
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, HomeRecovering, InvalidField, KvferryError
 from kvferry.geometry import RankGeometry

@@ -16,6 +16,7 @@ import numpy as np
 from kvferry._control.connection import Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
+from kvferry._integrity.summed_blocks import IntegrityOptions, source_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
@@ -25,8 +26,8 @@ from kvferry.errors import Closed, InvalidField, LimitReached, PublicationReleas
 from kvferry.geometry.blocks import Blocks, check_ids, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
+from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, runs_of
-from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, source_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
