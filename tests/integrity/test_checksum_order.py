@@ -162,3 +162,19 @@ def test_checksums_requested_during_a_close_get_an_end(loop: PlayedLoop) -> None
         future.result(SOON)
     closing.join(30)
     assert not closing.is_alive()
+
+
+def test_checksums_that_reach_the_loop_after_a_close_get_an_end(
+    loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summer, call = summer_for(loop, Home(HomeRecovering("busy"))), loop.call
+
+    def close_first(work: Callable[[], object]) -> bool:
+        monkeypatch.setattr(loop, "call", call)
+        summer.close()
+        return call(work)
+
+    monkeypatch.setattr(loop, "call", close_first)
+    future = summer.submit(1, {"full": Blocks([1, 2], end_token=8)}, last=True, timeout=SOON)
+    with pytest.raises(CancelledError):
+        future.result(SOON)

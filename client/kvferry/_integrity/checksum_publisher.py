@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -80,9 +79,8 @@ class Checksummer:
         self._computing = asyncio.Lock()
         self._page: asyncio.Task[pb.PublishChecksums | None] | None = None
         """The page that is being computed, or was computed last."""
-        self._lock = threading.Lock()
-        """So that `close` finds all orders."""
         self._closing = self._used = False
+        """Set by any thread, and never unset: an order that reaches the loop after `_closing` was set is dropped."""
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
@@ -93,17 +91,15 @@ class Checksummer:
         planes = [self._planes(name, listed) for name, listed in blocks.items()]
         parts = [part for found in planes for part in found]
         order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
-        with self._lock:
-            if self._closing or not self._loop.call(partial(self._queue, publication, order)):
-                raise self._closed()
-            self._used = True
+        self._used = True
+        if self._closing or not self._loop.call(partial(self._queue, publication, order)):
+            raise self._closed()
         return order.done
 
     def close(self) -> None:
         """Drop the queued work, and wait for the page that is being computed: after that, the memory may be unmapped.
         Idempotent."""
-        with self._lock:
-            self._closing = True
+        self._closing = True
         # A client that has ended has ended all senders.
         with suppress(Closed):
             if self._used:
@@ -118,6 +114,9 @@ class Checksummer:
             await asyncio.wait(running)
 
     def _queue(self, publication: int, order: _Order) -> None:
+        if self._closing:
+            self._drop(order)
+            return
         if publication in self._waiting:
             self._waiting[publication].append(order)
             return
