@@ -79,8 +79,8 @@ class Checksummer:
         self._computing = asyncio.Lock()
         self._page: asyncio.Task[pb.PublishChecksums | None] | None = None
         """The page that is being computed, or was computed last."""
-        self._closing = self._used = False
-        """Set by any thread, and never unset: an order that reaches the loop after `_closing` was set is dropped."""
+        self._closing = False
+        """Set by `close`, on any thread: orders that reach the loop later are dropped there."""
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
@@ -91,7 +91,6 @@ class Checksummer:
         planes = [self._planes(name, listed) for name, listed in blocks.items()]
         parts = [part for found in planes for part in found]
         order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
-        self._used = True
         if self._closing or not self._loop.call(partial(self._queue, publication, order)):
             raise self._closed()
         return order.done
@@ -102,7 +101,7 @@ class Checksummer:
         self._closing = True
         # A client that has ended has ended all senders.
         with suppress(Closed):
-            if self._used:
+            if self._loop.started:
                 self._loop.run(self._end())
 
     async def _end(self) -> None:
