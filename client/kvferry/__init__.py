@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvferry._embed import ServerSettings as ServerSettings
     from kvferry._embed import serve as serve
     from kvferry._engine_spec import EngineSpec as EngineSpec
+    from kvferry._integrity.summed_blocks import IntegrityOptions as IntegrityOptions
+    from kvferry._integrity.summed_blocks import Verification as Verification
     from kvferry._prompt import Prompt as Prompt
     from kvferry._prompt import PromptInput as PromptInput
     from kvferry._reads.read import Read as Read
@@ -75,8 +77,6 @@ if TYPE_CHECKING:
     from kvferry.planner import ReadPlan as ReadPlan
     from kvferry.planner import diff as diff
     from kvferry.planner import plan_read as plan_read
-    from kvferry.planner.summed_blocks import IntegrityOptions as IntegrityOptions
-    from kvferry.planner.summed_blocks import Verification as Verification
 
 __version__ = "0.2.0"
 
@@ -89,6 +89,7 @@ _NAMES = {
     "_directory.opening": ("open_directory",),
     "_embed": ("EmbeddedServer", "ServerSettings", "serve"),
     "_engine_spec": ("EngineSpec",),
+    "_integrity.summed_blocks": ("IntegrityOptions", "Verification"),
     "_prompt": ("Prompt", "PromptInput"),
     "_reads.read": ("Read", "ReadProgress", "ReadResult", "ReadState"),
     "_session": ("EngineSession",),
@@ -115,7 +116,6 @@ _NAMES = {
     ),
     "geometry.tensors": ("Holding", "TensorView"),
     "planner": ("Costs", "PathRule", "ReadPlan", "diff", "plan_read"),
-    "planner.summed_blocks": ("IntegrityOptions", "Verification"),
 }
 _HOME_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -19,6 +19,7 @@ from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
+from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
 from kvferry._network import network_of
 from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
@@ -33,7 +34,6 @@ from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
-from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.stats import ClientStats, SourceStats, total
 
 MAX_READS = 4096

@@ -38,7 +38,7 @@ class Written:
     """A read under way."""
 
     writes: Writes
-    key: object
+    key: int | None
     blocks: Blocks
     layers: frozenset[str] | None
     asks: bool
@@ -181,3 +181,33 @@ def test_errors_name_the_user_of_a_block() -> None:
         use.pin(arrays({"b": [1]}), more_of=5)
     with pytest.raises(BadBlock, match="group 'b', source block 3 of 8: it is given twice"):
         use.pin(arrays({"a": [3], "b": [4, 3]}))
+
+
+@pytest.mark.parametrize("reuses", [False, True], ids=["other-blocks", "freed-blocks"])
+def test_the_reads_that_run_cost_a_new_one_nothing(reuses: bool) -> None:
+    """A thousand reads run, and others come and go beside them, in blocks of their own or in those just freed."""
+    running, short, asked = 1000, 200, list[int]()
+    writes = BlockUse((Group("full", block_tokens=16, num_blocks=running + short),)).writes()
+
+    def claim(block: int, *, quiet: bool) -> None:
+        def answer() -> bool:
+            asked.append(block)
+            return quiet
+
+        writes.begin("read", arrays({"full": [block]}), quiet=answer)
+
+    for block in range(running):
+        claim(block, quiet=False)
+    asked.clear()
+    for number in range(short):
+        claim(running + (0 if reuses else number), quiet=True)
+    assert len(asked) <= 3 * short
+    with pytest.raises(BadBlock, match="read read may still write to it"):
+        claim(5, quiet=False)
+
+
+def test_quiet_claims_without_blocks_do_not_pile_up() -> None:
+    writes = BlockUse(GROUPS).writes()
+    for _ in range(100):
+        writes.begin("read", {}, quiet=lambda: True)
+    assert len(writes._under_way) <= 2

@@ -10,8 +10,10 @@ without a scheduler has the cache's own reads, and the publications of its proce
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +25,9 @@ from kvferry.geometry.model import Group
 
 Pool: TypeAlias = tuple[bool, str]
 Counts: TypeAlias = npt.NDArray[np.int32]
+
+ASKED_PER_BEGIN = 2
+"""Number of reads that each new one asks whether they are quiet: more than one, so that quiet reads do not pile up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +154,10 @@ class Writes:
     use: BlockUse
     rank: int | None
     _counts: dict[Pool, Counts] = field(default_factory=dict)
-    _under_way: dict[object, _Write] = field(default_factory=dict)
+    _last: dict[Pool, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """The key of the last read that claimed each block, whether or not that read still runs."""
+    _under_way: OrderedDict[int, _Write] = field(default_factory=OrderedDict)
+    _keys: Iterator[int] = field(default_factory=count)
 
     def begin(
         self,
@@ -159,7 +167,7 @@ class Writes:
         layers: frozenset[str] | None = None,
         quiet: Callable[[], bool] | None = None,
         allow_overlap: bool = False,
-    ) -> object:
+    ) -> int:
         """Claim blocks for a read that is about to write to them, until it is quiet.
 
         Args:
@@ -174,9 +182,9 @@ class Writes:
             The key for `end`.
         """
         mine = _Write(read_id, ids, layers, quiet)
-        key = object()
         with self.use.lock:
-            self._sweep()
+            key = next(self._keys)
+            self._end_quiet(islice(self._under_way, ASKED_PER_BEGIN))
             if not allow_overlap:
                 self.use.check_unpublished(ids)
                 for other in self.use.writers:
@@ -186,20 +194,28 @@ class Writes:
                 # A repeated id counts once, here and at the end. Whether it is an error is known only later, with the
                 # blocks that are needed.
                 self.use.counts(self._counts, group)[listed] += np.int32(1)
+                self._last_of(group)[listed] = key
             self._under_way[key] = mine
         return key
 
-    def end(self, key: object) -> None:
-        """End the claim of a read that is quiet, or that never began. Idempotent."""
-        with self.use.lock:
-            self._end(key)
+    def end(self, key: int | None) -> None:
+        """End the claim of a read that is quiet, or that never began; None: of a read without a claim. Idempotent."""
+        if key is not None:
+            with self.use.lock:
+                self._end(key)
 
     def check(self, ids: Mapping[str, BlockIds], layers: frozenset[str] | None, side: str) -> None:
         """Raise `BadBlock` if a read writes to one of the blocks. Called with the lock held."""
         for group, listed in ids.items():
-            if not self.use.counts(self._counts, group)[listed].any():
+            counts = self.use.counts(self._counts, group)
+            claimed = listed[counts[listed] > 0]
+            if not len(claimed):
                 continue
-            # A conflict is rare, so this may search all reads.
+            # Engines soon use the blocks of a read again that has ended.
+            self._end_quiet(np.unique(self._last_of(group)[claimed]).tolist())
+            if not counts[claimed].any():
+                continue
+            # A conflict is rare, and so is a block that two reads may write to: this may search all reads.
             self._sweep()
             pool = self.use.pool(group)
             for write in self._under_way.values():
@@ -210,11 +226,27 @@ class Writes:
                     if len(both):
                         raise self.use.bad(group, side, int(both[0]), f"read {write.read_id} may still write to it")
 
-    def _sweep(self) -> None:
-        for key in [key for key, write in self._under_way.items() if write.quiet is not None and write.quiet()]:
-            self._end(key)
+    def _last_of(self, group: str) -> npt.NDArray[np.int64]:
+        pool = self.use.pool(group)
+        if pool not in self._last:
+            self._last[pool] = np.zeros(len(self.use.counts(self._counts, group)), np.int64)
+        return self._last[pool]
 
-    def _end(self, key: object) -> None:
+    def _sweep(self) -> None:
+        self._end_quiet(self._under_way)
+
+    def _end_quiet(self, keys: Iterable[int]) -> None:
+        """End the claims of those of these reads that are quiet; the others are asked again after all others."""
+        for key in tuple(keys):
+            write = self._under_way.get(key)
+            if write is None:
+                continue
+            if write.quiet is not None and write.quiet():
+                self._end(key)
+            else:
+                self._under_way.move_to_end(key)
+
+    def _end(self, key: int) -> None:
         write = self._under_way.pop(key, None)
         if write is not None:
             for group, listed in write.ids.items():

@@ -31,7 +31,7 @@ class SchedulerRead(LeasedRead):
         self.more: list[MoreBlocks] = []
         self.lost: dict[str, tuple[int, ...]] = {}
         self.withheld: ReadEnd | None = None
-        self.written: object = None
+        self.written: int | None = None
 
 
 def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:

@@ -13,6 +13,7 @@ import grpc
 from kvferry import _arguments as arguments
 from kvferry._client import MAX_READS, Client
 from kvferry._forks import Closing
+from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
 from kvferry._network import FABRICS, Network, fabrics
 from kvferry._transport.agents import Agents
@@ -21,7 +22,6 @@ from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsContent
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.planner.path_choice import Costs
-from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.testing._channel import InProcessCall, InProcessChannel
 from kvferry.testing._held import HeldReads
 from kvferry.testing._home import InProcessHome
