@@ -182,6 +182,9 @@ class Verifier:
     async def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
         """Fetch the sums of one source rank, by plane; returns those that the home has until `give_up`."""
         found: dict[str, list[_Page]] = {}
+        if not read.lease.lease_id:
+            # A read from a hint: its publication announced no sums.
+            return found
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
         requests = [self._request(read, queries) for queries in _packed(rank, tasks)]
         while requests:
