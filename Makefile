@@ -48,7 +48,7 @@ $(NODE): tests/support/nodejs/package.json tests/support/nodejs/package-lock.jso
 	@touch $@
 
 demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTINATION=)
-	@.venv/bin/kvferry demo $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
+	@.venv/bin/python examples/demo.py $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
 
 # Tests wait more than they compute, but with three processes on two cores some wait too long. A process that has run its
 # tests takes some of the other's. Sockets need a short path.

@@ -13,7 +13,7 @@ settings.register_profile("unhurried", settings(), deadline=None, suppress_healt
 settings.load_profile("unhurried")
 
 # UCX patches the C library of each process that uses it, to learn what memory is unmapped, and calls sched_yield some
-# 400,000 times meanwhile: half a second of a core for each rank of a test. `tests/demo` runs with the patches.
+# 400,000 times meanwhile: half a second of a core for each rank of a test. `tests/e2e/test_demo.py` runs with them.
 os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
 
 # Where a script started the tests in the background, they ignore SIGINT, and so would the programs that they interrupt.

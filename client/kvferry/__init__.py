@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvferry._embed import ServerSettings as ServerSettings
     from kvferry._embed import serve as serve
     from kvferry._engine_spec import EngineSpec as EngineSpec
+    from kvferry._integrity.summed_blocks import IntegrityOptions as IntegrityOptions
+    from kvferry._integrity.summed_blocks import Verification as Verification
     from kvferry._prompt import Prompt as Prompt
     from kvferry._prompt import PromptInput as PromptInput
     from kvferry._reads.read import Read as Read
@@ -75,65 +77,47 @@ if TYPE_CHECKING:
     from kvferry.planner import ReadPlan as ReadPlan
     from kvferry.planner import diff as diff
     from kvferry.planner import plan_read as plan_read
-    from kvferry.planner.summed_blocks import IntegrityOptions as IntegrityOptions
-    from kvferry.planner.summed_blocks import Verification as Verification
 
 __version__ = "0.2.0"
 
-_HOME_OF = {
-    "AsyncClient": "aio",
-    "Blocks": "geometry",
-    "Cache": "_cache",
-    "Client": "_client",
-    "Costs": "planner",
-    "Directory": "_directory.directory",
-    "EmbeddedServer": "_embed",
-    "EngineGeometry": "geometry",
-    "EngineSession": "_session",
-    "EngineSpec": "_engine_spec",
-    "EngineToken": "_wire.token",
-    "Group": "geometry",
-    "GroupKind": "geometry",
-    "Holding": "geometry.tensors",
-    "IntegrityOptions": "planner.summed_blocks",
-    "Interval": "geometry",
-    "KvferryError": "errors",
-    "Listed": "_directory.listing",
-    "Listing": "_directory.listing",
-    "MemoryKind": "geometry",
-    "MemoryRegion": "geometry",
-    "NixlOptions": "_transport.nixl_options",
-    "PathRule": "planner",
-    "Plane": "geometry",
-    "Prompt": "_prompt",
-    "PromptInput": "_prompt",
-    "Publication": "_control.publications",
-    "RankGeometry": "geometry",
-    "Read": "_reads.read",
-    "ReadPlan": "planner",
-    "ReadProgress": "_reads.read",
-    "ReadResult": "_reads.read",
-    "ReadState": "_reads.read",
-    "ReadSummary": "_control.publications",
-    "Release": "_control.publications",
-    "ReleaseOutcome": "_control.publications",
-    "SchedulerPort": "engine",
-    "ServerSettings": "_embed",
-    "StagingOptions": "_transport.staging_pool",
-    "TensorView": "geometry.tensors",
-    "TlsConfig": "_wire.channel",
-    "TokenShard": "geometry",
-    "Verification": "planner.summed_blocks",
-    "WorkerPort": "engine",
-    "diff": "planner",
-    "open_directory": "_directory.opening",
-    "parse_address": "_wire.channel",
-    "parse_reference": "_wire.reference",
-    "plan_read": "planner",
-    "router_reference": "_wire.reference",
-    "serve": "_embed",
-    "shard": "geometry",
+_NAMES = {
+    "_cache": ("Cache",),
+    "_client": ("Client",),
+    "_control.publications": ("Publication", "ReadSummary", "Release", "ReleaseOutcome"),
+    "_directory.directory": ("Directory",),
+    "_directory.listing": ("Listed", "Listing"),
+    "_directory.opening": ("open_directory",),
+    "_embed": ("EmbeddedServer", "ServerSettings", "serve"),
+    "_engine_spec": ("EngineSpec",),
+    "_integrity.summed_blocks": ("IntegrityOptions", "Verification"),
+    "_prompt": ("Prompt", "PromptInput"),
+    "_reads.read": ("Read", "ReadProgress", "ReadResult", "ReadState"),
+    "_session": ("EngineSession",),
+    "_transport.nixl_options": ("NixlOptions",),
+    "_transport.staging_pool": ("StagingOptions",),
+    "_wire.channel": ("TlsConfig", "parse_address"),
+    "_wire.reference": ("parse_reference", "router_reference"),
+    "_wire.token": ("EngineToken",),
+    "aio": ("AsyncClient",),
+    "engine": ("SchedulerPort", "WorkerPort"),
+    "errors": ("KvferryError",),
+    "geometry": (
+        "Blocks",
+        "EngineGeometry",
+        "Group",
+        "GroupKind",
+        "Interval",
+        "MemoryKind",
+        "MemoryRegion",
+        "Plane",
+        "RankGeometry",
+        "TokenShard",
+        "shard",
+    ),
+    "geometry.tensors": ("Holding", "TensorView"),
+    "planner": ("Costs", "PathRule", "ReadPlan", "diff", "plan_read"),
 }
+_HOME_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 _MODULES = frozenset(
     ("aio", "engine", "errors", "geometry", "host_memory", "integrations", "planner", "stats", "testing")

@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
+from enum import Enum
 from fractions import Fraction
 from types import NoneType, UnionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
@@ -23,6 +24,7 @@ Caller = TypeVar("Caller")
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
+Choice = TypeVar("Choice", bound=Enum)
 
 MOST_SECONDS = 1e8
 """The longest timeout in seconds, about three years: more would overflow the timeouts of threads and gRPC."""
@@ -67,6 +69,15 @@ def instance(name: str, value: object, kind: type[Value], expected: str) -> Valu
     if not isinstance(value, kind):
         raise InvalidField(name, described(value), expected)
     return value
+
+
+def choice(name: str, value: object, kind: type[Choice]) -> Choice:
+    """Convert the value of an enum's member to the member; raises `InvalidField`."""
+    for each in kind:
+        if each.value == value:
+            return each
+    *most, last = (repr(each.value) for each in kind)
+    raise InvalidField(name, described(value), f"{', '.join(most)} or {last}")
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

@@ -32,7 +32,8 @@ class Cache(Closing):
     The memory must stay mapped, and its tensors referenced, until the process ends: NIXL cannot revoke the access of
     other ranks.
 
-    Threading: every method may be called from any thread. Only `close` waits.
+    Threading: every method may be called from any thread. Only `close` waits. Methods raise `Closed` after it, and
+    `ForkedClient` in a child of the process.
 
     Attributes:
         spec: the engine.
@@ -57,11 +58,9 @@ class Cache(Closing):
         """The engine's session; raises `WrongState` if another process has it."""
         if self._session is None:
             engine_id = self.spec.engine_id
-            raise WrongState(
-                f"another process opened engine {engine_id!r} and has its session: publish there, or open the engine "
-                "here, with Client.open_engine",
-                engine_id=engine_id,
-            )
+            problem = f"another process opened engine {engine_id!r} and has its session"
+            advice = "publish there, or open the engine here, with Client.open_engine"
+            raise WrongState(f"{problem}: {advice}", engine_id=engine_id)
         return self._session
 
     def read(
@@ -111,7 +110,6 @@ class Cache(Closing):
             BadBlock: a block does not belong to this engine, may still be written to by another read, or is published.
             InvalidField: an argument has the wrong type, or is out of range.
             LimitReached: the client's `max_reads` reads are running.
-            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         parties = arguments.integer("parties", parties, 1, 2**31 - 1)
@@ -171,13 +169,11 @@ class Cache(Closing):
             timeout: seconds to keep trying.
 
         Returns:
-            A future of the number of sums sent, done when the home has them. The future raises the error if the home
-            refuses the sums or cannot be reached.
+            A future of the number of sums sent, done when the home has them, or has refused them.
 
         Raises:
             BadBlock, InvalidField: a block does not belong to this engine, or lies in device memory that is not backed
                 by a registered tensor.
-            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         return self._runtime.checksummer.submit(
@@ -188,11 +184,7 @@ class Cache(Closing):
         )
 
     def prepare(self) -> None:
-        """Make the NIXL agents for reading now, which saves the first read most of a second. Returns at once.
-
-        Raises:
-            ForkedClient, Closed: this cache can no longer be used.
-        """
+        """Make the NIXL agents for reading now, which saves the first read most of a second. Returns at once."""
         self._check_open()
         self._runtime.transport.prepare()
 
@@ -203,10 +195,10 @@ class Cache(Closing):
         return self._runtime.token.engine_reference
 
     def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
-        """Connect to a source engine ahead of the first read from it.
+        """Connect to a source engine, which makes the first read from it faster. Returns at once.
 
         Makes the handshake, plans the read, makes the agents, opens the connections, and reads one byte from each
-        source rank that this rank reads from. Returns at once. Optional: only makes the first read faster.
+        source rank that this rank reads from.
 
         Args:
             engine_reference: the source engine's `Cache.engine_reference` or `SchedulerPort.engine_reference`, which
@@ -214,14 +206,13 @@ class Cache(Closing):
             timeout: seconds to wait until the source engine is complete.
 
         Returns:
-            A future of the source ranks that connections are being opened to, done after the handshake. The future
-            raises the errors that `Read.result` would raise.
+            A future of the source ranks that connections are being opened to, done after the handshake, with the errors
+            that `Read.result` would raise.
 
         Raises:
             BadReference: the string is not an engine's reference.
             HomeNotAllowed: this client may not connect to the home in the reference.
             LimitReached: the system refused another thread.
-            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         deadline = self._runtime.loop.now() + arguments.seconds("timeout", timeout)
@@ -232,11 +223,8 @@ class Cache(Closing):
         return self._runtime.transport.gauges()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Cancel the reads and end the NIXL agents. Idempotent.
-
-        Args:
-            timeout: seconds to wait until no write to the blocks is possible any more.
-        """
+        """Cancel the reads and end the NIXL agents. Idempotent. Waits at most `timeout` seconds until no write to the
+        blocks is possible any more."""
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._closed = True
         self._runtime.close(timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry import _arguments as arguments
@@ -11,14 +11,15 @@ from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
+from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
-from kvferry._control.right_prompt import PromptCheck, checked_prompts
-from kvferry._control.verdict import Confirm, confirmed
+from kvferry._control.right_prompt import PromptCheck
 from kvferry._control.watcher import Watcher, rank_watcher
 from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import Closing
+from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
 from kvferry._network import network_of
 from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
@@ -33,7 +34,6 @@ from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
-from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.stats import ClientStats, SourceStats, total
 
 MAX_READS = 4096
@@ -120,8 +120,8 @@ class Client(Closing):
             staging=replace(staging, costs=staging.costs or network.costs),
             integrity=integrity or IntegrityOptions(),
             max_reads=max_reads,
-            confirm=confirmed(confirm),
-            prompt_check=checked_prompts(prompt_check),
+            confirm=arguments.choice("confirm", confirm, Confirm),
+            prompt_check=arguments.choice("prompt_check", prompt_check, PromptCheck),
             optimistic=arguments.flag("optimistic", optimistic),
         )
         self._lock = threading.Lock()
@@ -130,6 +130,7 @@ class Client(Closing):
         """Earlier sessions of engines that were opened again."""
         self._caches: list[Cache] = []
         self._locals: list[LocalRank] = []
+        """The ranks whose memory is registered with NIXL, whether they have caches yet or not."""
         self._watchers: dict[tuple[EngineToken, int], Watcher] = {}
         self._closed = False
 
@@ -159,16 +160,13 @@ class Client(Closing):
         )
         self._loop.run(opened.open(timeout))
         session = EngineSession(opened)
-        with self._lock:
-            late = self._closed
-            if not late:
-                if spec.engine_id in self._sessions:
-                    self._replaced.append(self._sessions[spec.engine_id])
-                self._sessions[spec.engine_id] = session
-        if late:
-            # `close` ran in the meantime, and did not see this session.
-            session.close()
-        self._check_open()
+
+        def keep() -> None:
+            if spec.engine_id in self._sessions:
+                self._replaced.append(self._sessions[spec.engine_id])
+            self._sessions[spec.engine_id] = session
+
+        self._keep(keep, session.close)
         self._homes.known_as(opened.advertise)
         return session
 
@@ -212,7 +210,7 @@ class Client(Closing):
             planes: the planes that the rank holds.
             regions: the regions of memory that the planes lie in.
             keep: an object to keep referenced as long as the cache.
-            labels: labels for people and tools, such as tp_rank and pp_rank.
+            labels: for people and tools, such as tp_rank and pp_rank.
             token: the token from the process that opened the engine. None: this client has opened the engine, or opens
                 it now if it has one rank.
             serve: whether other ranks may read this cache. False saves one NIXL agent.
@@ -236,7 +234,7 @@ class Client(Closing):
         described = describe(engine, tensors, axes, heads, total_heads, holding, replicated, planes, regions, keep)
         self._homes.discover()
         identity = self._identity(engine, token, timeout)
-        local = self._register_memory(engine, rank, described, labels, serve=serve)
+        local = register_memory(self, engine, rank, described, labels, serve=serve)
         try:
             return self._announce(local, *identity, deadline)
         except BaseException:
@@ -253,8 +251,7 @@ class Client(Closing):
             timeout: seconds to keep trying.
 
         Raises:
-            BadReference: the string is not a reference.
-            HomeNotAllowed: this client may not connect to the home in the reference.
+            BadReference, HomeNotAllowed: see `Cache.read`.
             EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not list its
                 engine.
             KvferryError: the home refused, or could not be reached.
@@ -270,10 +267,10 @@ class Client(Closing):
         `close`, totals stay unchanged."""
         with self._lock:
             sessions = (*self._replaced, *self._sessions.values())
-            ranks = [runtime_of(cache).transport for cache in self._caches] + [rank.transport for rank in self._locals]
+            transports = [rank.transport for rank in self._locals]
         return ClientStats(
             reads=self._runtime.reads.stats(),
-            ranks=self._runtime.shares.stats(transport.gauges() for transport in ranks),
+            ranks=self._runtime.shares.stats(transport.gauges() for transport in transports),
             source=total(SourceStats, [home_session_of(session).stats() for session in sessions]),
             calls=self._homes.stats(),
         )
@@ -290,7 +287,9 @@ class Client(Closing):
         for cache in caches:
             cache.close()
         for rank in ranks:
-            rank.close(CLOSE_TIMEOUT)
+            # Others ended with their caches.
+            if not rank.closed:
+                rank.close(CLOSE_TIMEOUT)
         for session in sessions:
             session.close()
         for watcher in watchers:
@@ -305,37 +304,6 @@ class Client(Closing):
             self._homes.close()
         self._loop.close()
         self._homes.join(CLOSE_TIMEOUT)
-
-    def _register_memory(
-        self,
-        engine: EngineSpec,
-        rank: int,
-        described: tuple[tuple[Plane, ...], OwnedMemory],
-        labels: Mapping[str, int] | None,
-        *,
-        serve: bool,
-    ) -> LocalRank:
-        """Register a rank's memory with NIXL, on the calling thread. Makes no RPC."""
-        planes, owned = described
-        runtime = self._runtime
-        local = LocalRank(
-            engine,
-            RankGeometry(rank, planes, {} if labels is None else labels),
-            owned,
-            agents=runtime.agents,
-            options=runtime.options,
-            staging=runtime.staging,
-            serve=serve,
-            clock=self._loop.now,
-        )
-        with self._lock:
-            late = self._closed
-            if not late:
-                self._locals.append(local)
-        if late:
-            local.close(0.0)
-        self._check_open()
-        return local
 
     def _announce(self, local: LocalRank, session: EngineSession | None, own: EngineToken, deadline: float) -> Cache:
         """Announce registered memory to the node server. May be repeated after an error."""
@@ -362,16 +330,9 @@ class Client(Closing):
         cache = Cache(runtime, session, reuse_after)
         if session is not None:
             home_session_of(session).on_refill(runtime.register_again)
-        with self._lock:
-            late = self._closed
-            if not late:
-                self._caches.append(cache)
-                if local in self._locals:
-                    # The memory ends with its cache.
-                    self._locals.remove(local)
-        if late or local.closed:
+        self._keep(lambda: self._caches.append(cache), cache.close)
+        if local.closed:
             cache.close()
-        self._check_open()
         local.check_open()
         return cache
 
@@ -406,10 +367,8 @@ class Client(Closing):
         return (token.engine_id, token.incarnation, rank) in engines
 
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
-        """Open the Watch of a rank, with which the node server knows that this process is alive. Idempotent.
-
-        Only for processes without the engine's session, which has a Watch of its own.
-        """
+        """Open the Watch of a rank, unless it is open: for processes without the engine's session, see
+        `rank_watcher`."""
         with self._lock:
             known = self._watchers.get((token, rank))
         # A Watch that has ended for good, e.g. because another process took it over, keeps no registration alive.
@@ -425,12 +384,17 @@ class Client(Closing):
         watcher = rank_watcher(self._loop, self._homes.own, token, rank, register_again)
         opened = self._loop.run(watcher.open(timeout))
         self._homes.known_as(opened.advertise)
+        self._keep(lambda: self._watchers.update({(token, rank): watcher}), lambda: self._loop.run(watcher.close()))
+
+    def _keep(self, keep: Callable[[], object], end: Callable[[], object]) -> None:
+        """Record an object that `close` ends. If `close` has run in the meantime, without it, end the object, and raise
+        `Closed`."""
         with self._lock:
             late = self._closed
             if not late:
-                self._watchers[token, rank] = watcher
+                keep()
         if late:
-            self._loop.run(watcher.close())
+            end()
         self._check_open()
 
     def _check_open(self) -> None:
@@ -453,9 +417,23 @@ def register_memory(
     *,
     serve: bool,
 ) -> LocalRank:
-    """Do the part of `Client.register_cache` that needs no token, for the rest of kvferry; raises the same errors."""
+    """Do the part of `Client.register_cache` that needs no token: register a rank's memory with NIXL, on the calling
+    thread. Makes no RPC."""
     client._check_open()
-    return client._register_memory(engine, rank, described, labels, serve=serve)
+    planes, owned = described
+    runtime = client._runtime
+    local = LocalRank(
+        engine,
+        RankGeometry(rank, planes, {} if labels is None else labels),
+        owned,
+        agents=runtime.agents,
+        options=runtime.options,
+        staging=runtime.staging,
+        serve=serve,
+        clock=runtime.loop.now,
+    )
+    client._keep(lambda: client._locals.append(local), lambda: local.close(0.0))
+    return local
 
 
 def announce(client: Client, local: LocalRank, token: EngineToken | str | None, timeout: float) -> Cache:

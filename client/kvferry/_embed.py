@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._logs import Log
 from kvferry.errors import KvferryError
 
@@ -30,71 +30,41 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
-EXTRA = {"aiohttp", "cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic"}
-EXTRA |= {"pydantic_settings", "uvloop"}
-"""Top-level packages of the extra ``server``."""
-
 
 class ServerSettings(TypedDict, total=False):
     """The settings of a node server that `serve` takes by keyword; each may be left out.
 
     They are the settings of `kvferryd`, with the same names, types and defaults, which ``kvferryd --help`` explains;
-    only ``admin`` is empty by default. ``log_level`` and ``log_format`` are missing: your process configures logging.
+    only ``admin`` is empty by default, and ``policy`` is read once. Durations are in seconds. ``log_level`` and
+    ``log_format`` are missing: your process configures logging.
     """
 
     advertise: str
-    """``host`` or ``host:port`` at which other nodes reach this node. It goes into references."""
     tls_cert: Path | None
-    """PEM file of the server's certificate chain. Turns on TLS for TCP."""
     tls_key: Path | None
-    """PEM file of the certificate's private key."""
     tls_ca: Path | None
-    """PEM file of authorities. Clients must show a certificate of one of them (mTLS)."""
     policy: Path | None
-    """TOML file with the roles of identities in client certificates. Read once."""
     admin: str
-    """TCP address for metrics, health and a page, over HTTP. Empty, as by default: none."""
     admin_insecure: bool
-    """Whether ``admin`` may be an address other than loopback."""
     insecure: bool
-    """Whether to listen on an address other than loopback without TLS."""
     anonymous_tls: bool
-    """Whether to listen on an address other than loopback with TLS but without client certificates."""
     relay_homes: str
-    """The homes that ranks may name here: shell patterns of ``host:port``, separated by commas."""
     directory: str
-    """URL of the etcd in which the server and its engines are listed."""
     directory_ttl: float
-    """Seconds for which the directory keeps listings without a renewal."""
     directory_labels: str
-    """Labels of the server's engines in the directory: ``role=prefill,rack=a7``."""
     ttl: float
-    """Seconds that a lease lasts from its acceptance or renewal."""
     max_ttl: float
-    """The most seconds that any lease may last without a renewal."""
     engine_ttl: float
-    """Seconds from the loss of an engine's Watch until the engine counts as dead."""
     hold: float
-    """Seconds for which a publication without a reader is held."""
     final: float
-    """Seconds from a publication until its blocks are released in any case."""
     max_wait: float
-    """The most seconds that a reader may wait for a publication that has not come yet."""
     retire: float
-    """Seconds for which messages of an engine's former incarnation are recognised and refused."""
     drain: float
-    """Seconds for which a stopping server waits for live leases and calls in progress."""
     max_calls: int
-    """Calls that may run at once over TCP, and as many over the UNIX socket."""
     max_streams: int
-    """Streams that may be open at once over TCP, and as many over the UNIX socket."""
     max_connections: int
-    """TCP connections that may be open, and as many to the UNIX socket."""
     memory: int | str
-    """Bytes that the home keeps of engines and their requests, or ``"512MiB"``. 0: half of what the process may have,
-    at most 1 GiB."""
     trace_endpoint: str
-    """URL of an OpenTelemetry collector that gets a span for each call that belongs to a trace; empty: none."""
 
 
 def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[ServerSettings]) -> EmbeddedServer:
@@ -112,6 +82,8 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
         ImportError: the extra ``server`` is not installed.
         KvferryError: a setting is wrong, or an address cannot be used.
     """
+    from kvferry_server.node.main import EXTRA
+
     try:
         import uvloop
 
@@ -130,7 +102,7 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
     return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
 
 
-class EmbeddedServer(OneProcess):
+class EmbeddedServer(Closing):
     """A node server on a thread of this process. Any thread may call its methods.
 
     Attributes:
@@ -141,7 +113,8 @@ class EmbeddedServer(OneProcess):
 
     def __init__(self, server_type: type[NodeServer], loop: asyncio.AbstractEventLoop, config: NodeConfig) -> None:
         self._loop = loop
-        self._closing = asyncio.Event()
+        self._closing: asyncio.Future[None] = loop.create_future()
+        """Cancelled by `close`."""
         self._started: Future[NodeServer] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(server_type, config), name="kvferry-server", daemon=True
@@ -160,23 +133,14 @@ class EmbeddedServer(OneProcess):
 
     def close(self, timeout: float = 30.0) -> None:
         """Drain and stop the server, and remove its files. Idempotent. The setting ``drain`` bounds the drain itself.
-
-        Raises:
-            KvferryError: the server did not stop within `timeout` seconds.
-        """
+        Raises `KvferryError` if the server did not stop within `timeout` seconds."""
         if not self._thread.is_alive():
             return
-        self._loop.call_soon_threadsafe(self._closing.set)
+        self._loop.call_soon_threadsafe(self._closing.cancel)
         self._thread.join(timeout)
         atexit.unregister(self.close)
         if self._thread.is_alive():
             raise KvferryError(f"the node server did not stop within {timeout:g} s", timeout=timeout)
-
-    def __enter__(self) -> EmbeddedServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self, server_type: type[NodeServer], config: NodeConfig) -> None:
         try:
@@ -193,9 +157,8 @@ class EmbeddedServer(OneProcess):
         server = server_type(config)
         await server.start()
         self._started.set_result(server)
-        closing = asyncio.ensure_future(self._closing.wait())
         failed = asyncio.ensure_future(server.failed())
-        await asyncio.wait([closing, failed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._closing, failed], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             await server.stop(0)
             failed.result()

@@ -8,7 +8,8 @@ import threading
 
 
 class Log:
-    """Logs under a name. Whatever a handler or a filter raises is dropped, since there is nowhere to log it.
+    """Logs under a name, with methods of `logging.Logger`. Whatever a handler or a filter raises is dropped, since
+    there is nowhere to log it.
 
     On the main thread `KeyboardInterrupt` and `SystemExit` are raised, as by `kvferry._threads.guarded`.
     """
@@ -19,35 +20,27 @@ class Log:
         self._logger = logging.getLogger(name)
 
     def isEnabledFor(self, level: int) -> bool:
-        """Whether records of this level are logged at all."""
         return self._logger.isEnabledFor(level)
 
     def debug(self, message: str, *given: object, exc_info: BaseException | bool | None = None) -> None:
-        """Log at DEBUG, with the traceback of this exception."""
         self._log(logging.DEBUG, message, given, exc_info)
 
     def info(self, message: str, *given: object) -> None:
-        """Log at INFO."""
         self._log(logging.INFO, message, given)
 
     def warning(self, message: str, *given: object) -> None:
-        """Log at WARNING."""
         self._log(logging.WARNING, message, given)
 
     def error(self, message: str, *given: object, exc_info: BaseException | bool | None = None) -> None:
-        """Log at ERROR, with the traceback of this exception."""
         self._log(logging.ERROR, message, given, exc_info)
 
     def exception(self, message: str, *given: object) -> None:
-        """Log at ERROR, with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, message, given, True)
 
     def critical(self, message: str, *given: object, exc_info: BaseException | bool | None = None) -> None:
-        """Log at CRITICAL, with the traceback of this exception."""
         self._log(logging.CRITICAL, message, given, exc_info)
 
     def log(self, level: int, message: str, *given: object) -> None:
-        """Log at this level."""
         self._log(level, message, given)
 
     def _log(

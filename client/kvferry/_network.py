@@ -35,26 +35,14 @@ class Network:
     looping: Callable[[Loop], object] | None = None
 
 
-_fabrics: dict[str, Callable[[], Network]] = {}
+fabrics: dict[str, Callable[[], Network]] = {}
+"""What makes the network of each client of a fabric, by address; `kvferry.testing.Fabric` adds and removes itself."""
 
 
 def network_of(address: str) -> Network:
-    """Return the network for a new client of the node server at this address.
-
-    Raises:
-        InvalidField: the address is that of a fabric which is not open in this process.
-    """
-    make = _fabrics.get(address)
+    """Return the network for a new client of the node server at this address; raises `InvalidField` for a fabric that
+    is not open in this process."""
+    make = fabrics.get(address)
     if make is None and address.endswith(FABRICS):
         raise InvalidField("address", address, "the address of a Fabric that is open in this process")
     return Network() if make is None else make()
-
-
-def add_fabric(address: str, make: Callable[[], Network]) -> None:
-    """Register a fabric: `network_of` calls `make` for clients with this address."""
-    _fabrics[address] = make
-
-
-def remove_fabric(address: str) -> None:
-    """Remove a fabric. Idempotent."""
-    _fabrics.pop(address, None)

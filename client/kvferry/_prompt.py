@@ -116,11 +116,7 @@ class Prompt:
 
     def followed_by(self, token_ids: TokenIds) -> Prompt:
         """Return this prompt with further tokens, for example those that the source has generated. Digests that this
-        prompt has computed are used again. An unknown prompt stays unknown.
-
-        Raises:
-            InvalidField: see the class.
-        """
+        prompt has computed are used again. An unknown prompt stays unknown. Raises as the class."""
         more = _words(token_ids)
         if not self or not more:
             return self
@@ -137,11 +133,8 @@ class Prompt:
         return other.known <= self.known and (not other.known or self.digest(other.known) == other.digest(other.known))
 
     def digest(self, end: int) -> bytes:
-        """Return the digest of the prompt up to this token, 32 bytes; see `kvferry.v1.PromptMark`.
-
-        Raises:
-            InvalidField: the prompt is not known that far.
-        """
+        """Return the digest of the prompt up to this token, 32 bytes; see `kvferry.v1.PromptMark`. Raises
+        `InvalidField` if the prompt is not known that far."""
         end = arguments.integer("end", end)
         if not 0 < end <= self.known:
             raise InvalidField("end", end, f"1 to {self.known}, as far as the prompt is known")
@@ -161,15 +154,8 @@ class Prompt:
         return found
 
     def mark(self, key: bytes, end: int) -> bytes:
-        """Return the digest of the mark at this token, 16 bytes.
-
-        Args:
-            key: the key of the publication's own reference.
-            end: number of tokens that the mark covers.
-
-        Raises:
-            InvalidField: the prompt is not known that far.
-        """
+        """Return the digest of the mark of the first `end` tokens, 16 bytes, under the key of the publication's own
+        reference; raises `InvalidField` if the prompt is not known that far."""
         digest = self.digest(end)
         marked = _MARK + struct.pack("<Q", end) + digest
         return hmac.digest(arguments.payload("key", key), marked, hashlib.sha256)[:MARK_BYTES]

@@ -18,27 +18,21 @@ LOOK_EVERY = 1.0
 
 
 @dataclass(frozen=True)
-class SessionPublish(Publish):
-    """The arguments of `EngineSession.publish`; see `Publish`.
-
-    Attributes:
-        timeout: seconds to keep trying.
-    """
+class _Waiting:
+    """A further argument of methods that wait: the seconds to keep trying."""
 
     _: KW_ONLY
     timeout: float = CALL_TIMEOUT
 
 
 @dataclass(frozen=True)
-class SessionPublishMore(PublishMore):
-    """The arguments of `EngineSession.publish_more`; see `PublishMore`.
+class SessionPublish(_Waiting, Publish):
+    """The arguments of `EngineSession.publish`."""
 
-    Attributes:
-        timeout: seconds to keep trying.
-    """
 
-    _: KW_ONLY
-    timeout: float = CALL_TIMEOUT
+@dataclass(frozen=True)
+class SessionPublishMore(_Waiting, PublishMore):
+    """The arguments of `EngineSession.publish_more`."""
 
 
 class EngineSession(Closing):
@@ -97,8 +91,7 @@ class EngineSession(Closing):
 
         Args:
             given: each field of `PublishMore` is an argument of its own, and so is `timeout`:
-            ``publish_more(publication,
-                blocks, last=True)``.
+                ``publish_more(publication, blocks, last=True)``.
 
         Raises:
             WrongState: the publication is complete, or was released.
@@ -108,24 +101,14 @@ class EngineSession(Closing):
         self._session.publish_more(given, timeout)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """Withdraw a publication: the home refuses new reads.
-
-        The blocks stay pinned until `released` returns the publication, within the home's max_ttl (R2).
-
-        Raises:
-            KvferryError: the home refused, or could not be reached.
-        """
+        """Withdraw a publication: the home refuses new reads. The blocks stay pinned until `released` returns the
+        publication, within the home's max_ttl (R2). Raises the error if the home refused, or could not be reached."""
         arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         self._session.abort(publication, arguments.seconds("timeout", timeout))
 
     def released(self, timeout: float = 0.0) -> list[Release]:
-        """Return the publications released since the last call: their blocks may be changed and freed.
-
-        Each publication is returned exactly once (R3).
-
-        Args:
-            timeout: seconds to wait for the first release; 0: do not wait.
-        """
+        """Return the publications released since the last call, each exactly once (R3): their blocks may be changed and
+        freed. Waits at most `timeout` seconds for the first one."""
         return self._session.released(arguments.seconds("timeout", timeout, zero=True))
 
     async def releases(self) -> AsyncIterator[Release]:

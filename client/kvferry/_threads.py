@@ -27,11 +27,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread. An exception of `run` is logged.
-
-    Raises:
-        LimitReached: the system refused another thread.
-    """
+    """Start a daemon thread. An exception of `run` is logged. Raises `LimitReached`: the system refused a thread."""
     thread = threading.Thread(target=guarded, args=(run, f"thread {name}"), name=name, daemon=True)
     try:
         thread.start()
@@ -41,23 +37,15 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
 
 
 def start_loop(turn: Callable[[], bool], name: str) -> threading.Thread:
-    """Start a daemon thread that takes turns until a turn returns False. An exception of a turn is logged; the next
-    turn begins after a pause.
-
-    Raises:
-        LimitReached: the system refused another thread.
-    """
+    """Start a daemon thread that takes turns until a turn returns False; see `start_thread`. After an exception, the
+    next turn begins after a pause."""
     return start_thread(partial(_repeat, turn, name), name)
 
 
 def guarded(work: Callable[[], object], what: str) -> bool:
-    """Run work that is, or may call, code of the application. Any exception is logged under the name `what`.
-
-    On the main thread `KeyboardInterrupt` and `SystemExit` are raised: there they are the application's own.
-
-    Returns:
-        Whether the work has ended without an exception.
-    """
+    """Run work that is, or may call, code of the application; return whether it has ended without an exception. Any
+    exception is logged under the name `what`; on the main thread `KeyboardInterrupt` and `SystemExit` are raised: there
+    they are the application's own."""
     try:
         work()
     except BaseException as error:

@@ -18,22 +18,32 @@ from kvferry._arguments import takes
 from kvferry._cache import OPEN_TIMEOUT, Cache
 from kvferry._client import Client
 from kvferry._engine_spec import EngineSpec
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing, OneProcess
 from kvferry._session import EngineSession
 from kvferry._wire.token import EngineToken
 from kvferry.engine.scheduler import MAX_WAITING, SchedulerPort
 
-Sync = TypeVar("Sync")
+Sync = TypeVar("Sync", bound=Closing)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Wrapped = TypeVar("Wrapped")
+Made = TypeVar("Made", bound="_Async[Any]")
+Engine = TypeVar("Engine", bound="EngineSession | SchedulerPort")
 
 
 class _Async(OneProcess, Generic[Sync]):
-    """Wraps an object of the synchronous client (`sync`)."""
+    """Wraps an object of the synchronous client (`sync`). As a context manager, the object is closed at the end."""
 
     def __init__(self, sync: Sync) -> None:
         self.sync = sync
+
+    async def __aenter__(self: Made) -> Made:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.sync.close)
 
 
 def _direct(method: Callable[Concatenate[Sync, Given], Result]) -> Callable[Concatenate[_Async[Sync], Given], Result]:
@@ -82,17 +92,12 @@ def _awaited(
     return call
 
 
-class AsyncSession(_Async[EngineSession]):
-    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
+class _AsyncEngine(_Async[Engine]):
+    """Wraps the session or the scheduler's port of an engine."""
 
-    Attributes:
-        sync: the synchronous session.
-        spec: the engine.
-    """
-
-    def __init__(self, session: EngineSession) -> None:
-        super().__init__(session)
-        self.spec = session.spec
+    def __init__(self, sync: Engine) -> None:
+        super().__init__(sync)
+        self.spec = sync.spec
 
     @property
     def token(self) -> EngineToken:
@@ -101,8 +106,17 @@ class AsyncSession(_Async[EngineSession]):
 
     @property
     def engine_reference(self) -> str:
-        """The engine's reference, for readers to warm up with. See `EngineSession.engine_reference`."""
+        """The engine's reference, which routers give to readers for warming up. A capability."""
         return self.sync.engine_reference
+
+
+class AsyncSession(_AsyncEngine[EngineSession]):
+    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
+
+    Attributes:
+        sync: the synchronous session.
+        spec: the engine.
+    """
 
     publish = _on_thread(EngineSession.publish)
     """Publish a request's blocks. See `EngineSession.publish`."""
@@ -149,8 +163,7 @@ class AsyncCache(_Async[Cache]):
     prepare = _direct(Cache.prepare)
     """Make the NIXL agents for reading now. Returns at once. See `Cache.prepare`."""
     warm = _awaited(Cache.warm)
-    """Connect to a source engine ahead of the first read from it; the source ranks that connections are being opened
-    to. See `Cache.warm`."""
+    """Connect to a source engine ahead of the first read; the source ranks to connect to. See `Cache.warm`."""
     gauges = _direct(Cache.gauges)
     """Return the current state of this rank's data plane."""
     close = _on_thread(Cache.close)
@@ -182,16 +195,8 @@ class AsyncClient(_Async[Client]):
     close = _on_thread(Client.close)
     """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
 
-    async def __aenter__(self) -> AsyncClient:
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-class AsyncSchedulerPort(_Async[SchedulerPort]):
+class AsyncSchedulerPort(_AsyncEngine[SchedulerPort]):
     """`SchedulerPort` for an event loop. Made by `open`. Workers use `WorkerPort`, whose calls during an engine's run
     return at once.
 
@@ -199,10 +204,6 @@ class AsyncSchedulerPort(_Async[SchedulerPort]):
         sync: the synchronous port.
         spec: the engine.
     """
-
-    def __init__(self, port: SchedulerPort) -> None:
-        super().__init__(port)
-        self.spec = port.spec
 
     @classmethod
     async def open(
@@ -217,16 +218,6 @@ class AsyncSchedulerPort(_Async[SchedulerPort]):
         """Open an engine's session, and return the port of its scheduler. Arguments and errors: see `SchedulerPort`."""
         make = partial(SchedulerPort, hold_until_quiet=hold_until_quiet, max_waiting=max_waiting, timeout=timeout)
         return cls(await asyncio.to_thread(make, client.sync, spec))
-
-    @property
-    def token(self) -> EngineToken:
-        """The token with which workers join this engine. Secret."""
-        return self.sync.token
-
-    @property
-    def engine_reference(self) -> str:
-        """The engine's reference. See `SchedulerPort.engine_reference`."""
-        return self.sync.engine_reference
 
     publish = _direct(SchedulerPort.publish)
     """Publish a request's blocks. See `SchedulerPort.publish`."""
@@ -264,11 +255,3 @@ class AsyncSchedulerPort(_Async[SchedulerPort]):
     async def until_news(self, timeout: float) -> bool:
         """Wait until there may be news. See `SchedulerPort.wait_news`."""
         return await self.sync.until_news(timeout)
-
-    async def __aenter__(self) -> AsyncSchedulerPort:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()

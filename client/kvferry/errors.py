@@ -1,64 +1,22 @@
 """All errors of kvferry, and the only table that maps them to status codes and back.
 
     KvferryError
-    ├── InvalidInput (ValueError)      an argument is wrong; repeating will not help
-    │   ├── InvalidField
-    │   ├── DeadlineRequired
-    │   ├── BadGeometry
-    │   ├── LayoutMismatch
-    │   ├── BadReference
-    │   ├── BadBlock
-    │   ├── BlocksShort
-    │   └── PartiesMismatch
-    ├── WrongState                     the call comes at the wrong time; the message names the missing step
-    ├── Refused                        the peer rejects the request and gives a reason
-    │   ├── Incompatible               .mismatches names every field with both values
-    │   ├── WrongKey
-    │   ├── WrongSession
-    │   ├── WrongIdentity
-    │   ├── NotAllowed                 the node server's policy forbids the call
-    │   ├── CacheDiffers
-    │   ├── EngineIdInUse              retry after .retry_after seconds
-    │   ├── PeerRestarted
-    │   ├── LeaseEnded
-    │   ├── NotPublished
-    │   ├── PublicationAborted
-    │   ├── RouterKeyUsed
-    │   ├── ContractDiffers
-    │   ├── WatchTakenOver
-    │   ├── RelayLoop
-    │   ├── AgentsWithheld             the home gives no agents to a caller without a reference
-    │   ├── HomeNotAllowed             the client's allow-list does not cover the home of a reference
-    │   └── NotImplementedHere
-    ├── NotFound
-    │   ├── EngineUnknown
-    │   ├── EngineNotListed            the directory does not list the engine
-    │   ├── PublicationStale
-    │   └── PublicationReleased
-    ├── Unavailable                    retry as is
-    │   ├── EngineIncomplete
-    │   ├── HomeRecovering
-    │   ├── ServerDraining
-    │   ├── Unreachable
-    │   ├── DirectoryUnavailable
-    │   └── LimitReached
-    ├── MessageTooLarge                .values has the size and the limit
-    ├── PublicationTimeout (TimeoutError)
-    ├── BadAgentMetadata
-    ├── TransferError                  a read failed; .quiet says whether its blocks may be reused
-    │   ├── TransferFailed
-    │   ├── TransferExpired
-    │   ├── TransferCancelled
-    │   ├── TransferStuck
-    │   ├── DataLoss                   integrity mode: the bytes do not match the source's checksums
-    │   ├── PromptMismatch             the publication is of another prompt
-    │   └── PromptUnmarked             the publication has no mark of its prompt, and the client requires one
-    ├── NixlError                      a call to NIXL failed
-    ├── NixlMissing                    NIXL is not installed
-    ├── WrongThread                    a reading agent was used by a thread that does not own it
-    ├── ForkedClient                   a client was used in a child of the process that made it
-    ├── Closed                         a closed client, cache or session was used
-    └── InternalError
+    ├── InvalidInput (ValueError)   an argument is wrong; repeating will not help: InvalidField, DeadlineRequired,
+    │                               BadGeometry, LayoutMismatch, BadReference, BadBlock, BlocksShort, PartiesMismatch
+    ├── WrongState                  the call comes at the wrong time; the message names the missing step
+    ├── Refused                     the peer rejects the request and gives a reason: Incompatible, WrongKey,
+    │                               WrongSession, WrongIdentity, NotAllowed, CacheDiffers, EngineIdInUse,
+    │                               PeerRestarted, LeaseEnded, NotPublished, PublicationAborted, RouterKeyUsed,
+    │                               ContractDiffers, WatchTakenOver, RelayLoop, AgentsWithheld, HomeNotAllowed,
+    │                               NotImplementedHere
+    ├── NotFound                    EngineUnknown, EngineNotListed, PublicationStale, PublicationReleased
+    ├── Unavailable                 retry as is: EngineIncomplete, HomeRecovering, ServerDraining, Unreachable,
+    │                               DirectoryUnavailable, LimitReached
+    ├── TransferError               a read failed; .quiet says whether its blocks may be reused: TransferFailed,
+    │                               TransferExpired, TransferCancelled, TransferStuck, DataLoss, PromptMismatch,
+    │                               PromptUnmarked
+    └── others                      MessageTooLarge, PublicationTimeout (TimeoutError), BadAgentMetadata, NixlError,
+                                    NixlMissing, WrongThread, ForkedClient, Closed, InternalError
 
 Messages are for people. Programs use `.reason`, and `.values`, which has every dynamic part of the message.
 """
@@ -136,19 +94,15 @@ _BY_NAME["KvferryError"] = KvferryError
 
 
 class InvalidInput(KvferryError, ValueError, code="INVALID_ARGUMENT"):
-    """An argument is wrong; repeating will not help.
-
-    Next step: correct the argument that the message names.
-    """
+    """An argument is wrong; repeating will not help. Next step: correct the argument that the message names."""
 
 
 class InvalidField(InvalidInput, reason="INVALID_FIELD"):
     """A field is missing, malformed or out of range. Values: field, value, expected."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(
-            f"{field} is {value!r}, expected {expected}", field=field, value=repr(value), expected=expected
-        )
+        value = repr(value)
+        super().__init__(f"{field} is {value}, expected {expected}", field=field, value=value, expected=expected)
 
 
 class DeadlineRequired(InvalidInput, reason="DEADLINE_REQUIRED"):
@@ -166,19 +120,11 @@ class BadGeometry(InvalidInput, reason="BAD_GEOMETRY"):
 class LayoutMismatch(InvalidInput):
     """An engine's bytes are not where its planes declare them. Values: layer, problem, and those of component, block,
     token, head, expected and found that are known; where bytes were compared, expected and found are hexadecimal.
-
     Next step: correct the planes or the spec of the layer that is named. With vLLM, use a version that docs/vllm.md
-    lists, and report the message otherwise.
-    """
+    lists, and report the message otherwise."""
 
     def __init__(
-        self,
-        layer: str,
-        problem: str,
-        *,
-        expected: object = None,
-        found: object = None,
-        **place: str | int | None,
+        self, layer: str, problem: str, *, expected: object = None, found: object = None, **place: str | int | None
     ) -> None:
         compared = "" if expected is None else f": expected {expected}, found {found}"
         super().__init__(f"layer {layer}: {problem}{compared}", layer=layer, problem=problem)
@@ -197,27 +143,16 @@ class BadBlock(InvalidInput, reason="BAD_BLOCK"):
     """The block may not be read or written. Values: group, side, block, num_blocks, problem."""
 
     def __init__(self, group: str, side: str, block: int, num_blocks: int, problem: str) -> None:
-        super().__init__(
-            f"group {group!r}, {side} block {block} of {num_blocks}: {problem}",
-            group=group,
-            side=side,
-            block=block,
-            num_blocks=num_blocks,
-            problem=problem,
-        )
+        message = f"group {group!r}, {side} block {block} of {num_blocks}: {problem}"
+        super().__init__(message, group=group, side=side, block=block, num_blocks=num_blocks, problem=problem)
 
 
 class BlocksShort(InvalidInput, reason="BLOCKS_SHORT", code="FAILED_PRECONDITION"):
     """The blocks of one side do not cover the tokens that were asked for. Values: group, side, asked, available."""
 
     def __init__(self, group: str, side: str, asked: str, available: str) -> None:
-        super().__init__(
-            f"group {group!r}: asked for {asked}, the {side} has {available}",
-            group=group,
-            side=side,
-            asked=asked,
-            available=available,
-        )
+        message = f"group {group!r}: asked for {asked}, the {side} has {available}"
+        super().__init__(message, group=group, side=side, asked=asked, available=available)
 
 
 class PartiesMismatch(InvalidInput, reason="PARTIES_MISMATCH"):
@@ -226,9 +161,7 @@ class PartiesMismatch(InvalidInput, reason="PARTIES_MISMATCH"):
 
 class Refused(KvferryError, code="FAILED_PRECONDITION"):
     """The peer rejects the request and gives a reason.
-
-    Next step: read the message, which says what the peer rejects; repeating will not help.
-    """
+    Next step: read the message, which says what the peer rejects; repeating will not help."""
 
 
 class WrongKey(Refused, reason="WRONG_KEY", code="PERMISSION_DENIED"):
@@ -283,9 +216,7 @@ class RouterKeyUsed(Refused, reason="ROUTER_KEY_USED", code="ALREADY_EXISTS"):
 class ContractDiffers(Refused, reason="CONTRACT_DIFFERS"):
     """Two programs whose revisions of the contract do not work together. Values: party, party_revision, 0 if the party
     states none, party_release; other, other_revision, other_release.
-
-    Next step: upgrade the older of the two; docs/operations.md says in which order.
-    """
+    Next step: upgrade the older of the two; docs/operations.md says in which order."""
 
 
 class WatchTakenOver(Refused, reason="WATCH_TAKEN_OVER", code="ABORTED"):
@@ -298,10 +229,8 @@ class RelayLoop(Refused, reason="RELAY_LOOP"):
 
 class HomeNotAllowed(Refused):
     """The reference names a home that this client may not connect to. Values: home.
-
     Next step: if the address is that of one of your node servers, add it to the client's allowed_homes, use TLS, or use
-    a directory that lists it; if not, find out where the reference came from.
-    """
+    a directory that lists it; if not, find out where the reference came from."""
 
 
 class NotImplementedHere(Refused, reason="NOT_IMPLEMENTED", code="UNIMPLEMENTED"):
@@ -310,9 +239,7 @@ class NotImplementedHere(Refused, reason="NOT_IMPLEMENTED", code="UNIMPLEMENTED"
 
 class NotFound(KvferryError, code="NOT_FOUND"):
     """The call names something that does not exist, and will not exist later.
-
-    Next step: compute the request, or check the names; they may be those of an engine that has ended.
-    """
+    Next step: compute the request, or check the names; they may be those of an engine that has ended."""
 
 
 class EngineUnknown(NotFound, reason="ENGINE_UNKNOWN"):
@@ -321,10 +248,8 @@ class EngineUnknown(NotFound, reason="ENGINE_UNKNOWN"):
 
 class EngineNotListed(NotFound):
     """The directory does not list the engine. Values: engine_id, directory.
-
-    Next step: check that the engine's node server publishes in this directory and lists the engine
-    (`kvferry engines --all`). An engine that has just started is listed soon.
-    """
+    Next step: check that the engine's node server publishes in this directory and lists the engine (`kvferry engines
+    --all`). An engine that has just started is listed soon."""
 
 
 class PublicationStale(NotFound, reason="PUBLICATION_STALE"):
@@ -338,10 +263,8 @@ class PublicationReleased(NotFound, reason="PUBLICATION_RELEASED"):
 
 class Unavailable(KvferryError, code="UNAVAILABLE"):
     """The call cannot be served now; the same call may succeed later.
-
     Next step: repeat the call, after `retry_after` seconds if set. If the error lasts, the message names what is
-    missing.
-    """
+    missing."""
 
 
 class EngineIncomplete(Unavailable, reason="ENGINE_INCOMPLETE"):
@@ -363,9 +286,7 @@ class Unreachable(Unavailable, reason="UNREACHABLE"):
 
 class DirectoryUnavailable(Unavailable):
     """The directory cannot be read, and has not been read before; or cannot be written. Values: directory, problem.
-
-    Next step: see the problem. Reads whose references carry an address go on without a directory.
-    """
+    Next step: see the problem. Reads whose references carry an address go on without a directory."""
 
 
 class LimitReached(Unavailable, reason="LIMIT", code="RESOURCE_EXHAUSTED"):
@@ -375,10 +296,8 @@ class LimitReached(Unavailable, reason="LIMIT", code="RESOURCE_EXHAUSTED"):
 class MessageTooLarge(KvferryError, code="RESOURCE_EXHAUSTED"):
     """The message is larger than a node server accepts; or an answer is larger than the client accepts. Values: what,
     size, limit; if gRPC itself refused the message: address.
-
     Next step: publish or register in smaller parts: `what` names what is too large. If gRPC refused the message, caller
-    and node server may be of different versions.
-    """
+    and node server may be of different versions."""
 
 
 class PublicationTimeout(KvferryError, TimeoutError, reason="PUBLICATION_TIMEOUT", code="DEADLINE_EXCEEDED"):
@@ -388,9 +307,7 @@ class PublicationTimeout(KvferryError, TimeoutError, reason="PUBLICATION_TIMEOUT
 class AgentsWithheld(Refused):
     """The home gave the geometry of an engine without its agents, because the caller showed no reference. Values:
     engine_id, missing.
-
-    Next step: give `Cache.warm` the engine's `engine_reference`, or the reference of a live publication.
-    """
+    Next step: give `Cache.warm` the engine's `engine_reference`, or the reference of a live publication."""
 
 
 class BadAgentMetadata(KvferryError, reason="BAD_AGENT_METADATA", code="DATA_LOSS"):
@@ -506,17 +423,12 @@ class TransferFailed(TransferError, reason="TRANSFER_FAILED", code="ABORTED"):
 
 class TransferExpired(TransferError):
     """The lease ended before the read; its bytes do not count (R1).
-
     Next step: compute the request. If the error comes again, look for a reader that stops for longer than kvferryd's
-    `--ttl`, or a home that the reader cannot reach.
-    """
+    `--ttl`, or a home that the reader cannot reach."""
 
 
 class TransferCancelled(TransferError):
-    """The read was cancelled.
-
-    Next step: nothing: the engine, or a close, cancelled the read.
-    """
+    """The read was cancelled. Next step: nothing: the engine, or a close, cancelled the read."""
 
 
 class TransferStuck(TransferError, reason="TRANSFER_STUCK", code="DEADLINE_EXCEEDED"):
@@ -541,10 +453,8 @@ class PromptUnmarked(TransferError, reason="PROMPT_UNMARKED", code="FAILED_PRECO
 
 class NixlMissing(KvferryError):
     """NIXL is not installed, or cannot be loaded.
-
     Next step: install 'kvferry[nixl]', for the CUDA version of torch; `problem` says why the installed NIXL cannot be
-    loaded.
-    """
+    loaded."""
 
 
 class NixlError(KvferryError, reason="NIXL_FAILED", code="ABORTED"):
@@ -554,31 +464,23 @@ class NixlError(KvferryError, reason="NIXL_FAILED", code="ABORTED"):
 class WrongState(KvferryError, code="FAILED_PRECONDITION"):
     """The call comes at the wrong time: the arguments are valid, but another step is missing, or was already done. The
     message says what to do. Values: those of the call, such as engine_id, rank.
-
-    Next step: take the step that the message names.
-    """
+    Next step: take the step that the message names."""
 
 
 class WrongThread(KvferryError):
     """A thread used a reading agent of another thread, which would crash. Values: agent, call.
-
-    Next step: report it with its traceback: only kvferry's own threads make such calls.
-    """
+    Next step: report it with its traceback: only kvferry's own threads make such calls."""
 
 
 class ForkedClient(KvferryError):
-    """A client was used in a child of the process that made it. Neither gRPC nor NIXL survives a fork: make a client
-    in the child.
-
-    Next step: make a client after the fork, in the child.
-    """
+    """A client was used in a child of the process that made it. Neither gRPC nor NIXL survives a fork: make a client in
+    the child.
+    Next step: make a client after the fork, in the child."""
 
 
 class Closed(KvferryError):
     """The client, cache or session is closed.
-
-    Next step: make a new client or session, or stop using the closed one; look for the `close` that came too early.
-    """
+    Next step: make a new client or session, or stop using the closed one; look for the `close` that came too early."""
 
 
 def from_name(

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry import AsyncClient, Blocks, Cache, EngineSession, EngineSpec, Group, SchedulerPort, WorkerPort
 from kvferry.aio import AsyncSchedulerPort
-from kvferry.errors import TransferCancelled, WrongState
+from kvferry.errors import Closed, TransferCancelled, WrongState
 from kvferry.testing import Fabric
 
 AXES = ("kv", "block", "head", "token", "content")
@@ -66,6 +66,22 @@ def test_a_cancelled_read_is_awaited_until_nothing_writes_to_its_blocks() -> Non
             assert not read.quiet
         await asyncio.wait_for(quiet, SOON)
         assert read.quiet
+
+    with Fabric() as fabric:
+        asyncio.run(main(fabric))
+
+
+def test_caches_and_sessions_in_asyncio_are_closed_at_the_end_of_their_block() -> None:
+    async def main(fabric: Fabric) -> None:
+        async with AsyncClient(fabric.address) as client:
+            async with await client.open_engine(spec("p")) as session:
+                assert await session.unreleased() == ()
+            with pytest.raises(Closed):
+                await session.publish("late", {"full": Blocks([1])})
+            async with await client.register_cache(spec("d"), tensors={"layer": memory(0)}, axes=AXES) as cache:
+                cache.prepare()
+            with pytest.raises(Closed):
+                cache.prepare()
 
     with Fabric() as fabric:
         asyncio.run(main(fabric))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
-from kvferry._control.block_use import BlockUse, Pin
+from kvferry._control.block_use import BlockUse
 from kvferry._control.publish import Publish, PublishMore
 from kvferry._memory.access import StillCopying
 from kvferry._memory.host import HostAccess
 from kvferry._session import home_session_of
 from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferFailed, TransferStuck
+from kvferry.geometry.blocks import BlockIds
 from tests.api.conftest import AXES, BLOCKS, TOKENS, Pair, array
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine, reader_of
@@ -265,13 +266,13 @@ def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, mo
     taking = threading.Thread(target=take)
     name = home_session_of(session).block_use.name
 
-    def named(pin: Pin, number: int, step: int) -> None:
+    def named(ids: Mapping[str, BlockIds], number: int, step: int) -> None:
         taking.start()
         taking.join(1.0)
-        name(pin, number, step)
+        name(ids, number, step)
 
     monkeypatch.setattr(home_session_of(session).block_use, "name", named)
-    home_session_of(session).publish_more_later(PublishMore(publication, ids(6), last=True))
+    home_session_of(session).publish_more(PublishMore(publication, ids(6), last=True))
     taking.join(30)
     assert released == [publication.number]
     theirs = pair.source.session.publish("theirs", ids(11, 12))

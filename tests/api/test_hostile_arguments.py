@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ from kvferry import (
 )
 from kvferry._control.publish import Publish
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
-from kvferry.errors import KvferryError
+from kvferry.errors import InvalidField, KvferryError
 from kvferry.geometry import formats, sharding
 from kvferry.geometry.tensors import Holding, Part, TensorView, opaque_planes, planes_of, planes_of_tensor
 from kvferry.host_memory import HostMemory
@@ -664,3 +664,11 @@ def test_every_public_class_is_listed_here() -> None:
     enums = {"GroupKind", "MemoryKind", "ReadState", "ReleaseOutcome", "KvferryError"}
     assert exported - covered - values - waived - enums == set()
     assert inspect.isclass(Grant)
+
+
+def test_an_option_of_a_client_that_is_no_choice_is_refused_with_the_choices() -> None:
+    for wrong in ("later", "", None, 1):
+        with pytest.raises(InvalidField, match=r"confirm is .*, expected 'before' or 'after'"):
+            Client("unix:/nowhere", confirm=cast(str, wrong))
+        with pytest.raises(InvalidField, match=r"prompt_check is .*, expected 'require', 'compare' or 'off'"):
+            Client("unix:/nowhere", prompt_check=cast(str, wrong))

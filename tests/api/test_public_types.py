@@ -51,7 +51,8 @@ VALUES: list[type] = [
 
 def methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public methods and properties of a class, and its constructor where a user calls it."""
-    for name, member in vars(cls).items():
+    inherited = {name: member for base in reversed(cls.__mro__[1:]) for name, member in vars(base).items()}
+    for name, member in {**inherited, **vars(cls)}.items():
         function: Any = member.fget if isinstance(member, property) else member
         if name == "__init__" and cls in (Client, AsyncClient, *PUBLIC[-2:]):
             yield name, inspect.unwrap(function)

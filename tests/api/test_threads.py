@@ -17,7 +17,7 @@ from tests.support.waiting import until
 GROUP = Group("full", block_tokens=16, num_blocks=8)
 AXES = ("kv", "block", "head", "token", "content")
 
-SERVERS = {"kvferry-server", "kvferry-worker_0", "_poll_wrapper"}
+SERVERS = {"kvferry-server", "_poll_wrapper"}
 """Threads of an embedded node server."""
 
 

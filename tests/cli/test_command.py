@@ -21,7 +21,7 @@ def test_help_lists_the_commands() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env={**environment(), "COLUMNS": "120"})
     assert done.returncode == 0
     asking, acting = ("info", "engines", "engine", "requests", "transfers", "health"), ASKING[5:]
-    for name in (*asking, *acting, "reference", "plan", "demo", "doctor", "version"):
+    for name in (*asking, *acting, "reference", "plan", "doctor", "version"):
         assert f" {name} " in done.stdout
 
 
@@ -46,7 +46,6 @@ def test_commands_that_ask_a_server_have_the_same_options(command: str) -> None:
         "transfers",
         "top",
         "plan",
-        "demo",
         "doctor",
         "drain",
         "health",

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from kvferry._cli.render import console
-from kvferry._cli.top import Screen, busiest, newest
-from kvferry._cli.top_looks import ListedRead, Look, Peers
+from kvferry._cli.top import ListedRead, Look, Peers, Screen, busiest, newest
 from kvferry._clock import now
 from tests.cli.conftest import READER, SOURCE, Run, Stage
 from tests.support.command_line import run_kvferry

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvferry._control.block_use import BlockUse, Pin, Writes
+from kvferry._control.block_use import BlockUse, Writes
 from kvferry.errors import BadBlock
 from kvferry.geometry import Group
 from kvferry.geometry.blocks import BlockIds
@@ -38,7 +38,7 @@ class Written:
     """A read under way."""
 
     writes: Writes
-    key: object
+    key: int | None
     blocks: Blocks
     layers: frozenset[str] | None
     asks: bool
@@ -51,7 +51,7 @@ class Model:
 
     turns: Random
     use: BlockUse = field(default_factory=lambda: BlockUse(GROUPS))
-    pinned: list[tuple[Pin, Ids]] = field(default_factory=list)
+    pinned: list[Ids] = field(default_factory=list)
     published: dict[int, list[tuple[int, Ids]]] = field(default_factory=dict)
     written: list[Written] = field(default_factory=list)
     numbers: int = 0
@@ -69,7 +69,7 @@ class Model:
     def begin(self) -> None:
         writes, ids, layers = self.turns.choice(self.writers), self.ids(), self.turns.choice(LAYERS)
         overlap, asks = self.turns.random() < 0.2, self.turns.random() < 0.5
-        held = [one for _, ids in self.pinned for one in blocks(ids)]
+        held = [one for ids in self.pinned for one in blocks(ids)]
         held += [one for steps in self.published.values() for _, ids in steps for one in blocks(ids)]
         for other in self.written:
             same = other.writes.rank == writes.rank or other.writes.rank is None or writes.rank is None
@@ -110,23 +110,23 @@ class Model:
         held = [one for other in self.written if not other.is_quiet for one in other.blocks]
         free = len(set(every)) == len(every) and not set(blocks(ids)) & set(held)
         try:
-            pin = self.use.pin(arrays(ids), more_of)
+            self.use.pin(arrays(ids), more_of)
         except BadBlock:
             assert not free
             return
         assert free
         what = self.turns.random()
         if what < 0.2:
-            self.use.unpin(pin)
+            self.use.unpin(arrays(ids))
         elif what < 0.3:
-            self.pinned.append((pin, ids))
+            self.pinned.append(ids)
         else:
             if more_of is None:
                 self.numbers += 1
                 more_of = self.numbers
             steps = self.published.setdefault(more_of, [])
             step = 1 + max((step for step, _ in steps), default=-1)
-            self.use.name(pin, more_of, step)
+            self.use.name(arrays(ids), more_of, step)
             steps.append((step, ids))
 
     def refuse(self) -> None:
@@ -152,8 +152,8 @@ def test_a_block_is_granted_exactly_when_it_is_not_in_use(seed: int) -> None:
         model.turns.choices(actions, (4, 3, 4, 1, 1))[0]()
     for one in model.written:
         one.writes.end(one.key)
-    for pin, _ in model.pinned:
-        model.use.unpin(pin)
+    for ids in model.pinned:
+        model.use.unpin(arrays(ids))
     model.use.released(list(model.published))
     for writes in model.writers:
         writes._sweep()
@@ -169,8 +169,9 @@ def test_a_block_is_granted_exactly_when_it_is_not_in_use(seed: int) -> None:
 
 def test_errors_name_the_user_of_a_block() -> None:
     use = BlockUse(GROUPS)
-    use.name(use.pin(arrays({"a": [1]})), 5, 0)
-    use.name(use.pin(arrays({"b": [2], "full": [1]})), 6, 0)
+    for number, ids in ((5, arrays({"a": [1]})), (6, arrays({"b": [2], "full": [1]}))):
+        use.pin(ids)
+        use.name(ids, number, 0)
     writes = use.writes()
     for group, block, number in (("b", 1, 5), ("a", 2, 6), ("full", 1, 6)):
         with pytest.raises(BadBlock, match=rf"destination block {block} .* publication {number} holds it"):
@@ -180,3 +181,33 @@ def test_errors_name_the_user_of_a_block() -> None:
         use.pin(arrays({"b": [1]}), more_of=5)
     with pytest.raises(BadBlock, match="group 'b', source block 3 of 8: it is given twice"):
         use.pin(arrays({"a": [3], "b": [4, 3]}))
+
+
+@pytest.mark.parametrize("reuses", [False, True], ids=["other-blocks", "freed-blocks"])
+def test_the_reads_that_run_cost_a_new_one_nothing(reuses: bool) -> None:
+    """A thousand reads run, and others come and go beside them, in blocks of their own or in those just freed."""
+    running, short, asked = 1000, 200, list[int]()
+    writes = BlockUse((Group("full", block_tokens=16, num_blocks=running + short),)).writes()
+
+    def claim(block: int, *, quiet: bool) -> None:
+        def answer() -> bool:
+            asked.append(block)
+            return quiet
+
+        writes.begin("read", arrays({"full": [block]}), quiet=answer)
+
+    for block in range(running):
+        claim(block, quiet=False)
+    asked.clear()
+    for number in range(short):
+        claim(running + (0 if reuses else number), quiet=True)
+    assert len(asked) <= 3 * short
+    with pytest.raises(BadBlock, match="read read may still write to it"):
+        claim(5, quiet=False)
+
+
+def test_quiet_claims_without_blocks_do_not_pile_up() -> None:
+    writes = BlockUse(GROUPS).writes()
+    for _ in range(100):
+        writes.begin("read", {}, quiet=lambda: True)
+    assert len(writes._under_way) <= 2

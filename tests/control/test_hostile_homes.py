@@ -18,7 +18,7 @@ from kvferry import Blocks, Client, EngineSpec
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
 from kvferry._control.acquisition import Acquired
-from kvferry._control.block_use import BlockUse, Pin
+from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GRANT_BYTES
 from kvferry._control.lease_holder import LeaseHolder
@@ -286,7 +286,7 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             named(use, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(BlockUse, "name", slowly)
-        home_session_of(session).publish_more_later(
+        home_session_of(session).publish_more(
             PublishMore(publication, {"full": Blocks([2], first_token=16)}, last=True)
         )
         taking.join(30)
@@ -370,9 +370,9 @@ def test_a_session_that_was_closed_meanwhile_queues_nothing(tmp_path: Path, monk
         session = EngineSession(opened_session(control))
         pin = BlockUse.pin
 
-        def late(use: BlockUse, *given: Any) -> Pin:
+        def late(use: BlockUse, *given: Any) -> None:
             session.close()
-            return pin(use, *given)
+            pin(use, *given)
 
         monkeypatch.setattr(BlockUse, "pin", late)
         with pytest.raises(Closed):

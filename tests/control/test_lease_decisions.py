@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry._control.reader_lease import ReaderLease, deadline_after
-from kvferry._control.verdict import ReaderVerdict, verdict_of
+from kvferry._control.reader_lease import ReaderLease, ReaderVerdict, deadline_after, verdict_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SENT, REMAINING = 100.0, 10.0

@@ -78,9 +78,9 @@ def test_a_publication_is_not_released_while_any_of_its_steps_is_being_sent(offe
     offers.sent(number, 1.0)
     # The home may take the last step only now, and give a lease on it.
     assert released(offers, 10 * AFTER) == []
-    assert offers.next_deadline() == math.inf
+    assert offers.next_deadline == math.inf
     offers.sent(number, 10 * AFTER)
-    assert offers.next_deadline() == 11 * AFTER
+    assert offers.next_deadline == 11 * AFTER
     assert released(offers, 11 * AFTER - 0.001) == []
     assert released(offers, 11 * AFTER) == [number]
 
@@ -100,8 +100,8 @@ def test_each_publication_is_released_at_its_own_time_and_once(offers: Offers) -
     under_way = publish(offers)
     assert released(offers, AFTER) == [first]
     # The earliest of what is left, not the latest.
-    assert offers.next_deadline() == AFTER + 1
-    assert not offers.news
+    assert offers.next_deadline == AFTER + 1
+    assert not offers.take_released()
     assert released(offers, AFTER) == []
     assert released(offers, AFTER + 1) == [second]
     offers.released(pb.Released(publication=second, outcome=pb.RELEASE_OUTCOME_FINAL))

@@ -119,19 +119,19 @@ def test_a_snapshot_holds_the_state_of_its_moment() -> None:
 
 def test_each_final_deadline_is_kept_whatever_is_sent_meanwhile() -> None:
     offers = held(2)
-    first = offers.next_deadline()
+    first = offers.next_deadline
     assert first < 120
     snapshot = offers.snapshot()
     # During a refill it is unknown until when the home may hold a lease on the publications.
     offers.advance(first + 1)
-    assert not offers.news
+    assert not offers.take_released()
     offers.snapshot_sent(snapshot, 200.0)
     offers.advance(first + 2)
-    assert not offers.news
-    assert offers.next_deadline() > 200
-    offers.advance(offers.next_deadline())
+    assert not offers.take_released()
+    assert offers.next_deadline > 200
+    offers.advance(offers.next_deadline)
     assert [(release.publication, release.local) for release in offers.take_released()] == [(1, True), (2, True)]
-    assert offers.next_deadline() == math.inf
+    assert offers.next_deadline == math.inf
 
 
 def test_an_unknown_outcome_frees_the_blocks_all_the_same() -> None:

@@ -133,7 +133,7 @@ def test_blocks_of_a_step_that_fits_no_message_are_refused_before_they_are_pinne
         # No rank has registered, so that the home would refuse it.
         first, _ = offered(session, Publish("narrow", {"full": Blocks([1])}, last=False))
         with pytest.raises(MessageTooLarge):
-            home_session_of(session).publish_more_later(PublishMore(first, {"full": blocks}, last=True))
+            home_session_of(session).publish_more(PublishMore(first, {"full": blocks}, last=True))
         assert session.unreleased() == (first,)
 
 

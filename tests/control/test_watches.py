@@ -163,7 +163,7 @@ def test_an_engine_publishes_again_when_the_release_of_its_home_was_taken_back(t
 
         def refused() -> bool:
             try:
-                session.publish_later(Publish("r", {"full": Blocks([1])}))
+                session.publish(Publish("r", {"full": Blocks([1])}))
             except ContractDiffers:
                 return True
             return False

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry._doctor.catalogue import CHECKS
-from kvferry._doctor.finding import Finding, table
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, table
 from tests.support.node_servers import environment
 
 
@@ -41,7 +40,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 LOOK = """
 import dataclasses, json, sys
 from kvferry._doctor.catalogue import CHECKS
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Host
 check = next(one for one in CHECKS if one.name == sys.argv[1])
 pid = int(sys.argv[2]) if len(sys.argv) > 2 else None
 print(json.dumps([dataclasses.asdict(found) for found in check.look(Host(pid=pid))]))

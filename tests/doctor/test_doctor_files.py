@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry._doctor import software, system
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Host
 from tests.doctor.looking import names, write
 
 MLX5 = {

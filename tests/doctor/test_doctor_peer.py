@@ -14,8 +14,7 @@ import grpc
 import pytest
 
 from kvferry._doctor import peer
-from kvferry._doctor.finding import Finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host
 from kvferry._wire.channel import TlsConfig
 from tests.doctor.looking import names
 from tests.support.certificates import Authority, tls_flags
@@ -46,9 +45,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 def look(address: str, tls: TlsConfig | None = None, timeout: float = 5.0) -> list[Finding]:
     files = {} if tls is None else {"ca": tls.ca, "cert": tls.cert, "key": tls.key}
-    return peer.check(
-        Host(peer=address, tls={name: str(path) for name, path in files.items() if path}, timeout=timeout)
-    )
+    return peer.check(Host(peer=address, tls=files, timeout=timeout))
 
 
 def test_node_server_that_serves(stage: Stage) -> None:

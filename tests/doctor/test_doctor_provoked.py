@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvferry._doctor import moves, same_host
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Host
 from tests.doctor.looking import look_in, names, run
 from tests.support.node_servers import environment
 
@@ -26,7 +26,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="takes the rights of ro
 NOBODY = """
 import dataclasses, json, os, sys
 import kvferry._doctor.catalogue
-from kvferry._doctor.finding import table
+from kvferry._doctor.check import table
 # Other users may not enter the folders of this Python, but those of the system's Python.
 table()
 sys.executable = "/usr/bin/python3"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry._doctor import rdma
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Host
 from kvferry._transport import nixl_binding
 from kvferry.errors import NixlMissing
 from tests.doctor.looking import names, run, write

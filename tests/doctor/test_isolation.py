@@ -13,8 +13,7 @@ import pytest
 
 from kvferry._doctor import isolation
 from kvferry._doctor.catalogue import CHECKS, Check
-from kvferry._doctor.finding import Finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host
 from tests.doctor.looking import names, run
 from tests.support.waiting import until
 
@@ -105,7 +104,7 @@ if "cma" in sys.argv:
         signal.pause()
     same_host.check = hang
 """)
-    run_it = "from kvferry._doctor import host, isolation; isolation.run('cma', host.Host(), 1000)"
+    run_it = "from kvferry._doctor import check, isolation; isolation.run('cma', check.Host(), 1000)"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     with subprocess.Popen(
         [sys.executable, "-c", run_it], env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
@@ -126,9 +125,9 @@ def test_check_is_not_forked(tmp_path: Path) -> None:
     """If the parent uses gRPC in a thread, gRPC's code in the child of a fork can end the child."""
     code = """
 import os
-from kvferry._doctor import host, isolation
+from kvferry._doctor import check, isolation
 os.register_at_fork(before=lambda: print("forked", flush=True))
-print(*(found.finding for found in isolation.run("cma", host.Host(), 30)))
+print(*(found.finding for found in isolation.run("cma", check.Host(), 30)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "cma-works\n"), done.stderr

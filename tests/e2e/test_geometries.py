@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry._demo.pattern import POISON
+from examples.demo import POISON
 from kvferry.errors import Incompatible
 from tests.support import pairwise
 from tests.support.geometry_cases import CASES, GQA, Case

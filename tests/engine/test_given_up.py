@@ -188,7 +188,7 @@ def test_steps_of_a_call_that_its_home_ends_with_an_error_stay_pinned_if_some_ma
         with monkeypatch.context() as away:
             away.setattr(Control, "notify", refuse)
             numbers = [
-                session.publish_later(Publish(f"request-{index}", {"full": Blocks([index])})).number
+                session.publish(Publish(f"request-{index}", {"full": Blocks([index])})).number
                 for index in range(1, together + 1)
             ]
             free.set()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -369,7 +370,7 @@ class Scheduler:
     """A scheduler's port above recorders."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reads, self.publishing, self.session = Recorder(), Recorder(), Recorder()
+        self.reads, self.publishing, self.session, self.holder = Recorder(), Recorder(), Recorder(), Recorder()
         self.made: list[tuple[Any, ...]] = []
         vars(self.publishing).update(block_use=SimpleNamespace(writes=lambda: "writes"))
         vars(self.session).update(token="token", engine_reference="engine", _session=self.publishing)
@@ -379,7 +380,7 @@ class Scheduler:
             return self.reads
 
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
-        runtime = SimpleNamespace(loop="loop", lease_holder=lambda _: "holder", reads="meter")
+        runtime = SimpleNamespace(loop="loop", lease_holder=lambda _: self.holder, reads="meter")
         monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
         self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
 
@@ -394,16 +395,20 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 def test_a_scheduler_refuses_invalid_arguments(scheduler: Scheduler) -> None:
     port = scheduler.port(max_waiting=1, hold_until_quiet=True)
-    assert scheduler.made == [("loop", SPEC, "holder", "writes", 1, {"hold_until_quiet": True, "meter": "meter"})]
+    options = {"hold_until_quiet": True, "meter": "meter"}
+    assert scheduler.made == [("loop", SPEC, scheduler.holder, "writes", 1, options)]
     assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, "token", "engine")
     for wrong in ({"max_waiting": 0}, {"max_waiting": "1"}, {"hold_until_quiet": "no"}):
         with pytest.raises(InvalidField, match=next(iter(wrong))):
             scheduler.port(**wrong)
     most = 2**31 - 1
+    scheduler.holder.answers["request"] = "a request"
     for count in (0, 1, most):
         port.acquire("mine", "reference", expected_reads=count, timeout=5.0)
-        asked = {"progressive": False, "prompt": Prompt.unknown}
-        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0, ""), asked)
+        assert scheduler.reads.last() == ("acquire", ("mine", "a request"), {})
+        asked = {"request_id": "mine", "parties": SPEC.num_ranks, "expected_reads": count, "timeout": 5.0}
+        asked |= {"traceparent": "", "progressive": False, "prompt": Prompt.unknown}
+        assert scheduler.holder.last() == ("request", ("reference", ANY), asked)
     for wrong_call in (
         lambda: port.acquire("mine", "reference", expected_reads=-1),
         lambda: port.acquire("mine", "reference", expected_reads=most + 1),
@@ -423,7 +428,8 @@ def test_a_scheduler_refuses_invalid_arguments(scheduler: Scheduler) -> None:
     ):
         with pytest.raises(InvalidField):
             wrong_call()
-    assert (scheduler.reads.calls, scheduler.publishing.calls, scheduler.session.calls) == ([], [], [])
+    recorders = (scheduler.reads, scheduler.publishing, scheduler.session, scheduler.holder)
+    assert [recorder.calls for recorder in recorders] == [[], [], [], []]
 
 
 def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
@@ -439,7 +445,7 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
     assert reads.last() == ("collect", (WorkerOutput(1),), {})
     assert port.cancels() == ["one"]
     publication = Publication(1, "mine", "reference")
-    publishing.answers = {"publish_later": publication, "released": ["released"]}
+    publishing.answers = {"publish": publication, "released": ["released"]}
     assert (
         port.publish(
             "mine",
@@ -453,12 +459,12 @@ def test_a_scheduler_passes_its_arguments_on(scheduler: Scheduler) -> None:
         is publication
     )
     options: dict[str, Any] = {"last": False, "expected_reads": 3, "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == ("publish_later", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
+    assert publishing.last() == ("publish", (Publish("mine", LOCAL, prompt=PROMPT, **options),), {})
     port.publish_more(publication, LOCAL, last=False, layers=["b", "a"], prompt=PROMPT)
     more = PublishMore(publication, LOCAL, last=False, layers=("a", "b"), prompt=PROMPT)
-    assert publishing.last() == ("publish_more_later", (more,), {})
+    assert publishing.last() == ("publish_more", (more,), {})
     port.abort(publication)
-    assert publishing.last() == ("abort_later", (publication,), {})
+    assert publishing.last() == ("abort", (publication,), {})
     assert cast(Any, port.released()) == ["released"]
 
 

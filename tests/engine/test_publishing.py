@@ -403,7 +403,7 @@ def test_the_rest_of_a_refused_publication_is_not_sent(port: SchedulerPort, call
 def test_an_accepted_step_is_sent_or_refused_as_too_large(
     port: SchedulerPort, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("batches", "publication_steps"):
+    for module in ("batches", "publish"):
         monkeypatch.setattr(f"kvferry._control.{module}.SENT_NOTIFY_BYTES", 4000)
     publish(port, 1)
     assert calls.begun.wait(SOON)

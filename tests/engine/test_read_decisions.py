@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -16,8 +17,7 @@ from kvferry._control.acquisition import Acquired, MoreBlocks
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
-from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.verdict import Confirm
+from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry._reads.meters import ReadMeter
@@ -66,6 +66,7 @@ class World:
             meter=ReadMeter(),
         )
         self.lease = ReaderLease(b"l" * 16, BEGAN, LEASE, 10.0)
+        self.numbers = count(1)
 
     @property
     def now(self) -> float:
@@ -82,8 +83,13 @@ class World:
         granted = Acquired(self.lease, source, "theirs", dict(BLOCKS), b"payload", complete=complete)
         self.home.answer(text, answer or granted)
 
+    def acquire(self, request_id: str, reference: str) -> None:
+        read_id = f"read {next(self.numbers)}"
+        asked = self.home.request(reference, read_id, parties=RANKS, expected_reads=0, timeout=TIMEOUT)
+        self.reads.acquire(request_id, asked)
+
     def granted(self, request: str = "mine", *, complete: bool = True) -> None:
-        self.reads.acquire(request, "reference", 0, TIMEOUT)
+        self.acquire(request, "reference")
         self.answer(complete=complete)
         self.look()
         assert self.reads.stages()[ReadStage.GRANTED]
@@ -295,7 +301,7 @@ def test_the_time_for_the_verdict_runs_from_the_report(world: World) -> None:
 
 
 def test_an_unreachable_home_is_awaited_for_a_bounded_time(world: World) -> None:
-    world.reads.acquire("mine", "reference", 0, TIMEOUT)
+    world.acquire("mine", "reference")
     world.now += TIMEOUT + RANKS_GRACE - 0.001
     world.look()
     assert world.reads.granted("mine") is None
@@ -508,7 +514,7 @@ def test_a_grant_that_is_not_attached_in_time_is_refused_and_given_back(world: W
 
 
 def test_a_refusal_is_returned_once(world: World) -> None:
-    world.reads.acquire("mine", "reference", 0, TIMEOUT)
+    world.acquire("mine", "reference")
     assert world.reads.granted("mine") is None
     with pytest.raises(WrongState, match="is waiting for its source"):
         world.reads.attach("mine", {}, None, allow_overlap=False)
@@ -523,7 +529,7 @@ def test_a_refusal_is_returned_once(world: World) -> None:
 def test_news_names_the_requests_that_were_granted_or_refused_each_once(world: World) -> None:
     """News do not name waiting requests, so an engine need not ask for each in each step."""
     for request in ("granted", "refused", "cancelled", "waits"):
-        world.reads.acquire(request, request, 0, TIMEOUT)
+        world.acquire(request, request)
     assert world.reads.take_changed() == []
     world.answer(text="granted")
     world.look()
@@ -575,16 +581,16 @@ def test_waiting_reads_have_a_limit_and_granted_or_cancelled_ones_do_not_count(
 ) -> None:
     world = make(max_waiting=2)
     for request in ("one", "two"):
-        world.reads.acquire(request, request, 0, TIMEOUT)
+        world.acquire(request, request)
     with pytest.raises(LimitReached):
-        world.reads.acquire("three", "three", 0, TIMEOUT)
+        world.acquire("three", "three")
     world.answer(text="one")
     world.look()
     world.reads.cancel("two")
     for request in ("three", "four"):
-        world.reads.acquire(request, request, 0, TIMEOUT)
+        world.acquire(request, request)
     with pytest.raises(LimitReached):
-        world.reads.acquire("five", "five", 0, TIMEOUT)
+        world.acquire("five", "five")
 
 
 def test_the_end_of_a_read_during_the_end_of_a_schedulers_wait_is_returned(world: World) -> None:
@@ -615,7 +621,7 @@ def test_a_waiting_scheduler_is_woken_by_a_grant_an_end_a_refusal_and_quiet(worl
     reads.collect(WorkerOutput(1, quiesced=(read_id,)))
     assert reads.news.wait(30.0)
     assert reads.take_finished().quiesced == ("mine",)
-    reads.acquire("other", "other", 0, TIMEOUT)
+    world.acquire("other", "other")
     world.answer(PublicationStale("gone"), "other")
     assert reads.news.wait(30.0)
     with pytest.raises(PublicationStale):
@@ -655,7 +661,7 @@ def test_a_cancel_before_the_read_gives_back_the_lease_it_has_or_gets(world: Wor
         assert world.reads.cancel("mine")
         assert world.home.heard("drop", "cancel")
     else:
-        world.reads.acquire("mine", "reference", 0, TIMEOUT)
+        world.acquire("mine", "reference")
         world.answer()
         world.reads.cancel("mine")
         assert set(world.home.said) <= {"drop", "cancel"}
@@ -680,22 +686,22 @@ def test_a_cancel_of_a_read_under_way_waits_for_the_ranks(world: World) -> None:
 def test_waiting_reads_have_a_limit(make: Callable[..., World]) -> None:
     world = make(max_waiting=2)
     for name in ("one", "two"):
-        world.reads.acquire(name, name, 0, TIMEOUT)
+        world.acquire(name, name)
     with pytest.raises(WrongState, match="being read already"):
-        world.reads.acquire("two", "two", 0, TIMEOUT)
+        world.acquire("two", "two")
     with pytest.raises(LimitReached):
-        world.reads.acquire("three", "three", 0, TIMEOUT)
+        world.acquire("three", "three")
     world.answer(text="one")
     world.look()
     # What is granted waits no longer.
-    world.reads.acquire("three", "three", 0, TIMEOUT)
+    world.acquire("three", "three")
     assert world.reads.stages() == {ReadStage.WAITING: 2, ReadStage.GRANTED: 1}
 
 
 def test_close_waits_until_waiting_reads_have_reported_to_their_homes(world: World) -> None:
     """An accepted lease pins its source until the home receives its end."""
     for request in ("mine", "another"):
-        world.reads.acquire(request, "reference", 0, TIMEOUT)
+        world.acquire(request, "reference")
     world.look()
     world.reads.close(20)
     assert world.home.said == ["gave up", "gave up", "closed"]
@@ -705,7 +711,7 @@ def test_close_ends_reads_under_way_and_gives_their_leases_back(world: World) ->
     """Ranks may still write, until their reports say otherwise."""
     reading = world.reading()
     world.granted("granted")
-    world.reads.acquire("waits", "nobody", 0, TIMEOUT)
+    world.acquire("waits", "nobody")
     world.look()
     world.reads.close(20)
     assert world.home.heard("gave up", *("drop", "cancel") * 2, "closed")
@@ -727,7 +733,7 @@ def test_reads_whose_client_is_closed_end(world: World) -> None:
     for rank in range(RANKS):
         world.ends(reading, rank)
     assert world.home.heard("report")
-    world.reads.acquire("waits", "nobody", 0, TIMEOUT)
+    world.acquire("waits", "nobody")
     world.look()
     world.loop.close()
     # The home has not said that its lease had ended.
@@ -736,7 +742,7 @@ def test_reads_whose_client_is_closed_end(world: World) -> None:
     with pytest.raises(TransferCancelled):
         world.reads.granted("waits")
     with pytest.raises(Closed):
-        world.reads.acquire("late", "nobody", 0, TIMEOUT)
+        world.acquire("late", "nobody")
     world.reads.close(20)
 
 
@@ -745,7 +751,7 @@ def test_a_grant_that_cannot_be_decoded_ends_the_read(world: World, monkeypatch:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(world.reads, "on_granted", fails)
-    world.reads.acquire("mine", "reference", 0, TIMEOUT)
+    world.acquire("mine", "reference")
     world.answer()
     assert world.home.heard("drop", "cancel")
     world.look()

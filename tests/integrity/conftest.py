@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from examples.demo import blocks_view
 from kvferry import Blocks, IntegrityOptions
-from kvferry._demo.pattern import blocks_view
 from kvferry.geometry import EngineGeometry
 from tests.support.held_ranks import HeldRanks, allocate
 from tests.support.node_servers import NodeServerProcess

@@ -11,8 +11,8 @@ import pytest
 from kvferry import Blocks, Group, IntegrityOptions, Interval
 from kvferry._clock import now
 from kvferry._control.connection import Control
+from kvferry._integrity.verifier import Arrived, Verifier
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._reads.verifier import Arrived, Verifier
 from kvferry.errors import DataLoss
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.geometry.tensors import Holding, planes_of

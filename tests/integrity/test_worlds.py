@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry._integrity.summed_blocks import held_blocks, source_blocks
 from kvferry._memory.access import MemoryAccess
 from kvferry._memory.host import HostAccess
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
 from kvferry.geometry.tensors import planes_of
 from kvferry.planner import ReadPlan, plan_read
 from kvferry.planner.request_blocks import needed
-from kvferry.planner.summed_blocks import held_blocks, source_blocks
 from tests.integrity.definition import sum_of
 from tests.support.drawn_worlds import World, worlds
 from tests.support.simulated_memories import POISON, Memory, address, execute, global_state, source_memories, wanted
@@ -232,7 +232,7 @@ def test_sampled_sums_are_some_of_all(world: World, share: float) -> None:
 
 
 def test_sums_cover_blocks_beyond_one_batch_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.planner.summed_blocks.STATES_AT_ONCE", 1)
+    monkeypatch.setattr("kvferry._integrity.summed_blocks.STATES_AT_ONCE", 1)
     monkeypatch.setattr("kvferry._memory.host.BYTES_AT_ONCE", 1)
     test_reader_computes_the_sums_of_the_source()
 

@@ -1,4 +1,5 @@
-"""Reads with the blocks of the hint in their reference, as `LeasedReads` leads them (PROTOCOL, Optimistic reads)."""
+"""Reads whose blocks come from the hint in their reference, as `LeasedReads` leads them (PROTOCOL, Optimistic
+reads)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ import math
 from typing import cast
 
 from kvferry._clock import from_duration
-from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.verdict import ReaderVerdict
+from kvferry._control.reader_lease import ReaderLease, ReaderVerdict
 from kvferry._wire.reference import hint_digest, parse_reference
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -9,8 +9,7 @@ import pytest
 
 from kvferry import Prompt
 from kvferry._control import publications
-from kvferry._control.marker import Marker
-from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
+from kvferry._control.right_prompt import Marker, PromptCheck, ReaderPrompt
 from kvferry.errors import PromptUnmarked
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.publications import Lease

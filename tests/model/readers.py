@@ -9,9 +9,8 @@ from typing import TypeAlias, cast
 
 from kvferry._clock import from_duration, to_duration
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.reader_lease import ReaderLease, ReaderVerdict, verdict_of
 from kvferry._control.right_prompt import PromptCheck
-from kvferry._control.verdict import ReaderVerdict, verdict_of
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import KvferryError, LeaseEnded, WrongKey

@@ -12,8 +12,8 @@ import pytest
 from kvferry._control import publications, reader_lease
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.verdict import ReaderVerdict
-from kvferry.errors import WrongSession
+from kvferry._control.reader_lease import ReaderVerdict
+from kvferry.errors import PublicationReleased, PublicationStale, WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import lessor, registry, router_keys, routing, sources
@@ -22,12 +22,14 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_publications import EnginePublications, Standing
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
+from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.home import blocks
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import decode, introspection, paging
 from tests.model import readers
+from tests.model.hinted import HintedShare
+from tests.model.readers import Share
 from tests.model.source import LAYERS
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
@@ -347,7 +349,7 @@ def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pyte
     def release(self: publications.Offers, number: int, now: float) -> None:
         sent(self, number, now)
         if number in self._held:
-            self._held[number].release_at = self._next_deadline = now + CALL_TIMEOUT
+            self._held[number].release_at = self.next_deadline = now + CALL_TIMEOUT
 
     patch.setattr(publications.Offers, "sent", release)
 
@@ -356,10 +358,10 @@ def an_outage_that_outlasts_a_call_releases_what_was_published_in_it(patch: pyte
 def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
     original = lessor.Lessor._lease
 
-    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
         number = int.from_bytes(lease_id, "big")
         found = next((one.lease_id for one in self._records.leases_by_id.values() if one.number == number), lease_id)
-        return original(self, found, reader, names, now)
+        return original(self, found, reader, names)
 
     patch.setattr(lessor.Lessor, "_lease", lease)
 
@@ -381,10 +383,11 @@ def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
 def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
     """A report is accepted under any reader's name, for that reader's newest lease."""
 
-    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
+        now = self._records.advance()
         found = self._records.leases_by_id.get(lease_id)
         own = [one for one in self._records.leases_by_id.values() if one.request.read.reader == reader]
-        return found or (own[-1] if own else None)
+        return found or (own[-1] if own else None), now
 
     patch.setattr(lessor.Lessor, "_lease", lease)
 
@@ -554,3 +557,43 @@ def _end_leases(self: sources.Sources, publication: PublicationRecord, now: floa
 def _evict(self: registry.Registry, engine: Engine, now: float) -> None:
     if not engine.dead:
         self._forget(engine)
+
+
+# Of reads from hints.
+
+
+@sabotage
+def released_publications_are_validated(patch: pytest.MonkeyPatch) -> None:
+    validate = lessor.Lessor.validate
+
+    def found(self: lessor.Lessor, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
+        try:
+            return validate(self, request, digest, reports)
+        except (PublicationReleased, PublicationStale):
+            return ReportAnswer(Verdict.VALID)
+
+    patch.setattr(lessor.Lessor, "validate", found)
+
+
+@sabotage
+def any_hint_is_validated(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lessor.Lessor, "_check_hint", lambda *_: None)
+
+
+@sabotage
+def the_home_is_asked_before_the_last_byte(patch: pytest.MonkeyPatch) -> None:
+    def step(self: HintedShare) -> bool:
+        if self._hint and self.lease is None and self.begun and not (self.over or self._reported):
+            self.ended_at = self.reader.clock.now()
+            self._validate()
+            return True
+        return Share.step(self)
+
+    def copied(self: HintedShare, found: ReaderVerdict, ended_at: float, deadline: float) -> None:
+        for rank in self.copying():
+            while len(self.copies[rank]) < len(self.pieces):
+                self.copy(rank)
+        Share._check_good(self, found, self.reader.clock.now(), deadline)
+
+    patch.setattr(HintedShare, "step", step)
+    patch.setattr(HintedShare, "_check_good", copied, raising=False)

@@ -50,6 +50,8 @@ class World:
         self.routed: list[Routed] = []
         self.shares: list[Share] = []
         self._numbers = itertools.count(1)
+        self.alters = True
+        """Some routers change hints."""
         self._granted: dict[bytes, float] = {}
         self._revoked: dict[bytes, float] = {}
         self.source = self._new_source()
@@ -112,7 +114,7 @@ class World:
                 progressive=progressive,
             )
             if isinstance(share, HintedShare):
-                share.alters = number % 7 == 0
+                share.alters = self.alters and number % 7 == 0
             self.shares.append(share)
             share.start()
 
@@ -347,6 +349,7 @@ class World:
             meanwhile: sends the liar's messages, each time.
             routes: a router makes the references.
         """
+        self.alters = False
         if self.host is None or self.host.home.draining:
             self.stop_home()
             self.start_home()
@@ -393,6 +396,7 @@ class World:
 
     def check_right_reader(self) -> None:
         """R14, R3: without losses, a publication that the wrong reader refused reaches the right reader."""
+        self.alters = False
         if self.host is None or self.host.home.draining:
             self.stop_home()
             self.start_home()

@@ -204,7 +204,6 @@ TARGETS: dict[str, Target] = {
         {"_verdict: result is not None and ended -> ended": FOR_THE_TYPE},
     ),
     "client/kvferry/_loop.py": Target((LOOP, ENGINE_READS)),
-    "client/kvferry/_control/verdict.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
     "client/kvferry/_control/renewals.py": Target(
         (RENEWALS, CONTROL, MODEL),
@@ -290,15 +289,14 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/planner/plan.py": Target((PARTS, *PLANNER), {"_check_size: 1 -> 0": MANY_LANES}),
     "client/kvferry/planner/compatibility.py": Target((COMPLETE, DECLARED, REFUSALS)),
     "client/kvferry/_transport/calibration.py": Target((CALIBRATION,)),
-    "client/kvferry/_reads/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
-    "client/kvferry/_reads/checksum_publisher.py": Target((VERIFIED,)),
+    "client/kvferry/_integrity/verifier.py": Target((PARTLY_KNOWN, VERIFIED)),
+    "client/kvferry/_integrity/checksum_publisher.py": Target((VERIFIED,)),
     "client/kvferry/_reads/source_engines.py": Target((SOURCES, RANK, END_TO_END)),
     "client/kvferry/_control/publication_sender.py": Target((GIVEN_UP, PORT, SENT_AGAIN)),
     "client/kvferry/_control/home_session.py": Target((ACKNOWLEDGED, SESSION, GIVEN_UP, WATCHES, SENT_AGAIN)),
     "client/kvferry/_prompt.py": Target((PROMPTS, RIGHT_PROMPT, HOSTILE)),
-    "client/kvferry/_control/marker.py": Target((RIGHT_PROMPT, OFFERS)),
     "client/kvferry/_control/right_prompt.py": Target(
-        (RIGHT_PROMPT,), {"ReaderPrompt._error: 3 -> 4": "how many ends a message shows"}
+        (RIGHT_PROMPT, OFFERS), {"ReaderPrompt._error: 3 -> 4": "how many ends a message shows"}
     ),
     "client/kvferry/_control/watcher.py": Target((WATCHES,)),
     "client/kvferry/_control/notifier.py": Target((TOLD,)),

@@ -10,13 +10,13 @@ from typing import cast
 
 from kvferry._clock import now
 from kvferry._control.connection import Control
+from kvferry._integrity.verifier import Arrived, Verifier
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
 from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease, Wanted
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
-from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.transfer import Transfer
 from kvferry._transport.transport import TransferPart, Transport

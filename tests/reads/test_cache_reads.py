@@ -17,8 +17,7 @@ from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import LeaseHolder
-from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.verdict import Confirm
+from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._memory.tails import Tails
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter

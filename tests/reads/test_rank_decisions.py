@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvferry._clock import now
+from kvferry._integrity.verifier import Arrived
 from kvferry._memory.access import StillCopying
 from kvferry._memory.tails import Tails
 from kvferry._reads.rank_read import RankRead
-from kvferry._reads.verifier import Arrived
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import (
     BadReference,

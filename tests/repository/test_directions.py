@@ -73,8 +73,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_directory",
         "v1",
     },
+    "_integrity": {
+        *BASE,
+        "_loop",
+        "geometry",
+        "planner",
+        "_engine_spec",
+        "_memory",
+        "_wire",
+        "_control",
+        "v1",
+    },
     "_reads": {
         *BASE,
+        "_integrity",
         "_loop",
         "_news",
         "stats",
@@ -103,10 +115,8 @@ FACES = {
     "testing": {*BELOW, "_client", "_network"},
     # Public modules, see `PRIVATE_TO_INTEGRATIONS`.
     "integrations": {"errors", "geometry", "engine", "stats", "testing", "_exposition", "_threads", "_tracing"},
-    # An example: it takes all else from `kvferry` itself.
-    "_demo": {"errors", "geometry", "host_memory"},
     "_doctor": {"errors", "geometry", "planner", "host_memory", "_transport", "_wire", "v1"},
-    "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo", "_doctor"},
+    "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_doctor"},
 }
 RULES = {**MAY_IMPORT, **FACES}
 PRIVATE_TO_INTEGRATIONS = {

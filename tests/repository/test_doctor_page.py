@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry._doctor import finding
 from kvferry._doctor.catalogue import CHECKS
+from kvferry._doctor.check import table
 from kvferry._doctor.software import RANGES
 from tests.support.repository import ROOT
 
@@ -20,15 +20,15 @@ def test_table_of_findings_has_each_check_and_each_name_once() -> None:
     headings = [line.removeprefix("### ").strip("`") for line in TABLE.splitlines() if line.startswith("### ")]
     assert headings == [*(check.name for check in CHECKS), "Any check"]
     names = [line.split("`")[1] for line in TABLE.splitlines() if line.startswith("| `")]
-    assert names == list(finding.table())
-    levels = {level for level, _, _ in finding.table().values()}
+    assert names == list(table())
+    levels = {level for level, _, _ in table().values()}
     assert levels == {"ok", "warning", "problem", "unknown"}
 
 
 def test_findings_are_all_provoked_by_a_test() -> None:
     folders = (ROOT / "tests" / "doctor", ROOT / "tests" / "rdma" / "verbs")
     tests = "".join(path.read_text() for folder in folders for path in folder.glob("test_*.py"))
-    assert [name for name in finding.table() if f'"{name}"' not in tests] == []
+    assert [name for name in table() if f'"{name}"' not in tests] == []
 
 
 @pytest.mark.parametrize("package", sorted(RANGES))

@@ -17,7 +17,6 @@ SUITES = {
     "faults",
     "fuzz",
     "gpu",
-    "integrity",
     "model",
     "mutation",
     "package",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from examples.demo import POISON, Bytes, blocks_view, expected, wanted
 from kvferry import (
     Blocks,
     Cache,
@@ -26,7 +27,6 @@ from kvferry import (
     Read,
     StagingOptions,
 )
-from kvferry._demo.pattern import POISON, Bytes, blocks_view, expected, wanted
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.geometry.file import parse, rank_bytes, rebase
 from tests.support.geometry_cases import BASE, Case

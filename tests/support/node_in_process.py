@@ -185,7 +185,6 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
             yield Node(home, clock, channel)
     finally:
         await server.stop(None)
-        worker.close()
 
 
 async def raised(call: Awaitable[object]) -> KvferryError:

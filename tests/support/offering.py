@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from kvferry._control.publication_sender import Sent
 from kvferry._control.publications import Publication
 from kvferry._control.publish import Publish
 from kvferry._session import EngineSession, home_session_of
@@ -20,13 +18,13 @@ def offered(session: EngineSession, given: Publish) -> tuple[Publication, Callab
     put = home._sender.put
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(home._sender, "put", lambda *message: held.append(message))
-        publication = home.publish_later(given)
-    ((_, step, until, _),) = held
+        publication = home.publish(given)
+    ((_, step, _),) = held
 
     def send() -> None:
-        sent: Future[Sent] = Future()
         with home.lock:
-            put(publication, step, until, sent)
-        assert sent.result(30).error is None
+            sent = put(publication, step, 30.0)
+        assert sent is not None
+        sent.result(30)
 
     return publication, send

@@ -11,8 +11,7 @@ from kvferry import Prompt
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import ReadReport
-from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.verdict import Confirm
+from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._loop import Loop
 from kvferry._tracing import NO_SPAN, Span
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -9,4 +9,5 @@ def without_marks(reference: str) -> str:
     """The reference as a router would make it that wants to hide whose it is."""
     parsed = parse_reference(reference)
     del parsed.marks[:]
+    parsed.ClearField("hint")
     return format_reference(parsed)

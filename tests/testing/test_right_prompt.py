@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import Blocks, Prompt, PromptInput, ReleaseOutcome, router_reference
-from kvferry._control.marker import Marker
-from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
+from kvferry._control.right_prompt import Marker, PromptCheck, ReaderPrompt
 from kvferry.errors import InvalidField, PromptMismatch, PromptUnmarked, TransferError
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb

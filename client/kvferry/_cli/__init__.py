@@ -1,5 +1,4 @@
-"""The command `kvferry`: shows what a node server knows, as tables or JSON; acts on it; plans reads; runs a
-demonstration.
+"""The command `kvferry`: shows what a node server knows, as tables or JSON; acts on it; plans reads.
 
 Commands import what they need when they run, so that help is quick, and nothing here imports torch or NIXL.
 
@@ -15,7 +14,6 @@ import sys
 import typer
 
 from kvferry._cli.admin import abort, decline, drain, end_lease, evict, reference
-from kvferry._cli.demo import demo
 from kvferry._cli.doctor import doctor
 from kvferry._cli.engines import engine, engines
 from kvferry._cli.node import health, info, requests, transfers, version
@@ -35,7 +33,7 @@ app = typer.Typer(
 )
 for _command in (
     *(info, engines, engine, requests, transfers, top, drain, end_lease, abort, evict, decline),
-    *(reference, health, plan, demo, doctor, version),
+    *(reference, health, plan, doctor, version),
 ):
     app.command()(_command)
 

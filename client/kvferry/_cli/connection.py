@@ -41,17 +41,6 @@ Directory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
-Authority = Annotated[
-    Path | None,
-    typer.Option(envvar="KVFERRY_TLS_CA", metavar="FILE", help="PEM file of the authority that signed the server."),
-]
-Certificate = Annotated[
-    Path | None,
-    typer.Option(envvar="KVFERRY_TLS_CERT", metavar="FILE", help="PEM file of a client certificate (mTLS)."),
-]
-Key = Annotated[
-    Path | None, typer.Option(envvar="KVFERRY_TLS_KEY", metavar="FILE", help="PEM file of the certificate's key.")
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +48,17 @@ class Connection:
     """The options by which a command reaches node servers; see `with_connection`."""
 
     timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for an answer.")] = 5.0
-    tls_ca: Authority = None
-    tls_cert: Certificate = None
-    tls_key: Key = None
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(envvar="KVFERRY_TLS_CA", metavar="FILE", help="PEM file of the authority that signed the server."),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(envvar="KVFERRY_TLS_CERT", metavar="FILE", help="PEM file of a client certificate (mTLS)."),
+    ] = None
+    tls_key: Annotated[
+        Path | None, typer.Option(envvar="KVFERRY_TLS_KEY", metavar="FILE", help="PEM file of the certificate's key.")
+    ] = None
 
     @contextmanager
     def node(self, server: str, *, as_json: bool = False) -> Iterator[Node]:

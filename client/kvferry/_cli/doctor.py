@@ -15,7 +15,7 @@ from kvferry._cli.connection import Connection, with_connection
 from kvferry._cli.render import safe
 
 if TYPE_CHECKING:
-    from kvferry._doctor.finding import Finding
+    from kvferry._doctor.check import Finding
 
 STYLES = {
     "problem": typer.colors.RED,
@@ -53,11 +53,10 @@ def doctor(
     problem. docs/doctor.md lists all findings.
     """
     from kvferry._doctor.catalogue import examine
-    from kvferry._doctor.host import Host
+    from kvferry._doctor.check import Host
 
-    files = {"ca": connection.tls_ca, "cert": connection.tls_cert, "key": connection.tls_key}
-    tls = {field: str(path) for field, path in files.items() if path is not None}
-    host = Host(pid=pid, peer=peer or "", tls=tls, timeout=connection.timeout)
+    tls = {"ca": connection.tls_ca, "cert": connection.tls_cert, "key": connection.tls_key}
+    host = Host(pid=pid, peer=peer or "", tls=tls if any(tls.values()) else {}, timeout=connection.timeout)
     found = []
     counts = dict.fromkeys(("problem", "warning", "unknown", "ok"), 0)
     for check, findings in examine(host):

@@ -27,11 +27,8 @@ class Backoff:
         """Seconds of the next pause, before jitter."""
 
     def next(self, at_least: float | None = None) -> float:
-        """Return the seconds to wait before the next attempt, and double the pause after it.
-
-        Args:
-            at_least: seconds that the peer asked for (`KvferryError.retry_after`); None: no particular pause.
-        """
+        """Return the seconds to wait before the next attempt, `at_least` those that the peer asked for
+        (`KvferryError.retry_after`), and double the pause after it."""
         pause = self.pause
         self.pause = min(2 * pause, self._last)
         if self._jitter:

@@ -18,8 +18,7 @@ SENT_NOTIFY_BYTES = MAX_NOTIFY_BYTES - 16 * 1024
 """Bytes of the notifications in one call. The margin leaves room for their sender and its secret."""
 
 BATCH = 512
-"""Most notifications in one call; the contract allows 1024. A response of as many errors with all their values still
-fits into one message."""
+"""Most notifications in one call: a response of as many errors with all their values fits into one message."""
 
 ITEM_BYTES = 8
 """Upper bound for the framing of a notification in its batch: a tag, and a length below 1 MiB."""

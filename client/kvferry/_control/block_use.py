@@ -10,8 +10,10 @@ without a scheduler has the cache's own reads, and the publications of its proce
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import TypeAlias
 
 import numpy as np
@@ -24,14 +26,8 @@ from kvferry.geometry.model import Group
 Pool: TypeAlias = tuple[bool, str]
 Counts: TypeAlias = npt.NDArray[np.int32]
 
-
-@dataclass(slots=True, eq=False)
-class Pin:
-    """The blocks of one step of a publication, by group. Made by `BlockUse.pin`."""
-
-    ids: Mapping[str, BlockIds]
-    number: int = 0
-    step: int = 0
+ASKED_PER_BEGIN = 2
+"""Number of reads that each new one asks whether they are quiet: more than one, so that quiet reads do not pile up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +47,8 @@ class BlockUse:
         self.lock = threading.Lock()
         self.groups = {group.name: group for group in groups}
         self._published: dict[Pool, Counts] = {}
-        self._pins: dict[int, list[Pin]] = {}
+        self._pins: dict[int, dict[int, Mapping[str, BlockIds]]] = {}
+        """Blocks of the steps of publications, by number and step."""
         self.writers: list[Writes] = []
 
     def writes(self, rank: int | None = None) -> Writes:
@@ -61,51 +58,41 @@ class BlockUse:
             self.writers.append(made)
         return made
 
-    def pin(self, ids: Mapping[str, BlockIds], more_of: int | None = None) -> Pin:
-        """Pin blocks that are about to be published. `name` or `unpin` must follow.
-
-        Args:
-            ids: block ids by group, of existing groups and in range.
-            more_of: number of the publication, if it has other blocks already.
-
-        Raises:
-            BadBlock: a block is given twice, or a read is writing to it.
-        """
+    def pin(self, ids: Mapping[str, BlockIds], more_of: int | None = None) -> None:
+        """Pin blocks that are about to be published; `name` or `unpin` must follow. `ids` are of existing groups and in
+        range; `more_of` is the number of the publication, if it has other blocks already. Raises `BadBlock` if a block
+        is given twice, or a read is writing to it."""
         with self.lock:
-            earlier = [pin.ids for pin in self._pins.get(more_of, [])] if more_of is not None else []
+            earlier = () if more_of is None else self._pins.get(more_of, {}).values()
             self._check_once(ids, earlier)
             for writer in self.writers:
                 writer.check(ids, None, "source")
             self._count(ids, 1)
-        return Pin(ids)
 
-    def name(self, pin: Pin, number: int, step: int) -> None:
+    def name(self, ids: Mapping[str, BlockIds], number: int, step: int) -> None:
         """Assign pinned blocks to a step of a publication."""
-        pin.number, pin.step = number, step
         with self.lock:
-            self._pins.setdefault(number, []).append(pin)
+            self._pins.setdefault(number, {})[step] = ids
 
-    def unpin(self, pin: Pin) -> None:
+    def unpin(self, ids: Mapping[str, BlockIds]) -> None:
         """Release pinned blocks that were not published."""
         with self.lock:
-            self._count(pin.ids, -1)
+            self._count(ids, -1)
 
     def refused(self, number: int, step: int) -> None:
         """Release the blocks of a step that the home refused."""
         with self.lock:
-            pins = self._pins.get(number, [])
-            for pin in [pin for pin in pins if pin.step == step]:
-                pins.remove(pin)
-                self._count(pin.ids, -1)
-            if not pins:
+            steps = self._pins.get(number, {})
+            self._count(steps.pop(step, {}), -1)
+            if not steps:
                 self._pins.pop(number, None)
 
     def released(self, numbers: Iterable[int]) -> None:
         """Release the blocks of these publications."""
         with self.lock:
             for number in numbers:
-                for pin in self._pins.pop(number, []):
-                    self._count(pin.ids, -1)
+                for ids in self._pins.pop(number, {}).values():
+                    self._count(ids, -1)
 
     def pool(self, group: str) -> Pool:
         found = self.groups[group]
@@ -131,9 +118,9 @@ class BlockUse:
 
     def _holder(self, group: str, block: int) -> int:
         pool = self.pool(group)
-        for number, pins in self._pins.items():
-            for pin in pins:
-                if any(self.pool(name) == pool and bool((ids == block).any()) for name, ids in pin.ids.items()):
+        for number, steps in self._pins.items():
+            for pinned in steps.values():
+                if any(self.pool(name) == pool and bool((ids == block).any()) for name, ids in pinned.items()):
                     return number
         return 0
 
@@ -142,7 +129,7 @@ class BlockUse:
             # `_check_once` has refused repeated ids, which this would count once only.
             self.counts(self._published, group)[listed] += np.int32(by)
 
-    def _check_once(self, ids: Mapping[str, BlockIds], earlier: list[Mapping[str, BlockIds]]) -> None:
+    def _check_once(self, ids: Mapping[str, BlockIds], earlier: Iterable[Mapping[str, BlockIds]]) -> None:
         lists: dict[Pool, list[tuple[str, BlockIds]]] = {}
         pools = {self.pool(group) for group, listed in ids.items() if len(listed)}
         for given in (*earlier, ids):
@@ -167,7 +154,10 @@ class Writes:
     use: BlockUse
     rank: int | None
     _counts: dict[Pool, Counts] = field(default_factory=dict)
-    _under_way: dict[object, _Write] = field(default_factory=dict)
+    _last: dict[Pool, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """The key of the last read that claimed each block, whether or not that read still runs."""
+    _under_way: OrderedDict[int, _Write] = field(default_factory=OrderedDict)
+    _keys: Iterator[int] = field(default_factory=count)
 
     def begin(
         self,
@@ -177,7 +167,7 @@ class Writes:
         layers: frozenset[str] | None = None,
         quiet: Callable[[], bool] | None = None,
         allow_overlap: bool = False,
-    ) -> object:
+    ) -> int:
         """Claim blocks for a read that is about to write to them, until it is quiet.
 
         Args:
@@ -185,18 +175,16 @@ class Writes:
             ids: block ids by group, of existing groups and in range.
             layers: names of the layers that the read writes to; None: all.
             quiet: returns whether no write to the blocks is possible any more; None: the caller calls `end` then.
-            allow_overlap: accept blocks that are published, or that another read writes to.
+            allow_overlap: accept blocks that are published, or that another read writes to; otherwise they raise
+                `BadBlock`.
 
         Returns:
             The key for `end`.
-
-        Raises:
-            BadBlock: a block is published, or another read writes to it.
         """
         mine = _Write(read_id, ids, layers, quiet)
-        key = object()
         with self.use.lock:
-            self._sweep()
+            key = next(self._keys)
+            self._end_quiet(islice(self._under_way, ASKED_PER_BEGIN))
             if not allow_overlap:
                 self.use.check_unpublished(ids)
                 for other in self.use.writers:
@@ -206,20 +194,28 @@ class Writes:
                 # A repeated id counts once, here and at the end. Whether it is an error is known only later, with the
                 # blocks that are needed.
                 self.use.counts(self._counts, group)[listed] += np.int32(1)
+                self._last_of(group)[listed] = key
             self._under_way[key] = mine
         return key
 
-    def end(self, key: object) -> None:
-        """End the claim of a read that is quiet, or that never began. Idempotent."""
-        with self.use.lock:
-            self._end(key)
+    def end(self, key: int | None) -> None:
+        """End the claim of a read that is quiet, or that never began; None: of a read without a claim. Idempotent."""
+        if key is not None:
+            with self.use.lock:
+                self._end(key)
 
     def check(self, ids: Mapping[str, BlockIds], layers: frozenset[str] | None, side: str) -> None:
         """Raise `BadBlock` if a read writes to one of the blocks. Called with the lock held."""
         for group, listed in ids.items():
-            if not self.use.counts(self._counts, group)[listed].any():
+            counts = self.use.counts(self._counts, group)
+            claimed = listed[counts[listed] > 0]
+            if not len(claimed):
                 continue
-            # A conflict is rare, so this may search all reads.
+            # Engines soon use the blocks of a read again that has ended.
+            self._end_quiet(np.unique(self._last_of(group)[claimed]).tolist())
+            if not counts[claimed].any():
+                continue
+            # A conflict is rare, and so is a block that two reads may write to: this may search all reads.
             self._sweep()
             pool = self.use.pool(group)
             for write in self._under_way.values():
@@ -230,11 +226,27 @@ class Writes:
                     if len(both):
                         raise self.use.bad(group, side, int(both[0]), f"read {write.read_id} may still write to it")
 
-    def _sweep(self) -> None:
-        for key in [key for key, write in self._under_way.items() if write.quiet is not None and write.quiet()]:
-            self._end(key)
+    def _last_of(self, group: str) -> npt.NDArray[np.int64]:
+        pool = self.use.pool(group)
+        if pool not in self._last:
+            self._last[pool] = np.zeros(len(self.use.counts(self._counts, group)), np.int64)
+        return self._last[pool]
 
-    def _end(self, key: object) -> None:
+    def _sweep(self) -> None:
+        self._end_quiet(self._under_way)
+
+    def _end_quiet(self, keys: Iterable[int]) -> None:
+        """End the claims of those of these reads that are quiet; the others are asked again after all others."""
+        for key in tuple(keys):
+            write = self._under_way.get(key)
+            if write is None:
+                continue
+            if write.quiet is not None and write.quiet():
+                self._end(key)
+            else:
+                self._under_way.move_to_end(key)
+
+    def _end(self, key: int) -> None:
         write = self._under_way.pop(key, None)
         if write is not None:
             for group, listed in write.ids.items():

@@ -14,8 +14,7 @@ from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, Bloc
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 GRANT_BYTES = 128 << 20
-"""Most bytes of the encoded blocks of one publication: enough for `MAX_BLOCKS` ids without consecutive ones. Without a
-limit, a home could fill the reader's memory."""
+"""Most bytes of a publication's encoded blocks: `MAX_BLOCKS` single ids. A home must not fill the reader's memory."""
 
 STEP_BYTES = 256
 """Bytes to count for each step in addition to its blocks."""
@@ -36,8 +35,11 @@ class GrantedSteps:
         self._digests: list[bytes] = []
         """The digest of each step. Steps that were taken are not kept."""
         self._ends: dict[str, int] = {}
+        """Where the complete blocks of groups end, in the steps that were taken."""
         self._size = self._blocks = 0
-        self._unfinished = _UnfinishedSteps()
+        self._begun: dict[str, BlockRuns] = {}
+        self._layers: set[str] = set()
+        """The blocks behind these ends of which only some layers are complete, and those layers."""
 
     def __len__(self) -> int:
         """The number of steps that were received, since the home's last restart."""
@@ -87,42 +89,19 @@ class GrantedSteps:
     @property
     def unfinished(self) -> Unfinished | None:
         """The blocks after those that were taken of which some layers are complete; None: there are none."""
-        return self._unfinished.now()
+        return Unfinished(tuple(self._begun.values()), tuple(sorted(self._layers))) if self._begun else None
 
     def take(self) -> dict[str, Blocks]:
         """Return the blocks of the steps since the last call, by group; raises the errors of `joined`."""
         steps, self._fresh = self._fresh, []
         taken = joined(steps, self._ends, self._blocks)
-        for name, blocks in taken.items():
-            self._blocks += len(blocks.ids)
-            self._ends[name] = blocks.end_token or 0
+        self._blocks += sum(len(blocks.ids) for blocks in taken.values())
         for step in steps:
-            self._unfinished.add(step)
+            self._take_unfinished(step)
         return taken
 
-
-def _digest(step: pb.Blocks) -> bytes:
-    """Digest the blocks of a step, without its unfinished blocks and its marks: a home that is replaced by a home of
-    another version begins to send these, or stops."""
-    if step.HasField("unfinished") or step.marks:
-        step = pb.Blocks(step=step.step, groups=step.groups)
-    return hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
-
-
-class _UnfinishedSteps:
-    """The blocks of a publication of which only some layers are complete, according to its steps."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, BlockRuns] = {}
-        self._layers: set[str] = set()
-        self._ends: dict[str, int] = {}
-        """Where the complete blocks of groups end."""
-
-    def now(self) -> Unfinished | None:
-        return Unfinished(tuple(self._groups.values()), tuple(sorted(self._layers))) if self._groups else None
-
-    def add(self, step: pb.Blocks) -> None:
-        """Take the next step.
+    def _take_unfinished(self, step: pb.Blocks) -> None:
+        """Take the unfinished blocks of the next step.
 
         Raises:
             InvalidField: the step's blocks are malformed, or not those of which layers were named before; or there are
@@ -130,13 +109,13 @@ class _UnfinishedSteps:
             BlocksShort: the step's unfinished blocks do not continue where the complete ones end.
         """
         if step.groups:
-            _check_same(self._groups, step.groups)
-            self._groups, self._layers = {}, set()
+            _check_same(self._begun, step.groups)
+            self._begun, self._layers = {}, set()
         self._ends.update({group.group: group.end_token for group in step.groups})
         if not step.HasField("unfinished"):
             return
         begun = step.unfinished.groups
-        if bool(begun) == bool(self._groups):
+        if bool(begun) == bool(self._begun):
             expected = "none, until those before are complete" if begun else "at least one group"
             raise InvalidField("unfinished blocks", [group.group for group in begun], expected)
         # Both limits bound the cost of each further layer: a source may name layers one by one.
@@ -148,8 +127,16 @@ class _UnfinishedSteps:
             raise InvalidField("number of unfinished blocks", count, f"at most {MAX_UNFINISHED}")
         for group in begun:
             _check_continues(group.group, self._ends.get(group.group, group.first_token), group)
-            runs = self._groups[group.group] = runs_from_proto(group)
+            runs = self._begun[group.group] = runs_from_proto(group)
             runs.check(f"unfinished blocks of group {group.group!r}")
+
+
+def _digest(step: pb.Blocks) -> bytes:
+    """Digest the blocks of a step, without its unfinished blocks and its marks: a home that is replaced by a home of
+    another version begins to send these, or stops."""
+    if step.HasField("unfinished") or step.marks:
+        step = pb.Blocks(step=step.step, groups=step.groups)
+    return hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
 
 
 def _check_same(unfinished: Mapping[str, BlockRuns], groups: Iterable[pb.GroupBlocks]) -> None:
@@ -165,9 +152,8 @@ def _check_same(unfinished: Mapping[str, BlockRuns], groups: Iterable[pb.GroupBl
 def joined(
     steps: Iterable[pb.Blocks], ends: Mapping[str, int] | None = None, blocks_before: int = 0
 ) -> dict[str, Blocks]:
-    """Join the steps of a publication to one list of blocks per group.
-
-    `steps` follow each other. Groups ended at `ends` in the steps before, which have `blocks_before` blocks.
+    """Join the steps of a publication, which follow each other, to one list of blocks per group. Groups ended at `ends`
+    in the steps before, which have `blocks_before` blocks.
 
     Raises:
         BlocksShort: a step does not continue where the one before ended.

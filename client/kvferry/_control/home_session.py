@@ -13,10 +13,9 @@ from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._control.lease_holder import DECLINE_PATIENCE
 from kvferry._control.notifier import Message, Notifier
-from kvferry._control.publication_sender import PublicationSender, Sent
-from kvferry._control.publication_steps import follow, new_step
+from kvferry._control.publication_sender import PublicationSender
 from kvferry._control.publications import Offers, Publication, Release, leaves_open
-from kvferry._control.publish import Publish, PublishMore
+from kvferry._control.publish import Publish, PublishMore, follow, new_step
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._logs import Log
@@ -56,8 +55,8 @@ class HomeSession:
     until their release.
 
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
-    loop. `publish`, `publish_more`, `abort` and `close` wait; so does `released` with a timeout. `lock` guards the
-    publications and the queue of the sender.
+    loop. `publish`, `publish_more`, `abort` and `released` wait if they are given a timeout, and so does `close`.
+    `lock` guards the publications and the queue of the sender.
 
     Attributes:
         advertise: the home's address for readers, once the session is open.
@@ -96,7 +95,7 @@ class HomeSession:
         self._home_in_references = home_in_references
 
     async def open(self, timeout: float) -> None:
-        """Open the session; try for `timeout` seconds. Raises the errors of `Client.open_engine`."""
+        """See `Client.open_engine`."""
         self.advertise = (await self._watcher.open(timeout)).advertise
 
     @property
@@ -104,40 +103,16 @@ class HomeSession:
         """See `EngineSession.token`."""
         return EngineToken(self._engine.engine_id, self._secret, self.advertise)
 
-    def publish(self, given: Publish, timeout: float) -> Publication:
-        """See `EngineSession.publish`."""
-        sent: Future[Sent] = Future()
-        publication = self.publish_later(given, self._loop.now() + timeout, sent)
-        self._wait_sent(publication, sent)
-        return publication
+    def publish(self, given: Publish, timeout: float | None = None) -> Publication:
+        """Publish, and wait at most `timeout` seconds for the home's answer; see `EngineSession.publish`.
 
-    def publish_more(self, given: PublishMore, timeout: float) -> None:
-        """See `EngineSession.publish_more`."""
-        sent: Future[Sent] = Future()
-        self.publish_more_later(given, self._loop.now() + timeout, sent)
-        self._wait_sent(given.publication, sent)
-
-    def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """See `EngineSession.abort`."""
-        sent: Future[Sent] = Future()
-        self.abort_later(publication, self._loop.now() + timeout, sent)
-        error = sent.result().error
-        if error is not None:
-            raise error
-
-    def publish_later(
-        self, given: Publish, until: float | None = None, sent: Future[Sent] | None = None
-    ) -> Publication:
-        """Publish without waiting; see `SchedulerPort.publish`. The blocks are pinned from now on.
-
-        `until` is the time on the loop's clock until which to try to send the step; None: as long as the home would
-        hold the publication. `sent` gets the home's answer; if None, `released` returns a publication that the home
-        refuses.
+        Without a timeout this returns at once, as `SchedulerPort.publish` does: the step is sent for as long as the
+        home would hold the publication, and `released` returns a publication that the home refuses.
         """
         self._check_open()
         ids, step = new_step(self.spec, given)
         follow((), step)
-        pin = self.block_use.pin(ids)
+        self.block_use.pin(ids)
         span = start_span("kvferry.publish", given.traceparent, engine=self.spec.engine_id, request_id=given.request_id)
         with self.lock:
             # Number, record and queue under one lock: a snapshot in between would include the number but not the
@@ -148,43 +123,42 @@ class HomeSession:
                 home = self.advertise if self._home_in_references else ""
                 publication = self._offers.publish(home, step, span.traceparent, given.prompt)
             except KvferryError as error:
-                self.block_use.unpin(pin)
+                self.block_use.unpin(ids)
                 span.end(error)
                 raise
             if span.traceparent:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
-            self.block_use.name(pin, publication.number, 0)
-            self._sender.put(publication, step, until, sent)
+            self.block_use.name(ids, publication.number, 0)
+            answer = self._sender.put(publication, step, timeout)
+        _wait(answer)
         return publication
 
-    def publish_more_later(
-        self, given: PublishMore, until: float | None = None, sent: Future[Sent] | None = None
-    ) -> None:
-        """Publish the next step of a publication without waiting; see `publish_later`."""
+    def publish_more(self, given: PublishMore, timeout: float | None = None) -> None:
+        """Publish the next step of a publication; for the timeout see `publish`."""
         self._check_open()
         number = given.publication.number
         ids, step = new_step(self.spec, given)
-        pin = self.block_use.pin(ids, number)
+        self.block_use.pin(ids, number)
         try:
             with self.lock:
                 self._check_open()
                 follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step, given.prompt)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
-                self.block_use.name(pin, number, step.step)
-                self._sender.put(given.publication, step, until, sent)
+                self.block_use.name(ids, number, step.step)
+                answer = self._sender.put(given.publication, step, timeout)
         except KvferryError:
-            self.block_use.unpin(pin)
+            self.block_use.unpin(ids)
             raise
+        _wait(answer)
 
-    def abort_later(
-        self, publication: Publication, until: float | None = None, sent: Future[Sent] | None = None
-    ) -> None:
-        """Withdraw a publication without waiting; see `publish_later`."""
+    def abort(self, publication: Publication, timeout: float | None = None) -> None:
+        """Withdraw a publication; for the timeout see `publish`."""
         with self.lock:
             self._check_open()
-            self._sender.put(publication, None, until, sent)
+            answer = self._sender.put(publication, None, timeout)
+        _wait(answer)
 
     def released(self, timeout: float = 0.0) -> list[Release]:
         """See `EngineSession.released`."""
@@ -197,7 +171,7 @@ class HomeSession:
                 self._trace_released(found)
                 found += self._sender.take_refused()
                 self._taken += len(found)
-            left = min(deadline, self._offers.next_deadline()) - self._loop.now()
+            left = min(deadline, self._offers.next_deadline) - self._loop.now()
             if found or self.closed or deadline <= self._loop.now():
                 return found
             self.news.wait(max(0.001, min(LONGEST, left)))
@@ -208,7 +182,7 @@ class HomeSession:
             return tuple(self._offers.unreleased())
 
     def stats(self) -> SourceStats:
-        """Count the publications. A session that was closed holds none."""
+        """Count the publications; a closed session holds none."""
         with self.lock:
             held = 0 if self.closed else len(self._offers.unreleased())
             return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
@@ -247,30 +221,14 @@ class HomeSession:
         if self._acknowledging is not None:
             self._acknowledging.cancel()
 
-    def _wait_sent(self, publication: Publication, sent: Future[Sent]) -> None:
-        """Wait until the home has answered a step; raises the errors of `EngineSession.publish`."""
-        answer = sent.result()
-        if answer.error is None:
-            return
-        if answer.taken_back or answer.error.retryable:
-            raise answer.error
-        number = publication.number
-        raise Unavailable(f"the home may or may not have publication {number}: {answer.error}") from answer.error
-
     # The sender calls these.
 
     async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once: as many of the first ones as fit into one call. For a publication that was
-        released meanwhile, the abort is sent instead of a step.
-
-        Call `ended` when no more attempts will be made to send a step.
-
-        Returns:
-            For each notification that was sent its error, or None; shorter than `notifications` if some were not sent.
-            And the error of the call, if the call failed as a whole.
-        """
+        """Send steps and aborts once, as many of the first ones as fit into one call; `ended` must follow when no more
+        attempts will be made to send a step. Returns for each notification that was sent its error, or None; and the
+        error of the call, if the call failed as a whole."""
         with self.lock:
             notifications = tuple(self._offers.as_of_now(told) for told in notifications)
         sent: Sequence[pb.Notification] = notifications[:1]
@@ -310,10 +268,8 @@ class HomeSession:
         """Record that no more attempts will be made to send a step. Called with the lock held.
 
         `error` is that of the last attempt; None: the home has accepted the step. `unsent`: there was no attempt.
-
-        Returns:
-            Whether the step was taken back, because no home can have accepted it. If there is an error and the step was
-            not taken back, abort the publication: its blocks stay pinned until its release.
+        Returns whether the step was taken back, because no home can have accepted it. If there is an error and the step
+        was not taken back, abort the publication: its blocks stay pinned until its release.
         """
         taken_back = error is not None and (unsent or not error.retryable) and self._offers.refused(step)
         if error is not None and not taken_back:
@@ -435,12 +391,8 @@ class HomeSession:
             self._acknowledging = None
 
     async def _refill(self) -> None:
-        """Send a restarted home all publications that are not released (PROTOCOL, Home restart).
-
-        Raises:
-            KvferryError: the home did not accept all publications; repeating can help. The end of the refill was not
-                sent.
-        """
+        """Send a restarted home all publications that are not released (PROTOCOL, Home restart). Raises the error with
+        which the home did not accept one of them, if repeating can help; then the end of the refill was not sent."""
         for refill in tuple(self._refills):
             await refill()
         with self.lock:
@@ -464,3 +416,9 @@ class HomeSession:
                 if error.retryable:
                     raise error
                 logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
+
+
+def _wait(answer: Future[None] | None) -> None:
+    """Wait for the home's answer, if the caller has asked for it; raises the errors of `EngineSession.publish`."""
+    if answer is not None:
+        answer.result()

@@ -26,12 +26,11 @@ from kvferry.stats import CallStats, total
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 FIRST_ANSWER_TIMEOUT = 2.0
-"""Seconds that a client waits for the first answer of its directory. Without an answer the client goes on: only
-references without an address, and homes that are allowed by the directory alone, need the directory."""
+"""Seconds that a client waits for the first answer of its directory, which not all references and homes need."""
 
 MOST = 1024
-"""Connections that are kept. Reads keep a dropped connection for as long as they use it; gRPC closes a channel without
-references."""
+"""Connections that are kept. Reads keep a dropped connection while they use it; gRPC closes channels that nobody
+has."""
 
 
 class Homes:
@@ -39,11 +38,9 @@ class Homes:
 
     Args:
         own: address of the client's own node server.
-        loop: the client's event loop.
         tls: credentials for all TCP connections; with them every home is allowed.
         allowed: shell patterns of ``host:port`` that are allowed without TLS, beside loopback addresses.
-        dial: makes the channels.
-        directory: names the homes of engines whose references name none, and lists homes that are allowed; None: none.
+        directory: names the homes of engines whose references name none, and lists homes that are allowed.
     """
 
     def __init__(
@@ -83,23 +80,15 @@ class Homes:
             self._directory.wait(FIRST_ANSWER_TIMEOUT)
 
     def address_of(self, reference: pb.Reference | pb.EngineReference) -> str:
-        """Return the address of a reference's home: the address in the reference, or else that of the engine in the
-        directory. Does not wait.
-
-        Raises:
-            EngineNotListed: the reference names no address, and the directory, if there is one, does not list the
-                engine.
-            DirectoryUnavailable: the directory is needed, and has not answered yet.
-        """
+        """Return the address of a reference's home: that in the reference, or else that of the engine in the directory.
+        Does not wait. Raises `EngineNotListed` without either, and `DirectoryUnavailable` if the directory is needed,
+        and has not answered yet."""
         if reference.home:
             return reference.home
-        if self._directory is None:
-            raise EngineNotListed(
-                f"the reference to engine {reference.engine_id!r} names no home, and this client has no directory",
-                engine_id=reference.engine_id,
-                directory="",
-            )
         engine_id = reference.engine_id
+        if self._directory is None:
+            message = f"the reference to engine {engine_id!r} names no home, and this client has no directory"
+            raise EngineNotListed(message, engine_id=engine_id, directory="")
         if isinstance(reference, pb.Reference) and reference.router_key:
             listed, names = self._directory.listed(), engine_ids(engine_id, reference.data_parallel_rank)
             engine_id = next((name for name in names if listed.find(name) is not None), names[0])
@@ -110,13 +99,8 @@ class Homes:
         return self.get(self.address_of(reference))
 
     def get(self, address: str) -> Control:
-        """Return the connection to the node server at this address. Does not wait.
-
-        Raises:
-            HomeNotAllowed: this client may not connect to the address.
-            DirectoryUnavailable: only the directory could allow the address, and has not answered yet.
-            Closed: the client is closed.
-        """
+        """Return the connection to the node server at this address. Does not wait. Raises `HomeNotAllowed`, and
+        `DirectoryUnavailable` if only the directory could allow the address, and has not answered yet."""
         with self._lock:
             control = self._controls.get(address)
             if self._closed:
@@ -151,10 +135,8 @@ class Homes:
         if self._directory is not None and self._directory.listed().covers(address):
             return
         where = "in this client's allowed_homes" if self._directory is None else "in this client's directory"
-        raise HomeNotAllowed(
-            f"home {address!r} is neither {where} nor covered by TLS; add it to allowed_homes if you know it",
-            home=address,
-        )
+        message = f"home {address!r} is neither {where} nor covered by TLS; add it to allowed_homes if you know it"
+        raise HomeNotAllowed(message, home=address)
 
     def stats(self) -> CallStats:
         with self._lock:

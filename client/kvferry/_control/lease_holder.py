@@ -18,10 +18,9 @@ from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.homes import Homes
 from kvferry._control.notifier import Message, Notifier
-from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.reader_lease import Confirm, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
-from kvferry._control.verdict import Confirm
 from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span

@@ -50,29 +50,9 @@ class Publisher(Protocol):
 
     async def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
-    ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once."""
-        ...
-
-    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool:
-        """Record that no more attempts will be made to send a step."""
-        ...
-
-    def complain(self, error: KvferryError) -> None:
-        """Warn that publications wait for the home."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The end of the attempts to send a step or an abort.
-
-    Attributes:
-        error: the last error; None: the home has taken the message.
-        taken_back: no home can have taken the step, and it is forgotten.
-    """
-
-    error: KvferryError | None = None
-    taken_back: bool = False
+    ) -> tuple[list[KvferryError | None], KvferryError | None]: ...
+    def ended(self, step: pb.Publish, error: KvferryError | None, *, unsent: bool = False) -> bool: ...
+    def complain(self, error: KvferryError) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +72,7 @@ class _Message:
     publication: Publication
     step: pb.Publish | None
     until: float
-    answer: Future[Sent] | None = None
+    answer: Future[None] | None = None
     timer: asyncio.TimerHandle | None = None
     sent: bool = False
     not_published: bool = False
@@ -106,11 +86,17 @@ class _Message:
         return pb.Notification(publish=self.step)
 
     def settle(self, error: KvferryError | None, *, taken_back: bool = False) -> None:
+        """End the wait of the caller, if there is one. `taken_back`: no home can have taken the step."""
         if self.timer is not None:
             # Otherwise the timer would keep the blocks until then.
             self.timer.cancel()
         if self.answer is not None:
-            settle(self.answer, Sent(self.error if isinstance(error, NotPublished) else error, taken_back))
+            error = self.error if isinstance(error, NotPublished) else error
+            if error is not None and self.step is not None and not taken_back and not error.retryable:
+                doubt = Unavailable(f"the home may or may not have publication {self.publication.number}: {error}")
+                doubt.__cause__ = error
+                error = doubt
+            settle(self.answer, error)
 
 
 class PublicationSender:
@@ -145,11 +131,6 @@ class PublicationSender:
         self._given_up = 0
         """Publications that were given up since then."""
 
-    @property
-    def refused_now(self) -> bool:
-        """Whether `take_refused` would return something."""
-        return bool(self._refused)
-
     def take_refused(self) -> list[Release]:
         """Return the publications of which no home can have a step; each exactly once."""
         found = list(self._refused)
@@ -157,23 +138,25 @@ class PublicationSender:
         return found
 
     def put(
-        self,
-        publication: Publication,
-        step: pb.Publish | None = None,
-        until: float | None = None,
-        answer: Future[Sent] | None = None,
-    ) -> None:
-        """Queue a step of a publication; None: its abort."""
+        self, publication: Publication, step: pb.Publish | None = None, timeout: float | None = None
+    ) -> Future[None] | None:
+        """Queue a step of a publication; None: its abort. With a `timeout`, returns the future of the home's answer,
+        which comes after so many seconds at the latest; without one, the message is sent again for as long as the home
+        would hold the publication."""
         if publication.number not in self._messages:
             self._messages[publication.number] = deque()
             self._ready.append(publication.number)
-        self._messages[publication.number].append(self._message(publication, step, until, answer))
+        answer: Future[None] | None = None if timeout is None else Future()
+        until = self._loop.now() + (self._session.patience if timeout is None else timeout)
+        message = _Message(publication, step, until, answer)
+        self._messages[publication.number].append(message)
         if self._runs:
             self._news.set()
         else:
             self._runs = self._loop.call(self._begin)
         if answer is not None:
-            self._loop.call(partial(self._set_timer, self._messages[publication.number][-1]))
+            self._loop.call(partial(self._set_timer, message))
+        return answer
 
     async def close(self, timeout: float) -> None:
         """Send the queued messages, and end. Messages not sent after `timeout` seconds are dropped. Idempotent."""
@@ -265,7 +248,10 @@ class PublicationSender:
             with self._lock:
                 self._ready.popleft()
                 for message, _ in answers[:good]:
-                    self._taken(message)
+                    self._messages[number].popleft()
+                    if message.step is not None:
+                        self._session.ended(message.step, None)
+                    message.settle(None)
                 if good < len(answers):
                     # The errors of the steps behind this one follow from its own.
                     message, error = answers[good]
@@ -278,7 +264,7 @@ class PublicationSender:
                             continue
                         error = final
                     if error is not None:
-                        self._failed(message, _sure(error, [behind for _, behind in answers[good + 1 :]]))
+                        self._give_up(number, 0, _sure(error, [behind for _, behind in answers[good + 1 :]]))
                 if self._messages[number]:
                     self._ready.append(number)
                 else:
@@ -298,16 +284,8 @@ class PublicationSender:
             waiting = self._messages.get(number, deque())
             if message.sent or message in self._in_call or message not in waiting:
                 return
-            index = waiting.index(message)
-            behind = deque(islice(waiting, index + 1, None))
-            while len(waiting) > index:
-                waiting.pop()
             error = Unreachable("publications before it took all the time; nothing was published", address="")
-            if message.step is None:
-                message.settle(error)
-            else:
-                self._give_up(message, message.step, error, behind, unsent=True)
-            waiting.extend(behind)
+            self._give_up(number, waiting.index(message), error, unsent=True)
             if not waiting:
                 del self._messages[number]
                 self._ready.remove(number)
@@ -347,58 +325,35 @@ class PublicationSender:
         step = "the abort" if message.step is None else f"step {message.step.step}"
         logger.warning("could not send %s of publication %d: %s", step, message.publication.number, error)
 
-    # Call these with the lock held.
-
-    def _taken(self, message: _Message) -> None:
-        """Handle the first message of its publication, which the home has taken."""
-        self._messages[message.publication.number].popleft()
-        if message.step is not None:
-            self._session.ended(message.step, None)
-        message.settle(None)
-
-    def _failed(self, message: _Message, error: KvferryError) -> None:
-        """Handle the end of the attempts to send the first message of its publication."""
-        behind = self._messages[message.publication.number]
-        behind.popleft()
-        if message.step is None:
+    def _give_up(self, number: int, index: int, error: KvferryError, *, unsent: bool = False) -> None:
+        """Give up a message at this index of its publication's queue: an abort alone; a step with the messages behind
+        it, and its publication, unless the step was taken back and its caller gets that answer. `unsent`: the message
+        was never sent. Called with the lock held."""
+        waiting = self._messages[number]
+        message, *behind = islice(waiting, index, None)
+        step, publication = message.step, message.publication
+        if step is None:
+            waiting.remove(message)
             message.settle(error)
-        else:
-            self._give_up(message, message.step, error, behind)
-
-    def _give_up(
-        self, message: _Message, step: pb.Publish, error: KvferryError, behind: deque[_Message], *, unsent: bool = False
-    ) -> None:
-        """Give up a step with the messages behind it, and its publication, unless the step was taken back and its
-        caller gets that answer."""
+            return
         # The last one first: the rest of a publication always has its first step.
         for later in reversed(behind):
             if later.step is not None:
                 later.settle(error, taken_back=self._session.ended(later.step, error, unsent=unsent))
             else:
                 later.settle(None)
-        behind.clear()
-        publication, taken_back = message.publication, self._session.ended(step, error, unsent=unsent)
+        for _ in (message, *behind):
+            waiting.pop()
+        taken_back = self._session.ended(step, error, unsent=unsent)
         message.settle(error, taken_back=taken_back)
         if not taken_back or (step.step and message.answer is None):
             # The home may have accepted some steps: the publication stays pinned until it is released.
-            abort = self._message(publication, None)
-            abort.not_published = not isinstance(error, PublicationAborted)
-            behind.append(abort)
+            until, given_up = self._loop.now() + self._session.patience, not isinstance(error, PublicationAborted)
+            waiting.append(_Message(publication, None, until, not_published=given_up))
         elif message.answer is None:
             self.refused += 1
             outcome = ReleaseOutcome.ABORTED
             self._refused.append(Release(publication.number, publication.request_id, outcome, local=True))
-
-    def _message(
-        self,
-        publication: Publication,
-        step: pb.Publish | None,
-        until: float | None = None,
-        answer: Future[Sent] | None = None,
-    ) -> _Message:
-        return _Message(
-            publication, step, self._loop.now() + self._session.patience if until is None else until, answer
-        )
 
 
 def _goes_along(messages: Sequence[_Message], index: int) -> bool:

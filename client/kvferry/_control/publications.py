@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry._control.marker import Marker
+from kvferry._control.right_prompt import Marker
 from kvferry._logs import Log
 from kvferry._prompt import Prompt
 from kvferry._wire.authority import publication_key
@@ -34,7 +34,7 @@ allows for clocks of different rates, the seconds for a publish that was in prog
 
 
 class ReleaseOutcome(enum.IntEnum):
-    """How a publication ended. Numbered as `kvferry.v1.ReleaseOutcome`, which explains the values."""
+    """How a publication ended; `kvferry.v1.ReleaseOutcome` explains the values."""
 
     READ = 1
     UNREAD = 2
@@ -53,12 +53,10 @@ class ReadSummary:
     """Summarises one read of a publication, as its home recorded it.
 
     Attributes:
-        reader: engine_id of the reader.
-        incarnation: incarnation of the reader.
+        reader, incarnation: engine_id and incarnation of the reader.
         lease_number: number of its lease; rising per home.
         state: how the read ended.
-        parties: number of ranks that were expected to report.
-        reported: number of ranks that have reported.
+        parties, reported: number of ranks that were expected to report, and that have reported.
         bytes: bytes read by the ranks that have reported.
     """
 
@@ -83,8 +81,7 @@ class Release:
         request_id: the source's name for the request.
         outcome: how the publication ended.
         reads: the reads of the publication; empty if `local`.
-        local: the session released it without the home: the home refused it, or did not come back before the final
-            deadline.
+        local: released without the home, which refused the publication, or did not come back before the final deadline.
     """
 
     publication: int
@@ -120,10 +117,8 @@ class Publication:
 class Snapshot:
     """All publications that are not released, for a home that has lost its record of them.
 
-    Attributes:
-        publications: numbers of the publications.
-        notifications: to send in this order. Made while they are consumed, once, because copying all of them takes
-        long. end: the notification to send after all of them.
+    `publications` are their numbers. The `notifications` are sent in this order, and then the `end`; they are made
+    while they are consumed, once, because copying all of them takes long.
     """
 
     publications: tuple[int, ...]
@@ -178,7 +173,7 @@ class Offers:
         self._by_router_key: dict[str, int] = {}
         """Numbers of the publications under keys of routers."""
         self._released: deque[Release] = deque()
-        self._next_deadline = math.inf
+        self.next_deadline = math.inf
         """No later than the earliest `release_at`, so that `advance`, which engines call in each step, rarely has to
         search all publications."""
 
@@ -191,8 +186,13 @@ class Offers:
         Raises:
             RouterKeyUsed: another publication that is not released has the step's router_key.
         """
-        if step.router_key:
-            self._check_router_key(step.router_key)
+        if (other := self._by_router_key.get(step.router_key)) is not None:
+            raise RouterKeyUsed(
+                f"publication {other} has the same router key {step.router_key!r}, and is not released: the router "
+                "must draw a new reference for every request and every attempt",
+                engine_id=self._engine.engine_id,
+                publication=other,
+            )
         step.publication, self._next = self._next, self._next + 1
         key = publication_key(self._secret, step.publication)
         reference = pb.Reference(
@@ -257,12 +257,9 @@ class Offers:
             held.open_steps.add(step.step)
 
     def refused(self, step: pb.Publish) -> bool:
-        """Record that the home refused a step for good.
-
-        Returns:
-            Whether the step was removed, because no home can have accepted it. If not, the home may have accepted
-            another attempt, or did so before a restart, and the step stays pinned until its publication is released.
-        """
+        """Record that the home refused a step for good; return whether the step was removed, because no home can have
+        accepted it. If not, the home may have accepted another attempt, or did so before a restart, and the step stays
+        pinned until its publication is released."""
         held = self._held.get(step.publication)
         if held is None or step.step in held.open_steps:
             return False
@@ -282,11 +279,10 @@ class Offers:
             if not held.sending:
                 held.marker.settle()
             held.release_at = now + self.final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN
-            self._next_deadline = min(self._next_deadline, held.release_at)
+            self.next_deadline = min(self.next_deadline, held.release_at)
 
     def abort(self, number: int, *, not_published: bool = False) -> None:
-        """Mark a publication as withdrawn, also for snapshots; `not_published`: given up, and not withdrawn by the
-        engine."""
+        """Mark a publication as withdrawn, also for snapshots. `not_published`: the engine did not withdraw it."""
         held = self._held.get(number)
         if held is not None and held.abort is None:
             held.abort = pb.Abort(publication=number, not_published=not_published)
@@ -323,27 +319,18 @@ class Offers:
 
     def advance(self, now: float) -> None:
         """Release the publications on which no home can hold a lease any more (PROTOCOL, Endings)."""
-        if now < self._next_deadline:
+        if now < self.next_deadline:
             return
         for number in [number for number, held in self._held.items() if not held.sending and held.release_at <= now]:
             self._release(number, ReleaseOutcome.FINAL, local=True)
         waiting = (held.release_at for held in self._held.values() if not held.sending)
-        self._next_deadline = min(waiting, default=math.inf)
-
-    def next_deadline(self) -> float:
-        """Return a time before which `advance` releases no publication."""
-        return self._next_deadline
+        self.next_deadline = min(waiting, default=math.inf)
 
     def take_released(self) -> list[Release]:
         """Return the publications released since the last call; each exactly once (R3)."""
         found = list(self._released)
         self._released.clear()
         return found
-
-    @property
-    def news(self) -> bool:
-        """Whether `take_released` would return a publication."""
-        return bool(self._released)
 
     def unreleased(self) -> Sequence[Publication]:
         """Return the publications whose blocks are still pinned."""
@@ -358,16 +345,6 @@ class Offers:
                 publication=number,
             )
         return held
-
-    def _check_router_key(self, name: str) -> None:
-        number = self._by_router_key.get(name)
-        if number is not None:
-            raise RouterKeyUsed(
-                f"publication {number} has the same router key {name!r}, and is not released: the router must draw a "
-                "new reference for every request and every attempt",
-                engine_id=self._engine.engine_id,
-                publication=number,
-            )
 
     def _release(
         self, number: int, outcome: ReleaseOutcome, reads: tuple[ReadSummary, ...] = (), *, local: bool = False

@@ -1,9 +1,13 @@
-"""The reader's side of a lease: its deadline on the reader's own clock (R1; PROTOCOL, Leases 3 and 4)."""
+"""The reader's side of a lease: its deadline on the reader's own clock, and the verdict on whether the bytes of a read
+count (R1; PROTOCOL, Leases 3 and 4, and Endings). Pure."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable
+
+from kvferry.v1 import kv_transfer_pb2 as pb
 
 MARGIN_SECONDS = 0.010
 MARGIN_SHARE = 0.01
@@ -108,6 +112,33 @@ class ReaderLease:
         self._renewable = True
         self.changed()
         return True
+
+
+class Confirm(enum.Enum):
+    """Whether a read whose shares have all succeeded within its lease ends for the engine before or after its home has
+    confirmed the lease; see `Client`."""
+
+    BEFORE = "before"
+    AFTER = "after"
+
+
+class ReaderVerdict(enum.Enum):
+    """The verdict on a read whose shares have all succeeded."""
+
+    CONFIRMED = "confirmed"
+    """Its bytes count, according to the reader's clock and the home."""
+    TRUSTED = "trusted"
+    """Its bytes count, according to the reader's clock: the home has no record of the lease, or did not answer."""
+    EXPIRED = "expired"
+    """Its bytes do not count."""
+
+
+def verdict_of(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> ReaderVerdict:
+    """Return the reader's verdict. The last share ended at `ended_at`, the lease at `deadline`, both on the reader's
+    clock; `verdict` is the home's, and None if the home did not answer in time."""
+    if ended_at >= deadline or verdict == pb.VERDICT_EXPIRED:
+        return ReaderVerdict.EXPIRED
+    return ReaderVerdict.CONFIRMED if verdict == pb.VERDICT_VALID else ReaderVerdict.TRUSTED
 
 
 def _nothing() -> None:

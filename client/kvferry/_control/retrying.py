@@ -20,14 +20,11 @@ Answer = TypeVar("Answer")
 async def retrying(
     call: Callable[[float], Awaitable[Answer]], deadline: float, most: float = CALL_TIMEOUT, *, what: str = ""
 ) -> Answer:
-    """Repeat a call while its error is retryable.
+    """Repeat a call, which gets the seconds that it may take, at most `most`, while its error is retryable. After the
+    `deadline` on the loop's clock, the last error is raised.
 
-    Args:
-        call: called with the seconds that it may take.
-        deadline: time on the loop's clock after which the last error is raised.
-        most: most seconds for one call.
-        what: the subject of one warning if the wait is longer than `SILENCE`. If empty, one warning is logged for an
-            error that persists after `SILENCE`; `Control` itself warns of an unreachable node server.
+    `what` is the subject of one warning if the wait is longer than `SILENCE`. If it is empty, one warning is logged for
+    an error that persists after `SILENCE`; `Control` itself warns of an unreachable node server.
     """
     loop = asyncio.get_running_loop()
     backoff, reason = Backoff(jitter=0.5), "there is no answer yet"

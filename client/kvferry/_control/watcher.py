@@ -34,15 +34,8 @@ class Watcher:
     If the handler raises for an event, the events after it are handled, and then the Watch is opened again for its full
     state, which includes that of the failed event.
 
-    Args:
-        loop: the client's event loop.
-        control: connection to the node server.
-        request: opens the Watch; changed by the watcher.
-        on_event: the handler of events, one at a time.
-        name: of the process, for logs.
-
-    Attributes:
-        opened: the first event of the last Watch; None before the first.
+    `request` opens the Watch, and is changed by the watcher; `on_event` gets the events, one at a time; `name` is that
+    of the process, for logs. `opened` is the first event of the last Watch.
     """
 
     def __init__(
@@ -70,11 +63,8 @@ class Watcher:
         self._backoff = Backoff()
 
     async def open(self, timeout: float) -> pb.WatchOpened:
-        """Start, and wait at most `timeout` seconds for the full state. Returns the first event of the Watch.
-
-        Raises:
-            KvferryError: the node server refused, or could not be reached in time.
-        """
+        """Start, and wait at most `timeout` seconds for the full state. Returns the first event of the Watch; raises
+        the error with which the node server refused, or could not be reached."""
         began = self._loop.now()
         deadline, warn_at = began + timeout, began + SILENCE
         self._task = self._loop.spawn_turns(self._turn, f"the watch of {self._name}")
@@ -101,8 +91,7 @@ class Watcher:
 
     @property
     def failure(self) -> KvferryError | None:
-        """The error with which the Watch ended for good, or the `ContractDiffers` with which it cannot be opened
-        now."""
+        """The error with which the Watch ended for good, or a `ContractDiffers` with which it cannot be opened now."""
         failure = self._failure
         return failure if self._ended or isinstance(failure, ContractDiffers) else None
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry._doctor import isolation, moves, peer, rdma, same_host, software, system
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 
 
 class Check(NamedTuple):

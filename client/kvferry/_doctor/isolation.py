@@ -16,8 +16,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 
 _LINES = 5
 _PR_SET_PDEATHSIG = 1

@@ -10,8 +10,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 
 if TYPE_CHECKING:
     from kvferry._wire.channel import Address
@@ -27,8 +26,6 @@ _STATUSES = {b"": "UNKNOWN", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_U
 
 def check(host: Host) -> list[Finding]:
     """Reach a node server step by step; the first step that fails is the last finding."""
-    from pathlib import Path
-
     import grpc
 
     from kvferry._wire.channel import TlsConfig, connect, parse_address
@@ -37,7 +34,7 @@ def check(host: Host) -> list[Finding]:
 
     try:
         address = parse_address(host.peer)
-        tls = TlsConfig(**{field: Path(path) for field, path in host.tls.items()}) if host.tls else None
+        tls = TlsConfig(**host.tls) if host.tls else None
         channel = connect(host.peer, tls)
     except InvalidInput as error:
         return [finding("peer-address-wrong", error.message)]

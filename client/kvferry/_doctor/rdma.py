@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 from kvferry._doctor.moves import complaints, ucx_log
 
 SIZE = 64 << 20

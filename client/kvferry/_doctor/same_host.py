@@ -12,8 +12,7 @@ import re
 import subprocess
 import sys
 
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 
 _SOURCE = """
 import ctypes, os, sys

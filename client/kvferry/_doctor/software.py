@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from importlib import metadata, util
 
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 
 RANGES: dict[str, tuple[str, str]] = {
     "grpcio": ("1.80", "2"),

@@ -8,8 +8,7 @@ import resource
 import time
 from pathlib import Path
 
-from kvferry._doctor.finding import Finding, finding
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Finding, Host, finding
 from kvferry._doctor.software import version_of
 
 ENOUGH_FILES = 4096

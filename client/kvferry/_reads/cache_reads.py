@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from functools import partial
 
@@ -52,7 +51,6 @@ class CacheReads(LeasedReads[OwnRead]):
         self._shares = shares
         self._max_reads = max_reads
         self._callbacks = Callbacks(f"kvferry-callbacks-{rank}")
-        self._changed = threading.Condition(self.lock)
         self._running: set[OwnRead] = set()
         """Reads that have not ended."""
         self._closed = False
@@ -90,8 +88,6 @@ class CacheReads(LeasedReads[OwnRead]):
         for task in tasks:
             task.cancel()
         self._shares.close(until)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, max(0.0, until - self._loop.now()))
         with suppress(Closed):
             self._loop.run(self.wait_ended(max(0.001, until - self._loop.now())))
         for task in tasks:
@@ -159,7 +155,6 @@ class CacheReads(LeasedReads[OwnRead]):
     def _forget(self, read: OwnRead, result: ReadResult | None) -> None:
         if read in self._running:
             self._running.remove(read)
-            self._changed.notify_all()
             read.task.end(result, read.error)
 
 

@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 from kvferry._control.acquisition import Acquired, Acquisition, MoreBlocks, timed_out
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder, ReadReport
-from kvferry._control.verdict import Confirm, ReaderVerdict, verdict_of
+from kvferry._control.reader_lease import Confirm, ReaderVerdict, verdict_of
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet

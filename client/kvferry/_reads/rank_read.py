@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
+from kvferry._integrity.summed_blocks import Verification
+from kvferry._integrity.verifier import Arrived
 from kvferry._loop import Loop, Signal
 from kvferry._memory.tails import Tails
 from kvferry._reads.read_times import ShareWork
@@ -20,8 +22,7 @@ from kvferry._transport.transport import Transfer, TransferProgress, TransferSta
 from kvferry.errors import KvferryError, TransferCancelled
 from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.planner.expansion import Expansion
-from kvferry.planner.plan import RequestParts
-from kvferry.planner.summed_blocks import Verification
+from kvferry.planner.plan import ReadPlan, RequestParts
 
 
 @dataclass(slots=True)
@@ -284,6 +285,21 @@ class RankRead:
         if self.cancelled:
             read_id = self.order.read_id
             raise TransferCancelled(f"read {read_id} was cancelled", read_id=read_id)
+
+    def arrived(self, plan: ReadPlan) -> Arrived:
+        """The blocks of a share whose bytes have all arrived, for integrity mode."""
+        order = self.order
+        return Arrived(
+            home=order.home,
+            lease=order.lease,
+            publication=order.publication,
+            plan=plan,
+            granted={} if self.parts is None else self.parts.granted,
+            blocks=order.wanted.blocks,
+            tokens=order.wanted.tokens,
+            deadline=order.deadline,
+            check=self.check,
+        )
 
     def refuse(self, error: KvferryError) -> None:
         """End a share that was never begun."""

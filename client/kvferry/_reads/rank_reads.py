@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeAlias
 
 from kvferry._forks import OneProcess
+from kvferry._integrity.verifier import Verifier
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.access import StillCopying
@@ -25,7 +26,6 @@ from kvferry._memory.tails import Tails, clear_tails
 from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import Phase, Planned, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
-from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._threads import guarded, settle
 from kvferry._tracing import start_span
 from kvferry._transport.transport import TransferState, Transport
@@ -199,7 +199,7 @@ class RankReads(OneProcess):
         share.ended_at = self._loop.now() if transfer is None or transfer.ended_at is None else transfer.ended_at
         share.set_phase(Phase.NOTHING, share.ended_at)
         if self._verifier is not None:
-            await self._verify(share, engine, self._verifier)
+            share.verification = await self._verifier.verify(share.arrived(engine.plan_of(order.wanted.layers)))
         if order.wanted.tails is Tails.ZERO:
             await self._clear_tails(share, engine)
 
@@ -236,23 +236,6 @@ class RankReads(OneProcess):
         if transfer.state is TransferState.FAILED:
             self._sources.failed(*order.source)
         raise transfer.error or TransferFailed(f"read {order.read_id} failed")
-
-    async def _verify(self, share: RankRead, engine: SourceEngine, verifier: Verifier) -> None:
-        order, parts = share.order, share.parts
-        if parts is None:
-            return
-        arrived = Arrived(
-            home=order.home,
-            lease=order.lease,
-            publication=order.publication,
-            plan=engine.plan_of(order.wanted.layers),
-            granted=parts.granted,
-            blocks=order.wanted.blocks,
-            tokens=order.wanted.tokens,
-            deadline=order.deadline,
-            check=share.check,
-        )
-        share.verification = await verifier.verify(arrived)
 
     async def _clear_tails(self, share: RankRead, engine: SourceEngine) -> None:
         """Clear the tails on a thread, which may have to wait for a device. A share that ends meanwhile is quiet when

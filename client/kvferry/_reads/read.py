@@ -13,11 +13,11 @@ from functools import partial
 
 from kvferry._clock import now
 from kvferry._forks import OneProcess
+from kvferry._integrity.summed_blocks import Verification
 from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.rank_read import RankRead
 from kvferry._threads import guarded, settle
 from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
-from kvferry.planner.summed_blocks import Verification
 
 
 class ReadState(enum.Enum):

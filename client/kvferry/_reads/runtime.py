@@ -12,19 +12,20 @@ from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.reader_lease import Confirm
 from kvferry._control.renewals import Renewals
 from kvferry._control.retrying import retrying
 from kvferry._control.right_prompt import PromptCheck
-from kvferry._control.verdict import Confirm
+from kvferry._integrity.checksum_publisher import Checksummer
+from kvferry._integrity.summed_blocks import IntegrityOptions
+from kvferry._integrity.verifier import Verifier
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._reads.cache_reads import CacheReads
-from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.local_rank import LocalRank
 from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
-from kvferry._reads.verifier import Verifier
 from kvferry._threads import settle
 from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
@@ -38,7 +39,6 @@ from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached
 from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
-from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 

@@ -26,12 +26,10 @@ import grpc.aio
 from kvferry.errors import InvalidField
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""Bytes of the largest message that either side accepts: a peer cannot fill the other side's memory. Longer lists are
-split into pages."""
+"""Bytes of the largest message that either side accepts: a peer cannot fill the other side's memory."""
 
 MAX_NOTIFY_BYTES = 1024 * 1024
-"""Bytes of the largest NotifyRequest. Below that of other messages, because a node server acts on notifications on its
-event loop."""
+"""Bytes of the largest NotifyRequest: less, because a node server acts on notifications on its event loop."""
 
 MAX_SOCKET_PATH = 107
 """Most bytes of a UNIX socket's path: ``sun_path`` of Linux without its final NUL."""
@@ -119,15 +117,11 @@ class TlsConfig:
 
     A client uses `ca` to verify the server (None: the system's authorities), and `cert` with `key` if the server asks
     for a client certificate. A server needs `cert` and `key`; with `ca` it accepts only clients with a certificate of
-    that authority (mTLS).
+    that authority (mTLS). One of `cert` and `key` alone is an `InvalidField`.
 
     Attributes:
         ca: certificates of the authorities that must have signed the peer's certificate.
-        cert: this side's certificate chain.
-        key: the private key of `cert`.
-
-    Raises:
-        InvalidField: only one of `cert` and `key` is given.
+        cert, key: this side's certificate chain, and its private key.
     """
 
     ca: Path | None = None
@@ -168,15 +162,8 @@ class Address:
 
 
 def parse_address(text: str, field: str = "address") -> Address:
-    """Parse an address. Equal hosts and ports give equal results, whatever their spelling.
-
-    Args:
-        text: ``unix:/path`` or ``host:port``.
-        field: name of the field in the error.
-
-    Raises:
-        InvalidField: the text has neither form.
-    """
+    """Parse ``unix:/path`` or ``host:port``. Equal hosts and ports give equal results, whatever their spelling. Raises
+    `InvalidField`, with this name of the field, for a text of neither form."""
     expected = "unix:/absolute/path or host:port"
     if "\0" in text:
         # No path and no host has one, and the system's functions raise ValueError for it.

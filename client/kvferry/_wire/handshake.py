@@ -15,8 +15,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 MAX_RANKS = 4096
 MAX_BYTES = 1 << 30
 MAX_PLANES = 1 << 20
-"""Limits for one engine: a home must not fill the reader's memory. A decoded plane takes thirty times the memory of its
-message."""
+"""Limits for one engine: a home must not fill the reader's memory. A decoded plane takes thirty times its message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,12 +83,8 @@ def engine_ids(engine_id: str, data_parallel_rank: int) -> tuple[str, ...]:
 
 
 def parse_reference(text: str) -> pb.Reference:
-    """Decode a publication's reference.
-
-    Raises:
-        BadReference: the string is not a reference, or names neither a publication nor a router's key.
-        InvalidField: the value is not a string.
-    """
+    """Decode a publication's reference. Raises `BadReference` for a string that is none, or that names neither a
+    publication nor a router's key, and `InvalidField` for another value."""
     if not isinstance(text, str):
         raise InvalidField("reference", type(text), "a string, Publication.reference")
     if text.startswith(ENGINE_PREFIX):

@@ -111,19 +111,12 @@ def from_rpc_error(
 ) -> KvferryError:
     """Convert the error of a call to a node server.
 
-    An error with kvferry's `ErrorInfo` is rebuilt as the server raised it. Errors of gRPC itself become
-
-    - `Unreachable` for UNAVAILABLE; for DEADLINE_EXCEEDED, because every call of kvferry is idempotent, and a caller
-      does the same without an answer as without a connection; and for CANCELLED, which comes from a server that stops,
-      or that a hostile peer floods with resets (a caller that has cancelled its call does not convert the error);
-    - `MessageTooLarge` for a message over the limit of either side;
-    - `NotImplementedHere`, `LimitReached` (without a retry, since the time is unknown) or `InternalError` for their
-      codes;
-    - the class for the code otherwise.
-
-    `error` may come from a synchronous or an asynchronous stub. `tls` are the channel's credentials: if they are the
-    cause, the message names the TLS settings to look at. `answered`: the server has answered this caller before, so the
-    settings were right then.
+    An error with kvferry's `ErrorInfo` is rebuilt as the server raised it. Errors of gRPC itself become `Unreachable`,
+    `MessageTooLarge`, or the class for their code. `Unreachable` is also DEADLINE_EXCEEDED, because every call of
+    kvferry is idempotent, and a caller does the same without an answer as without a connection; and CANCELLED, which
+    comes from a server that stops, or that a hostile peer floods with resets (a caller that has cancelled its call does
+    not convert the error). `tls` are the channel's credentials: if they are the cause, the message names the settings
+    to look at. `answered`: the server has answered this caller before, so the settings were right then.
     """
     found = error_of_peer(error)
     if found is not None:

@@ -18,7 +18,6 @@ class EngineToken:
     The process that opens the engine makes the token. ``str`` and `parse` convert it to and from a string.
 
     Attributes:
-        engine_id: name of the engine.
         session_secret: 32 random bytes, from which the incarnation is derived.
         home: address of the engine's home, to which the node servers of other ranks relay.
     """

@@ -13,8 +13,7 @@ CONTRACT_REVISION = 2
 """The revision of kvferry.v1 in protos/. Raised with the first addition to the protos after each release."""
 
 OLDEST_REVISION = 2
-"""The oldest revision that this release works with. Raised only if support of older revisions costs more than upgrading
-a whole fleet at once."""
+"""The oldest revision that this release works with. To raise it means to upgrade a whole fleet at once."""
 
 CALLER = "the caller"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -93,10 +94,11 @@ class SchedulerPort(Closing):
         self._session = client.open_engine(spec, timeout=timeout)
         home_session = self._publications = home_session_of(self._session)
         runtime = client_runtime_of(client)
+        self._holder = runtime.lease_holder(self._session.token)
         self._reads = Reads(
             runtime.loop,
             spec,
-            runtime.lease_holder(self._session.token),
+            self._holder,
             home_session.block_use.writes(),
             max_waiting,
             hold_until_quiet=hold_until_quiet,
@@ -117,27 +119,23 @@ class SchedulerPort(Closing):
 
     @arguments.takes(Publish)
     def publish(self, given: Publish) -> Publication:
-        """Publish a request's blocks. The engine must not change or free the blocks until `released` returns the
-        publication (R2). The blocks contain their bytes already: on a GPU, every rank's device has completed the
-        kernels that write them.
-
-        If the home refuses the publication, `released` returns it with the outcome ABORTED.
+        """Publish a request's blocks, as `EngineSession.publish` does, without a wait. The blocks contain their bytes
+        already: on a GPU, every rank's device has completed the kernels that write them. The engine must not change or
+        free the blocks until `released` returns the publication (R2), with the outcome ABORTED if the home refuses it.
 
         Args:
             given: each field of `Publish` is an argument of its own: ``publish("r7", {"full": Blocks([3, 4])},
                 last=False)``.
 
         Returns:
-            The publication, with its number, and with its reference and its traceparent for the router. A reader may
-            use the reference at once: if the home does not know the publication yet, the read waits.
+            The publication. A reader may use its reference at once: if the home does not know the publication yet, the
+            read waits.
 
         Raises:
-            BadReference, RouterKeyUsed: `reference` is not a reference, or was used for another publication.
-            BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
-                read; or another argument is out of range.
+            BadReference, RouterKeyUsed, BadBlock, InvalidField: see `EngineSession.publish`.
             Closed: the engine's session has ended.
         """
-        return self._publications.publish_later(given)
+        return self._publications.publish(given)
 
     @arguments.takes(PublishMore)
     def publish_more(self, given: PublishMore) -> None:
@@ -151,19 +149,17 @@ class SchedulerPort(Closing):
             WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
-        self._publications.publish_more_later(given)
+        self._publications.publish_more(given)
 
     def abort(self, publication: Publication) -> None:
         """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""
-        self._publications.abort_later(
+        self._publications.abort(
             arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         )
 
     def released(self) -> list[Release]:
-        """Return the publications released since the last call: their blocks may be changed and freed.
-
-        Each publication is returned exactly once (R3). Call this in every step.
-        """
+        """Return the publications released since the last call, each exactly once (R3): their blocks may be changed and
+        freed. Call this in every step."""
         return self._publications.released()
 
     # As a destination.
@@ -185,49 +181,44 @@ class SchedulerPort(Closing):
 
         Args:
             request_id: this engine's name for the request; a request has one read at a time.
-            reference: the reference that came with the request. If a router made it (`kvferry.router_reference`), its
-                publication may come later: `PublicationReleased` means that the publication was declined.
-            expected_reads: number of reads that will be made of the publication; 0: the number that its source gave.
+            reference: see `Cache.read`.
+            expected_reads: see `Cache.read`.
             progressive: grant the read with the first blocks that the source publishes, and move each further step
                 while the source still computes. The engine then passes on the steps that `grant_steps` returns. If
                 False, the read is granted when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report the ends of their shares; the error names the ranks that did not.
-            traceparent: the W3C traceparent that came with the reference, if any. See docs/monitoring.md.
+            traceparent: see `Cache.read`.
             prompt: the prompt of this request. A publication of another prompt is refused (`PromptMismatch`) as soon as
                 a mark of its source shows this: before bytes move.
 
         Raises:
-            BadReference: the string is not a reference.
-            HomeNotAllowed: this client may not connect to the home in the reference.
-            InvalidField: an argument is out of range.
+            BadReference, HomeNotAllowed, InvalidField: see `Cache.read`.
             WrongState: the request is being read already.
             LimitReached: `max_waiting` reads are waiting for their publications.
         """
-        self._reads.acquire(
-            arguments.text("request_id", request_id),
+        request = self._holder.request(
             reference,
-            arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
-            arguments.seconds("timeout", timeout),
-            arguments.text("traceparent", traceparent),
+            secrets.token_hex(8),
+            request_id=arguments.text("request_id", request_id),
+            parties=self.spec.num_ranks,
+            expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
+            timeout=arguments.seconds("timeout", timeout),
+            traceparent=arguments.text("traceparent", traceparent),
             progressive=arguments.flag("progressive", progressive),
             prompt=arguments.instance("prompt", prompt, Prompt, "a Prompt"),
         )
+        self._reads.acquire(request_id, request)
 
     def news(self) -> list[str]:
         """Return the requests for which `granted` has a new result: they were granted or refused since the last call,
-        or their offers have grown. Nearly free if there are none.
-
-        For engines with many waiting requests, which need not call `granted` for each in each step.
-        """
+        or their offers have grown. For engines with many waiting requests: nearly free if there are none."""
         return self._reads.take_changed()
 
     def granted(self, request_id: str) -> Offer | None:
-        """Return the source's blocks for a request once its lease is granted; None while the request waits.
-
-        An `Offer` has no blocks to read into yet. `attach` adds them and returns the `Grant` that workers start. If the
-        request was acquired with ``progressive=True``, the offer may come with the first blocks, and is then not
-        `complete`.
+        """Return the source's blocks for a request once its lease is granted; None while the request waits. `attach`
+        makes the `Grant` that workers start. If the request was acquired with ``progressive=True``, the offer may come
+        with the first blocks, and is then not `complete`.
 
         Raises:
             WrongState: the request was not acquired, or its read has ended.
@@ -263,15 +254,14 @@ class SchedulerPort(Closing):
 
         Raises:
             BadBlock: a block does not belong to this engine, is given twice, is published, or may still be written to
-                by another read. The request stays granted.
-            BlocksShort: there are too few blocks for the tokens, or too few tokens were published. The request stays
-                granted.
+                by another read. After this and the next two errors, the request stays granted.
+            BlocksShort: there are too few blocks for the tokens, or too few tokens were published.
             InvalidField: an argument has the wrong type, a group has no blocks, or `tokens` is missing although the
-                offer is not complete. The request stays granted.
+                offer is not complete.
             WrongState: the request is not granted yet, has its blocks already, or was not acquired.
             PromptMismatch, PromptUnmarked: the publication is of another prompt, or no mark shows that it is of this
-                one. The port then forgets the request.
-            KvferryError: the lease has ended in the meantime, for this reason. The port then forgets the request.
+                one. After this and the next error, the port forgets the request.
+            KvferryError: the lease has ended in the meantime, for this reason.
         """
         return self._reads.attach(
             arguments.text("request_id", request_id),
@@ -292,10 +282,7 @@ class SchedulerPort(Closing):
 
     def decline(self, reference: str, *, prompt: Prompt = Prompt.unknown) -> None:
         """Tell the source's home that this engine will not read a publication, after a full prefix hit or a rejected
-        request.
-
-        The source then gets its blocks back at once, and not only when the hold ends. The port forgets reads of the
-        publication to which no blocks were attached.
+        request: see `Client.decline`. The port forgets reads of the publication to which no blocks were attached.
 
         Args:
             reference: the reference that came with the request.
@@ -315,11 +302,7 @@ class SchedulerPort(Closing):
         return self._reads.cancel(arguments.text("request_id", request_id))
 
     def collect(self, output: WorkerOutput) -> None:
-        """Take the report of a worker. Idempotent.
-
-        Raises:
-            InvalidField: the engine has no such rank.
-        """
+        """Take the report of a worker. Idempotent. Raises `InvalidField` if the engine has no such rank."""
         self._reads.collect(arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as a worker gave it"))
 
     def cancels(self) -> list[str]:
@@ -331,10 +314,8 @@ class SchedulerPort(Closing):
         return self._reads.take_cancels()
 
     def finished(self) -> Finished:
-        """Return the reads that have ended on all ranks, each exactly once, and those that became quiet later.
-
-        Call this in every step.
-        """
+        """Return the reads that have ended on all ranks, each exactly once, and those that became quiet later. Call
+        this in every step."""
         return self._reads.take_finished()
 
     def wait_news(self, timeout: float) -> bool:
@@ -342,13 +323,8 @@ class SchedulerPort(Closing):
         become quiet, or is disputed.
 
         For engines that would otherwise run empty steps: such a loop takes the processor, and Python's lock, from the
-        threads that the reads wait for. Call `granted`, `grant_steps` and `finished` afterwards.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            Whether there may be news.
+        threads that the reads wait for. Call `granted`, `grant_steps` and `finished` afterwards. Waits at most
+        `timeout` seconds; returns whether there may be news.
         """
         return self._reads.news.wait(arguments.seconds("timeout", timeout, zero=True))
 
@@ -379,12 +355,8 @@ class SchedulerPort(Closing):
         )
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send the pending messages to the homes, and end the session and its incarnation, see `EngineSession.close`.
-        Idempotent.
-
-        Args:
-            timeout: seconds to wait for the sending, for publications and for reads each.
-        """
+        """Send the pending messages to the homes, for at most `timeout` seconds for publications and for reads each,
+        and end the session and its incarnation, see `EngineSession.close`. Idempotent."""
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._reads.close(timeout)
         self._publications.close(timeout)

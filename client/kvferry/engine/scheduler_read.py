@@ -15,7 +15,6 @@ class SchedulerRead(LeasedRead):
     """One read of the engine.
 
     Attributes:
-        request_id: the engine's name for the request.
         offer: the offer for the engine, once the read is granted; see `latest_offer`.
         steps: number of the steps that were returned since the attach.
         more: blocks that are neither in the offer nor in a returned step.
@@ -32,7 +31,7 @@ class SchedulerRead(LeasedRead):
         self.more: list[MoreBlocks] = []
         self.lost: dict[str, tuple[int, ...]] = {}
         self.withheld: ReadEnd | None = None
-        self.written: object = None
+        self.written: int | None = None
 
 
 def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:

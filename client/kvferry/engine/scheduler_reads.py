@@ -3,14 +3,13 @@ verdict on each read. See `kvferry._reads.leased_reads` for the stages of a read
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from kvferry._control.acquisition import MoreBlocks
+from kvferry._control.acquisition import AcquireRequest, MoreBlocks
 from kvferry._control.block_use import Writes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
@@ -41,9 +40,8 @@ CANCEL_AGAIN = 10.0
 
 
 class Reads(LeasedReads[SchedulerRead]):
-    """The reads of one engine. Every method may be called from any thread; only `close` waits.
-
-    For `max_waiting` and `hold_until_quiet` see `SchedulerPort`.
+    """The reads of one engine, for its `SchedulerPort`, which explains the methods of the same names. Every method may
+    be called from any thread; only `close` waits.
 
     Attributes:
         news: set when `granted`, `take_steps` or `take_finished` has something to return.
@@ -88,30 +86,7 @@ class Reads(LeasedReads[SchedulerRead]):
         self.bytes = 0
         self._closed = False
 
-    def acquire(
-        self,
-        request_id: str,
-        reference: str,
-        expected_reads: int,
-        timeout: float,
-        traceparent: str = "",
-        *,
-        progressive: bool = False,
-        prompt: Prompt = Prompt.unknown,
-    ) -> None:
-        """See `SchedulerPort.acquire`."""
-        read_id = secrets.token_hex(8)
-        request = self._holder.request(
-            reference,
-            read_id,
-            parties=self._spec.num_ranks,
-            expected_reads=expected_reads,
-            timeout=timeout,
-            traceparent=traceparent,
-            progressive=progressive,
-            prompt=prompt,
-            request_id=request_id,
-        )
+    def acquire(self, request_id: str, request: AcquireRequest) -> None:
         read = SchedulerRead(self._loop, request, request_id, self._ranks)
         with self.lock:
             self._check_open()
@@ -122,14 +97,10 @@ class Reads(LeasedReads[SchedulerRead]):
                     request_id=request_id,
                 )
             if self._waiting >= self._max_waiting:
-                raise LimitReached(
-                    f"{self._waiting} reads wait for their publications",
-                    retry_after=0.1,
-                    limit="max_waiting",
-                    value=self._waiting,
-                )
+                message = f"{self._waiting} reads wait for their publications"
+                raise LimitReached(message, retry_after=0.1, limit="max_waiting", value=self._waiting)
             self._waiting += 1
-            self._by_request[request_id] = self._by_id[read_id] = read
+            self._by_request[request_id] = self._by_id[read.read_id] = read
             try:
                 self.start(read)
             except KvferryError:
@@ -138,12 +109,8 @@ class Reads(LeasedReads[SchedulerRead]):
                 raise
 
     def granted(self, request_id: str) -> Offer | None:
-        """See `SchedulerPort.granted`."""
         with self.lock:
-            read = self._find(request_id)
-            if read.stage is ReadStage.REFUSED and read.error is not None:
-                self._forget(read)
-                raise read.error
+            read = self._unrefused(request_id)
             offer = latest_offer(read)
             return None if offer is None else replace(offer, timeout=self._left(read))
 
@@ -166,12 +133,8 @@ class Reads(LeasedReads[SchedulerRead]):
         allow_overlap: bool,
         prompt: Prompt = Prompt.unknown,
     ) -> Grant:
-        """See `SchedulerPort.attach`."""
         with self.lock:
-            read = self._find(request_id)
-            if read.stage is ReadStage.REFUSED and read.error is not None:
-                self._forget(read)
-                raise read.error
+            read = self._unrefused(request_id)
             offer = latest_offer(read)
             if read.stage is not ReadStage.GRANTED or offer is None:
                 raise _not_attachable(request_id, read.stage)
@@ -203,7 +166,6 @@ class Reads(LeasedReads[SchedulerRead]):
         return found
 
     def decline(self, reference: str, prompt: Prompt) -> None:
-        """See `SchedulerPort.decline`."""
         self._holder.check(reference, prompt)
         with self.lock:
             self._check_open()
@@ -218,7 +180,6 @@ class Reads(LeasedReads[SchedulerRead]):
             raise Closed("the client is closed")
 
     def cancel(self, request_id: str) -> bool:
-        """See `SchedulerPort.cancel`."""
         with self.lock:
             read = self._by_request.get(request_id)
             if read is None:
@@ -232,7 +193,6 @@ class Reads(LeasedReads[SchedulerRead]):
             return True
 
     def collect(self, output: WorkerOutput) -> None:
-        """See `SchedulerPort.collect`."""
         if not 0 <= output.rank < self._spec.num_ranks:
             raise InvalidField("rank", output.rank, f"below {self._spec.num_ranks}")
         with self.lock:
@@ -365,9 +325,8 @@ class Reads(LeasedReads[SchedulerRead]):
     def on_disputed(self, read: SchedulerRead) -> None:
         self.counts["disputed"] += 1
         problem = f"read {read.read_id}: the home says that its lease had ended"
-        self._disputed.append(
-            replace(end_of(read), error=TransferExpired(problem, read_id=read.read_id), lost=read.lost)
-        )
+        error = TransferExpired(problem, read_id=read.read_id)
+        self._disputed.append(replace(end_of(read), error=error, lost=read.lost))
         self.news.tell()
 
     # Call these with the lock held.
@@ -376,7 +335,9 @@ class Reads(LeasedReads[SchedulerRead]):
         if self._closed:
             raise Closed(f"the port of engine {self._spec.engine_id!r} is closed")
 
-    def _find(self, request_id: str) -> SchedulerRead:
+    def _unrefused(self, request_id: str) -> SchedulerRead:
+        """Return the read of a request. Raises `WrongState` if there is none, and the error of a refused read, which is
+        then forgotten."""
         read = self._by_request.get(request_id)
         if read is None:
             raise WrongState(
@@ -384,6 +345,9 @@ class Reads(LeasedReads[SchedulerRead]):
                 "refused",
                 request_id=request_id,
             )
+        if read.stage is ReadStage.REFUSED and read.error is not None:
+            self._forget(read)
+            raise read.error
         return read
 
     def _left(self, read: SchedulerRead) -> float:

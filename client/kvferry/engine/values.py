@@ -21,9 +21,19 @@ Plain = dict[str, object]
 Value = TypeVar("Value")
 
 
+class _Plain:
+    """A value that a scheduler and a worker pass to each other."""
+
+    __slots__ = ()
+
+    def plain(self) -> Plain:
+        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
 @dataclass(frozen=True, slots=True)
 class _Leased:
-    """A publication whose lease this engine's scheduler holds; see `Offer`."""
+    """The fields of `Offer` and `Grant`; see `Offer`."""
 
     request_id: str
     read_id: str
@@ -60,12 +70,12 @@ class Offer(_Leased):
             its publication.
         reference: the publication's reference, a capability; entitles ranks to the handshake with the source.
         source_request_id: the source's name for the request.
-        lease_id: id of the lease. A secret: its owner can end the lease.
+        lease_id: id of the lease. A secret: its owner can end the lease. Empty: the blocks are those in the
+            reference, and the home says at the end of the read whether they were still published.
         timeout: seconds left until the read fails (R5), counted from when the port returned this value.
         granted: the source's blocks by group, as far as they are known; see `blocks`.
-        payload: opaque bytes from the source; empty until the blocks are complete. They count once the read has ended
-            well, and `ReadEnd.payload` has them then: those of a short read come from its reference, which a router
-            may have changed.
+        payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well;
+            without a lease, they are the source's only if the read ends well.
         traceparent: of the read's span, for the spans of its ranks; empty: not traced.
         complete: the source has published all blocks, and `granted` are all. False only for a read that was acquired
             with ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps`
@@ -80,7 +90,7 @@ class Offer(_Leased):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant(_Leased):
+class Grant(_Leased, _Plain):
     """An order to workers to read from a publication whose lease their scheduler holds: an `Offer` with blocks to read
     into. Has the attributes of `Offer`, and these:
 
@@ -96,10 +106,6 @@ class Grant(_Leased):
         """Decode the blocks to read into, by group."""
         return {runs.group: runs.blocks() for runs in self.local}
 
-    def plain(self) -> Plain:
-        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def of(cls, plain: Plain) -> Grant:
         """Rebuild a grant from the result of `plain`; raises `InvalidField` for anything else."""
@@ -109,7 +115,7 @@ class Grant(_Leased):
 
 
 @dataclass(frozen=True, slots=True)
-class GrantStep:
+class GrantStep(_Plain):
     """The blocks that the source of a `Grant` has published since: for `WorkerPort.add_step` on every rank.
 
     Workers may receive a step twice, before its grant, or out of order.
@@ -133,10 +139,6 @@ class GrantStep:
         """Decode the source's blocks, by group."""
         return {runs.group: runs.blocks() for runs in self.granted}
 
-    def plain(self) -> Plain:
-        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def of(cls, plain: Plain) -> GrantStep:
         """Rebuild a step from the result of `plain`; raises `InvalidField` for anything else."""
@@ -155,9 +157,8 @@ class RankEnd:
     """The end of one rank's share of a read.
 
     Attributes:
-        ok: every byte of the share has arrived.
+        ok: every byte of the share has arrived; `bytes` is their number.
         quiet: no write to the blocks is possible any more.
-        bytes: bytes that the rank read.
         lost: ids of the blocks whose bytes do not count, by group; empty if `ok`.
         error_name, message, values, retry_after: class and contents of the error; empty if `ok`.
         work: the work of the share, for metrics.
@@ -183,13 +184,11 @@ class RankEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOutput:
+class WorkerOutput(_Plain):
     """Reports the ends of shares on one worker to the scheduler.
 
     Attributes:
-        rank: rank of the worker.
-        ended: shares that succeeded.
-        failed: shares that failed, with their lost blocks.
+        ended, failed: shares that succeeded, and that failed.
         quiesced: read_ids of shares that had failed without being quiet, and are quiet now.
     """
 
@@ -201,10 +200,6 @@ class WorkerOutput:
     def __bool__(self) -> bool:
         """Whether there is anything to report."""
         return bool(self.ended or self.failed or self.quiesced)
-
-    def plain(self) -> Plain:
-        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
-        return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, plain: Plain) -> WorkerOutput:
@@ -223,11 +218,7 @@ class WorkerOutput:
 class ReadSource:
     """Names the source of a read, as the source's log does. Contains no secret.
 
-    Attributes:
-        home: address of the source's home.
-        engine_id, incarnation: the source engine.
-        publication: number of the publication.
-        request_id: the source's name for the request.
+    `request_id` is the source's name for the request; for the others see `Offer`.
     """
 
     home: str
@@ -282,9 +273,8 @@ class Finished:
         reads: ends of reads; each read of the engine appears exactly once.
         quiesced: request_ids of reads that had ended without being quiet, and are quiet now.
         disputed: reads that `reads` listed as successful before, and whose leases had ended according to a later
-        verdict
-            of the home: their bytes may be wrong. They have a `ReadEnd.error`, and `ReadEnd.lost` has their blocks.
-            Only with a client's ``confirm="after"``, or if the home did not answer in time.
+            verdict of the home: their bytes may be wrong. They have a `ReadEnd.error`, and `ReadEnd.lost` has their
+            blocks. Only with a client's ``confirm="after"``, or if the home did not answer in time.
     """
 
     reads: tuple[ReadEnd, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
@@ -25,15 +26,14 @@ from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 
 MAX_DONE = 65_536
-"""Number of reads that the port remembers after their end was acknowledged, to recognise a grant that is delivered
-again. These are hours of reads; a repeated delivery comes within seconds."""
+"""Acknowledged reads (hours of them) that are remembered, to recognise a grant that is delivered again in seconds."""
 
 
 class WorkerPort(Closing):
     """The port of one worker: registers its rank's memory, and reads the rank's shares of granted reads.
 
-    An engine that knows its token when its workers get their memory calls `register`. Other engines call
-    `register_memory` with the memory, and `announce` when the token comes.
+    An engine whose workers get their memory before the token calls `register_memory` and, when the token comes,
+    `announce`; others call `register`.
 
     Threading: every method may be called from any thread. All but `register`, `register_memory`, `announce`,
     `wait_news` and `close` return at once, and `prepare` unless it is given a time; RPCs and NIXL run on other threads
@@ -58,8 +58,7 @@ class WorkerPort(Closing):
         self._cache: Cache | None = None
         self._reads: dict[str, RankRead] = {}
         self._steps = StepOrders()
-        self._ended: dict[str, RankEnd] = {}
-        self._failed: dict[str, RankEnd] = {}
+        self._ends: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
         self._news = News()
         self._done: dict[str, bool] = {}
@@ -86,9 +85,7 @@ class WorkerPort(Closing):
         waits.
 
         Args:
-            kv_caches: one tensor per layer.
-            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: see
-                `Client.register_cache`.
+            kv_caches: one tensor per layer; for the other arguments see `Client.register_cache`.
             timeout: seconds to keep trying.
 
         Returns:
@@ -137,39 +134,23 @@ class WorkerPort(Closing):
     ) -> None:
         """Register the rank's memory with NIXL, the part of `register` that needs no token. Call this once; it waits.
 
-        Runs on the calling thread, with the device of the memory set.
-
-        Args:
-            kv_caches: one tensor per layer.
-            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: see
-                `Client.register_cache`.
-
-        Raises:
-            WrongState: the rank has registered its memory.
-            KvferryError: see `Client.register_cache`.
+        Runs on the calling thread, with the device of the memory set. Arguments and errors: see `register`.
         """
         if self._local is not None:
-            raise WrongState(
-                f"rank {self.rank} of engine {self.spec.engine_id!r} is already registered by this WorkerPort: use its "
-                "cache, or close it and make another port",
-                engine_id=self.spec.engine_id,
-                rank=self.rank,
+            raise self._wrong_state(
+                "is already registered by this WorkerPort: use its cache, or close it and make another port"
             )
         described = describe(self.spec, kv_caches, axes, heads, total_heads, holding, replicated, planes, regions, keep)
         serve = arguments.flag("serve", serve)
         self._local = register_memory(self._client, self.spec, self.rank, described, labels, serve=serve)
 
     def announce(self, token: EngineToken | str | None = None, *, timeout: float = OPEN_TIMEOUT) -> Cache:
-        """Announce the registered memory to the node server, the other part of `register`. It waits.
-
-        If this raises, it may be called again.
+        """Announce the registered memory to the node server, the other part of `register`. It waits. If this raises, it
+        may be called again.
 
         Args:
             token: `SchedulerPort.token`; None: the token that the port was made with.
             timeout: seconds to keep trying.
-
-        Returns:
-            The registered cache; also available as `cache`.
 
         Raises:
             WrongState: no memory is registered, or it was announced already.
@@ -178,23 +159,20 @@ class WorkerPort(Closing):
         """
         timeout = arguments.seconds("timeout", timeout)
         if self._local is None or self._cache is not None:
-            state = "has no memory yet: call register_memory first"
-            if self._cache is not None:
-                state = "was announced already: use WorkerPort.cache"
-            raise WrongState(
-                f"rank {self.rank} of engine {self.spec.engine_id!r} {state}",
-                engine_id=self.spec.engine_id,
-                rank=self.rank,
+            announced = self._cache is not None
+            raise self._wrong_state(
+                "was announced already: use WorkerPort.cache"
+                if announced
+                else "has no memory yet: call register_memory first"
             )
-        cache = announce(self._client, self._local, self._token if token is None else token, timeout)
-        self._cache = cache
-        return cache
+        self._cache = announce(self._client, self._local, self._token if token is None else token, timeout)
+        return self._cache
 
     @property
     def cache(self) -> Cache:
         """The registered cache, for calls that need no scheduler. Raises `WrongState` before `register`."""
         if self._cache is None:
-            raise self._unregistered()
+            raise self._wrong_state()
         return self._cache
 
     def start(
@@ -268,12 +246,10 @@ class WorkerPort(Closing):
             self._pass_on(grant.read_id)
 
     def add_step(self, step: GrantStep) -> None:
-        """Read the blocks that the source of a grant has published since.
+        """Read the blocks that the source of a grant has published since. Idempotent.
 
         Their bytes move at once, as far as whole granules of both sides allow; the rest moves with the next step, and
-        everything with the last.
-
-        Idempotent. A step that comes before its grant, or before earlier steps, waits for them.
+        everything with the last. A step that comes before its grant, or before earlier steps, waits for them.
 
         Raises:
             InvalidField: the argument is not a `GrantStep`.
@@ -281,7 +257,7 @@ class WorkerPort(Closing):
         """
         arguments.instance("step", step, GrantStep, "a GrantStep, as SchedulerPort.grant_steps returned it")
         if self._cache is None:
-            raise self._unregistered()
+            raise self._wrong_state()
         with self._lock:
             if step.read_id in self._done:
                 return
@@ -289,11 +265,9 @@ class WorkerPort(Closing):
             self._pass_on(step.read_id)
 
     def cancel(self, read_id: str) -> None:
-        """Cancel this rank's share of a read; `finished` reports its end.
-
-        If the rank has no such share (any more), `finished` reports an end, too: the first report, or the grant, may
-        have been lost. `start` ignores a grant that comes later, so that no write to its blocks ever begins.
-        """
+        """Cancel this rank's share of a read. `finished` reports its end, also if the rank has no such share (any
+        more): the first report, or the grant, may have been lost. `start` ignores a grant that comes later, so that no
+        write to its blocks ever begins."""
         arguments.text("read_id", read_id)
         with self._lock:
             read = self._reads.get(read_id)
@@ -306,15 +280,12 @@ class WorkerPort(Closing):
                 runtime_of(self.cache).shares.cancel(read)
 
     def poll(self) -> WorkerOutput:
-        """Return the reports that were not acknowledged yet.
-
-        Reports stay until `acknowledge`, so that an engine without a scheduler process can combine the outputs of all
-        ranks before any of them acts on it.
-        """
+        """Return the reports that were not acknowledged yet. They stay until `acknowledge`, so that an engine without a
+        scheduler process can combine the outputs of all ranks before any of them acts on it."""
         with self._lock:
-            return WorkerOutput(
-                self.rank, tuple(self._ended.values()), tuple(self._failed.values()), tuple(self._quiesced)
-            )
+            ended = tuple(end for end in self._ends.values() if end.ok)
+            failed = tuple(end for end in self._ends.values() if not end.ok)
+            return WorkerOutput(self.rank, ended, failed, tuple(self._quiesced))
 
     def acknowledge(self, output: WorkerOutput) -> None:
         """Drop the given reports, all or some of those that `poll` returned, from later results of `poll`.
@@ -322,7 +293,7 @@ class WorkerPort(Closing):
         arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as poll gave it")
         with self._lock:
             for end in (*output.ended, *output.failed):
-                known = self._ended.pop(end.read_id, None) or self._failed.pop(end.read_id, None)
+                known = self._ends.pop(end.read_id, None)
                 if known is not None and known.quiet:
                     self._forget(end.read_id)
             for read_id in output.quiesced:
@@ -336,14 +307,8 @@ class WorkerPort(Closing):
         return output
 
     def wait_news(self, timeout: float) -> bool:
-        """Wait until a share has ended or become quiet; see `SchedulerPort.wait_news`.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            Whether `finished` may have news.
-        """
+        """Wait at most `timeout` seconds until a share has ended or become quiet; return whether `finished` may have
+        news. See `SchedulerPort.wait_news`."""
         return self._news.wait(arguments.seconds("timeout", timeout, zero=True))
 
     async def until_news(self, timeout: float) -> bool:
@@ -356,10 +321,8 @@ class WorkerPort(Closing):
             return sum(not read.ended for read in self._reads.values())
 
     def prepare(self, timeout: float = 0.0) -> None:
-        """Make the reading agents now, before or after `announce`; see `Cache.prepare`.
-
-        Args:
-            timeout: seconds to wait until the agents are made; 0: return at once.
+        """Make the reading agents now, before or after `announce`; see `Cache.prepare`. Waits at most `timeout` seconds
+        until they are made.
 
         Raises:
             WrongState: no memory is registered.
@@ -382,12 +345,9 @@ class WorkerPort(Closing):
         elif self._local is not None:
             self._local.close(CLOSE_TIMEOUT)
 
-    def _unregistered(self) -> WrongState:
-        return WrongState(
-            f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
-            engine_id=self.spec.engine_id,
-            rank=self.rank,
-        )
+    def _wrong_state(self, problem: str = "has no memory yet: call WorkerPort.register first") -> WrongState:
+        engine_id, rank = self.spec.engine_id, self.rank
+        return WrongState(f"rank {rank} of engine {engine_id!r} {problem}", engine_id=engine_id, rank=rank)
 
     def _pass_on(self, read_id: str) -> None:
         """Pass on the next steps of a read that was started. Called with the lock held."""
@@ -411,7 +371,7 @@ class WorkerPort(Closing):
             self._remember(read_id, refused=True)
         message = f"read {read_id} was cancelled, and rank {self.rank} has no share of it"
         cancelled = TransferCancelled.__name__
-        self._failed[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
+        self._ends[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
         self._news.tell()
 
     def _remember(self, read_id: str, *, refused: bool) -> None:
@@ -423,23 +383,18 @@ class WorkerPort(Closing):
 
     def _share_ended(self, read: RankRead) -> None:
         order, error = read.order, read.error
-        end = RankEnd(
-            read_id=order.read_id,
-            request_id=order.request_id,
-            ok=error is None,
-            quiet=read.quiet,
-            bytes=read.bytes,
-            work=read.work,
-            lost={}
-            if error is None
-            else {name: tuple(blocks.ids.tolist()) for name, blocks in order.wanted.blocks.items()},
-            error_name="" if error is None else type(error).__name__,
-            message="" if error is None else error.message,
-            values={} if error is None else dict(error.values),
-            retry_after=None if error is None else error.retry_after,
-        )
+        end = RankEnd(order.read_id, order.request_id, error is None, read.quiet, read.bytes, work=read.work)
+        if error is not None:
+            end = replace(
+                end,
+                lost={name: tuple(blocks.ids.tolist()) for name, blocks in order.wanted.blocks.items()},
+                error_name=type(error).__name__,
+                message=error.message,
+                values=dict(error.values),
+                retry_after=error.retry_after,
+            )
         with self._lock:
-            (self._ended if error is None else self._failed)[order.read_id] = end
+            self._ends[order.read_id] = end
             self._news.tell()
 
     def _share_quiesced(self, read: RankRead) -> None:

@@ -13,15 +13,15 @@ import grpc
 from kvferry import _arguments as arguments
 from kvferry._client import MAX_READS, Client
 from kvferry._forks import Closing
+from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
-from kvferry._network import FABRICS, Network, add_fabric, remove_fabric
+from kvferry._network import FABRICS, Network, fabrics
 from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsContent
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.planner.path_choice import Costs
-from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.testing._channel import InProcessCall, InProcessChannel
 from kvferry.testing._held import HeldReads
 from kvferry.testing._home import InProcessHome
@@ -86,7 +86,7 @@ class Fabric(Closing):
         self._loops = [self._loop]
         """The loops of the home and the clients."""
         self.start_home()
-        add_fabric(self.address, self._join)
+        fabrics[self.address] = self._join
 
     def client(
         self,
@@ -236,7 +236,7 @@ class Fabric(Closing):
                 return
             self._closed = True
             clients = tuple(self._clients)
-        remove_fabric(self.address)
+        fabrics.pop(self.address, None)
         self._wire.release(None)
         for client in clients:
             client.close()

@@ -84,7 +84,7 @@ class InProcessHome:
             task.cancel()
         await asyncio.wait(tasks)
         # A closed fabric leaves no thread.
-        self._worker.close(wait=True)
+        self._worker.join()
 
     async def _answer(self, call: IncomingCall) -> None:
         handler = await self._guard.intercept_service(

@@ -19,16 +19,9 @@ TAKING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Bounds, in seconds, of how long calls take."""
 
 OK = "OK"
-
-INTERNAL = "INTERNAL"
-"""The reason of a call that failed because of a bug."""
-
-LEFT = "CANCELLED"
-"""The result of a call whose client has left."""
-
-ABORTED = "ABORTED"
-"""The result of a call that its handler aborted without a reason, as those of health and reflection do."""
-
+INTERNAL = "INTERNAL"  # The reason of a call that failed because of a bug
+LEFT = "CANCELLED"  # The result of a call whose client has left
+ABORTED = "ABORTED"  # Of a call that its handler aborted without a reason, as those of health and reflection do
 
 _refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
 """The result of the current call if it gets no answer."""

@@ -245,7 +245,7 @@ class NodeCollector(Collector):
             return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Family]:
-        """Return nothing: otherwise the registration would collect, before the node server has started."""
+        # Otherwise the registration would collect, before the node server has started.
         return iter(())
 
     def collect(self) -> Iterator[Family]:

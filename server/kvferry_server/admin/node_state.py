@@ -17,8 +17,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
-LATE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Bounds, in seconds, of how late timers are."""
+LATE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Bounds, in seconds, of how late timers are
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +41,8 @@ class ShownCertificates(Protocol):
     """TLS handshakes that have begun."""
 
     @property
-    def expiry(self) -> float:
-        """When the server's certificate ends."""
+    def expiry(self) -> float | None:
+        """When the server's certificate ends; None: unknown."""
 
     @property
     def authorities_expiry(self) -> float | None:

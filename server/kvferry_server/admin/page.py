@@ -17,8 +17,7 @@ from kvferry_server.admin.status import Row
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 
-MAX_PAIRS = 8
-"""Pairs of engines with a link to their plan."""
+MAX_PAIRS = 8  # Pairs of engines with a link to their plan
 
 WIDTH = 960
 NAMES = 260

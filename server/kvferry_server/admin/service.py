@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.resources import files
 from urllib.parse import parse_qsl
@@ -25,6 +24,7 @@ from kvferry_server.admin import page, status
 from kvferry_server.admin.limits import MAX_PICTURE_CELLS, METRICS_KEPT, PAGE_SHARE, PICTURE_SECONDS
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState
+from kvferry_server.servicers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,7 @@ HEADERS = {
 """Headers of every answer. Pages load nothing from other hosts and run only their own script, and no other site may
 show or read them."""
 
-ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}
-"""Names in the header Host that mean this host."""
-
+ADDRESSES = {"localhost", "localhost.localdomain", "ip6-localhost"}  # Names in the header Host that mean this host
 _HOST = re.compile(r"(\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?", re.ASCII)
 
 Answer = tuple[int, str, bytes]
@@ -65,7 +63,8 @@ class AdminService:
         self._node = node
         self._local = local
         self._collector = NodeCollector(node)
-        self._drawer = ThreadPoolExecutor(1, "kvferry-picture")
+        # Not the worker of geometries, which handshakes wait for.
+        self._drawer = Worker()
         self._drawing = False
         self._metrics: tuple[float, bytes] = (float("-inf"), b"")
         self._scraping: asyncio.Task[None] | None = None
@@ -77,8 +76,7 @@ class AdminService:
             "/page.js": ("text/javascript; charset=utf-8", static.joinpath("page.js").read_bytes()),
         }
         self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
-            "/": self._in_turn(self._front),
-            "/ui": self._in_turn(self._front),
+            **dict.fromkeys(("/", "/ui"), self._in_turn(lambda query: _page(page.front(node, query)))),
             "/metrics": self._scrape,
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
@@ -93,8 +91,7 @@ class AdminService:
         }
 
     def close(self) -> None:
-        """Let the drawing thread end after its current picture, and cancel a running measurement."""
-        self._drawer.shutdown(wait=False)
+        """Cancel a running measurement."""
         if self._scraping is not None:
             self._scraping.cancel()
 
@@ -166,9 +163,6 @@ class AdminService:
         state = status.overview(self._node)
         return _json(state) if query.get("format") == "json" else _page(page.state_page(state))
 
-    def _front(self, query: Query) -> Answer:
-        return _page(page.front(self._node, query))
-
     def _engine(self, query: Query) -> Answer:
         first = int(query.get("first", "0"))
         if first < 0:
@@ -177,13 +171,7 @@ class AdminService:
             return _page(page.engine_page(self._node.home.engines.find_live(query.get("engine_id", "")), first))
 
     async def _picture(self, query: Query) -> Answer:
-        """Draw how one engine would read from another.
-
-        Raises:
-            LimitReached: another picture is being drawn.
-            InvalidField: the engines have too many ranks for a picture.
-            KvferryError: an engine is unknown or incomplete, or cannot read from the other.
-        """
+        """Draw how one engine would read from another. Raises `LimitReached` while another picture is being drawn."""
         if self._drawing:
             raise LimitReached("pictures: one is being drawn", retry_after=1.0, limit="pictures", value=1)
         self._drawing = True
@@ -193,8 +181,8 @@ class AdminService:
             if cells > MAX_PICTURE_CELLS:
                 problem = f"at most {MAX_PICTURE_CELLS} pairs of ranks; `kvferry plan` draws more"
                 raise InvalidField("destination", f"{cells} pairs of ranks", problem)
-            # One thread, so that clients that ask and leave do not have two pictures drawn at once.
-            drawn = await asyncio.get_running_loop().run_in_executor(self._drawer, _drawn, source, destination)
+            # Clients that ask and leave do not have two pictures drawn at once: the worker has one thread.
+            drawn = await self._drawer.run("", 0, partial(_drawn, source, destination))
             return 200, SVG, drawn.encode()
         finally:
             self._drawing = False

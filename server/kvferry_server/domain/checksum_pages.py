@@ -142,13 +142,8 @@ def answers(query: ChecksumQuery, pages: Iterable[ChecksumPage]) -> Iterator[Che
 
 
 def check_indexes(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:
-    """Check that the blocks of a page of checksums were published. `complete`: no further steps of the publication will
-    arrive.
-
-    Raises:
-        InvalidField: a block was not published.
-        HomeRecovering: a block was not published so far; a step may still arrive.
-    """
+    """Raise `InvalidField` if a block of a page of checksums was not published, or `HomeRecovering` while its step may
+    still arrive: the publication is not `complete`."""
     extent = extents.get(group.name)
     first = end = 0
     if extent is not None and group.kind is GroupKind.STATE:

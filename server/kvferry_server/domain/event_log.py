@@ -17,11 +17,8 @@ from kvferry_server.domain.identity import EngineRef
 
 FIELDS = "kvferry_fields"  # The attribute of a log record that has an event's name and fields
 
-WINDOW = 10.0
-"""Seconds in which an event is written at most `MOST_IN_WINDOW` times; the next one written has the number left out."""
-
-MOST_IN_WINDOW = 20
-
+# In so many seconds an event is written at most so many times; the next one written has the number left out.
+WINDOW, MOST_IN_WINDOW = 10.0, 20
 MAX_KEYS = 1024  # Kinds of events that are told apart. This code names far fewer.
 
 NAMING = frozenset(

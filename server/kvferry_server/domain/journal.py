@@ -24,14 +24,10 @@ from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
 
 LAST_READS = 100  # Ended reads that are kept, even after their records are forgotten
 
+# Bounds of the histograms of leases and pins, in seconds.
 LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Bounds of the histograms of leases and pins, in seconds."""
-
 LOCAL = "unix"  # The peer, in events, of callers on the UNIX socket, which cannot be told apart
-
-EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})
-"""Normal outcomes of publications."""
-
+EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})  # Normal, of publications
 EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # Normal ends of leases
 
 
@@ -228,8 +224,8 @@ class Journal:
 
 
 def _publication_fields(publication: PublicationRecord) -> dict[str, object]:
-    named = {"publication": publication.number, "request_id": publication.request_id or None}
-    return {**engine_fields(publication.source), **named}
+    request_id = publication.request_id or None
+    return {**engine_fields(publication.source), "publication": publication.number, "request_id": request_id}
 
 
 def _reader_fields(reader: EngineRef) -> dict[str, object]:

@@ -84,9 +84,8 @@ class Lessor:
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: repeat the call later.
         """
-        engine, now = self._records.begin(request.read.source)
+        engine, publication, now = self._records.begin_with(request.read.source, request.read.publication)
         engine.check_key(request.read.publication, request.key)
-        publication = self._records.publication(engine, request.read.publication, now)
         lease = self._records.lease_of_read(request.read, now)
         if lease is not None:
             lease.check_replay(request)
@@ -114,14 +113,9 @@ class Lessor:
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
-        """Extend a lease to a ttl from now, within its limits. Never shortens or revives a lease.
-
-        Raises:
-            LeaseEnded: this home has no record of the lease.
-            WrongIdentity: another caller acquired the lease.
-        """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        lease = self._lease(lease_id, reader, names, now)
+        """Extend a lease to a ttl from now, within its limits. Never shortens or revives a lease. Raises `LeaseEnded`
+        if this home has no record of it, `WrongIdentity` if another caller acquired it."""
+        lease, now = self._lease(lease_id, reader, names)
         if lease is None:
             self._records.journal.renewed(None, reader)
             raise _unknown()
@@ -138,14 +132,9 @@ class Lessor:
         return lease
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
-        """Return the publication of a live lease.
-
-        Raises:
-            LeaseEnded: there is no such lease, or it has ended.
-            WrongIdentity: another caller acquired the lease.
-        """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        lease = self._lease(lease_id, reader, names, now)
+        """Return the publication of a live lease. Raises `LeaseEnded` if the lease is not live, `WrongIdentity` if
+        another caller acquired it."""
+        lease, _ = self._lease(lease_id, reader, names)
         if lease is None:
             raise _unknown()
         if not lease.live:
@@ -164,8 +153,7 @@ class Lessor:
             PartiesMismatch: more distinct ranks have reported than the read has participants.
             WrongIdentity: another caller acquired the lease.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        lease = self._lease(lease_id, reader, names, now)
+        lease, now = self._lease(lease_id, reader, names)
         if lease is None:
             verdict = Verdict.EXPIRED if self._records.knows_all_live(now) else Verdict.UNKNOWN
             self._records.journal.reported(verdict, reader, None)
@@ -216,8 +204,7 @@ class Lessor:
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
         """End a lease at once, for a reader that gives up (PROTOCOL, Leases 7). Idempotent. Raises `WrongIdentity` if
         another caller acquired the lease."""
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
-        lease = self._lease(lease_id, reader, names, now)
+        lease, now = self._lease(lease_id, reader, names)
         if lease is not None and lease.live:
             self._records.end_lease(lease, LeaseState.CANCELLED, now)
 
@@ -235,15 +222,10 @@ class Lessor:
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
         """End a publication that will not be read: it is released at once, or when its last live lease ends. A decline
-        before the publication arrives is remembered for `max_wait` seconds. Idempotent.
-
-        Raises:
-            WrongKey: the key is not that of the publication.
-            LimitReached: too many publications of the engine were declined before they arrived.
-        """
-        engine, now = self._records.begin(source)
+        before the publication arrives is remembered for `max_wait` seconds. Idempotent. Raises `WrongKey`, and
+        `LimitReached` if too many publications of the engine were declined before they arrived."""
+        engine, publication, now = self._records.begin_with(source, number)
         engine.check_key(number, key)
-        publication = self._records.publication(engine, number, now)
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
             self._records.end(publication, PublicationOutcome.DECLINED, now)
             return
@@ -292,13 +274,15 @@ class Lessor:
             self._records.revoke(publication, RevokeReason.FINAL_DEADLINE)
         return live
 
-    def _lease(self, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
-        """Return a lease of this reader; None: no record. Raises `WrongIdentity`."""
+    def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
+        """Act on what is due; return a lease of this reader (None: no record) and the present. Raises
+        `WrongIdentity`."""
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._records.lease(lease_id, now)
         if lease is None or lease.request.read.reader != reader:
-            return None
+            return None, now
         lease.check_names(names)
-        return lease
+        return lease, now
 
     def _check_room(
         self, engine: EnginePublications, publication: PublicationRecord | None, request: LeaseRequest

@@ -38,33 +38,19 @@ class Limits:
     watch_queue: int = 1024  # Events that a Watch may fall behind before its answer is `lagged`
 
 
+# Leases, and publications, that one pass of the timers ends: 100,000 may be due, and the event loop waits for a pass.
 MAX_ENDED_AT_ONCE = 256
-"""Leases, and publications, that one pass of the timers ends. A hundred thousand may be due at once, and the event loop
-waits for a pass."""
-
-MAX_PAST_ROUTER_KEYS = 4096
-"""Router keys of one engine that are remembered after their publications; beyond, the oldest are forgotten."""
-
+MAX_PAST_ROUTER_KEYS = 4096  # Router keys of one engine kept after their publications; the oldest are forgotten first
 MAX_SKIPPED = 1024  # Publication numbers below an engine's high-water mark that may still arrive
 MAX_PAYLOAD = 64 * 1024  # Bytes of a publication's payload
-
-MAX_REGION_CHECKS = 1 << 22
-"""Planes times regions of one rank. It bounds how long a node server works on one registration."""
-
+MAX_REGION_CHECKS = 1 << 22  # Planes times regions of one rank: bounds the work on one registration
 MAX_CHECKSUM_PAGES = 256  # Checksum pages of one plane of a publication: each new page is compared with all of them
 CHECKSUM_BATCH = 1 << 14  # Block positions that a new checksum page is compared with in one step
 MAX_NAMED_RANKS = 64  # Missing ranks that an answer or error lists; the rest are counted
 MAX_NAMED_NODES = 16  # Node servers of missing ranks that an error lists
-
-MAX_NOTED_READERS = 1024
-"""Digests of geometries found compatible with an engine's; beyond, all are forgotten and compared again."""
-
-RANK_PAGE_BYTES = 1 << 20
-"""Bytes of ranks in one Handshake message. Far below the message limit, so that sending a message takes little time."""
-
-MAX_RANK_BYTES = 7 << 19
-"""Encoded bytes of one rank and its agent, 3.5 MiB: with `MAX_HEADER_BYTES` they fit one message."""
-
+MAX_NOTED_READERS = 1024  # Digests of geometries found compatible with an engine's; beyond, all are compared again
+RANK_PAGE_BYTES = 1 << 20  # Bytes of ranks in one Handshake message; small, so that sending a message takes little time
+MAX_RANK_BYTES = 7 << 19  # Encoded bytes of one rank and its agent: with `MAX_HEADER_BYTES` they fit one message
 MAX_HEADER_BYTES = 1 << 18  # Encoded bytes of an engine without its ranks
 CALLER_FLOOR_BYTES = 64 << 10  # Bytes of unsent answers that every caller gets. Most answers are far smaller.
 

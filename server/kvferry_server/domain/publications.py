@@ -213,13 +213,8 @@ class Lease:
             raise WrongIdentity(f"{self} was acquired under another certificate", lease_number=self.number)
 
     def check_replay(self, request: LeaseRequest) -> None:
-        """Check a further lease request of this read.
-
-        Raises:
-            WrongIdentity: the request comes from another caller.
-            PartiesMismatch: the request states another number of participants.
-            LeaseEnded: the read has ended.
-        """
+        """Check a further lease request of this read. Raises `WrongIdentity` for another caller, `PartiesMismatch` for
+        another number of participants, and `LeaseEnded` if the read has ended."""
         self.check_names(request.names)
         if request.parties != self.request.parties:
             raise self._mismatch(f"not {request.parties}", request.parties)

@@ -47,20 +47,13 @@ class Records:
     """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
-    however late the home's timer is. `memory` and `journal` are those of the home; None: new ones.
+    however late the home's timer is. The home's other parts share `memory` and `journal`.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        times: Times,
-        limits: Limits,
-        memory: MemoryBudget | None = None,
-        journal: Journal | None = None,
-    ) -> None:
+    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
         self.times, self.limits = times, limits
-        self.memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
-        self.journal = journal or Journal(clock)
+        self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
+        self.journal = Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
         # The live leases, and the ended ones whose outcome is kept. The duration of a look-up by lease_id reveals
         # nothing about other ids: a dictionary compares a keyed hash of the whole id first.
@@ -116,6 +109,11 @@ class Records:
         """Act on what is due; return an engine's publications and the present. Raises `EngineUnknown`."""
         now = self.advance(MAX_ENDED_AT_ONCE)
         return self.of_engine(source), now
+
+    def begin_with(self, source: EngineRef, number: int) -> tuple[EnginePublications, PublicationRecord | None, float]:
+        """Return, beside what `begin` does, the engine's publication of this number, as `publication` does."""
+        engine, now = self.begin(source)
+        return engine, self.publication(engine, number, now), now
 
     def of_engine(self, source: EngineRef) -> EnginePublications:
         """Return the publications of an engine; raises `EngineUnknown`."""

@@ -6,9 +6,8 @@ import dataclasses
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvferry._wire.version import OURS, Version
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
@@ -20,8 +19,6 @@ from kvferry_server.domain.limits import MAX_REGION_CHECKS
 
 PLANE_BYTES = 512  # Bytes that a plane or group takes in memory beside its names, estimated
 REGISTRATION_BYTES = 4096  # Bytes that a registration takes beside planes, groups, identity and agent; estimated
-
-Compared = TypeVar("Compared", Group, Plane, "Agent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +118,7 @@ def engine_difference(one: Registration, other: Registration) -> str:
             return f"identity[{key}]"
     if len(one.groups) != len(other.groups):
         return "groups"
-    pairs = zip(one.groups, other.groups, strict=True)
-    return next((f"groups[{mine.name}].{name}" for mine, theirs in pairs for name in _differing(mine, theirs)), "")
+    return _first_differing("groups", one.groups, other.groups)
 
 
 def check_same(registration: Registration, difference: str) -> None:
@@ -138,8 +134,7 @@ def _rank_difference(one: RankGeometry, other: RankGeometry) -> str:
         return "rank.labels"
     if [plane.name for plane in one.planes] != [plane.name for plane in other.planes]:
         return "rank.planes"
-    pairs = zip(one.planes, other.planes, strict=True)
-    return next((f"rank.planes[{mine.name}].{name}" for mine, theirs in pairs for name in _differing(mine, theirs)), "")
+    return _first_differing("rank.planes", one.planes, other.planes)
 
 
 def _agent_difference(one: Registration, other: Registration) -> str:
@@ -148,7 +143,12 @@ def _agent_difference(one: Registration, other: Registration) -> str:
     return next((f"agent.{name}" for name in _differing(one.agent, other.agent)), "")
 
 
-def _differing(mine: Compared, theirs: Compared) -> Iterator[str]:
+def _first_differing(where: str, mine: Sequence[Group | Plane], theirs: Sequence[Group | Plane]) -> str:
+    pairs = zip(mine, theirs, strict=True)
+    return next((f"{where}[{one.name}].{name}" for one, other in pairs for name in _differing(one, other)), "")
+
+
+def _differing(mine: Group | Plane | Agent, theirs: Group | Plane | Agent) -> Iterator[str]:
     """Yield the names of the fields in which two values differ."""
     names = (field.name for field in dataclasses.fields(mine))
     return (name for name in names if getattr(mine, name) != getattr(theirs, name))

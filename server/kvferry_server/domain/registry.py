@@ -183,13 +183,8 @@ class Registry:
         return any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id))
 
     def check_session(self, ref: EngineRef, secret: bytes) -> Engine:
-        """Return the engine in whose name a call is made.
-
-        Raises:
-            WrongSession: the secret is not that of the engine's session.
-            EngineIncomplete: the engine counts as dead; it must open its Watch first.
-            PeerRestarted, EngineUnknown, HomeRecovering: see `find`.
-        """
+        """Return the engine in whose name a call is made. Raises `WrongSession` for another secret, `EngineIncomplete`
+        if the engine counts as dead and must open its Watch first, and as `find`."""
         check_secret(ref, secret)
         engine = self.find(ref)
         if engine.dead:
@@ -200,14 +195,9 @@ class Registry:
     # Watches and registrations of an engine's processes.
 
     def open_engine(self, ref: EngineRef, secret: bytes, host: str = "") -> Engine:
-        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown).
-
-        Raises:
-            WrongSession: the secret is not that of the incarnation.
-            EngineIdInUse: another incarnation is alive or may still come back.
-            PeerRestarted: this incarnation was replaced.
-            LimitReached: there are too many engines.
-        """
+        """Open the scheduler's Watch of an incarnation, new or known, which comes from a host (empty: unknown). Raises
+        `WrongSession`, `EngineIdInUse` if another incarnation is alive or may still come back, `PeerRestarted` if this
+        one was replaced, and `LimitReached` if there are too many engines."""
         now = self.advance()
         check_secret(ref, secret)
         if self._is_retired(ref):
@@ -271,12 +261,7 @@ class Registry:
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
         """Open the Watch of a rank's process, relayed by a node server at the address `node`; empty: a process of the
-        home's own node.
-
-        Raises:
-            InvalidField: the engine has no such rank.
-            KvferryError: all that `check_session` raises.
-        """
+        home's own node. Raises `InvalidField` if the engine has no such rank, and as `check_session`."""
         self.advance()
         engine = self.check_session(ref, secret)
         most = engine.num_ranks or self._limits.ranks

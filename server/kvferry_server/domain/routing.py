@@ -84,11 +84,8 @@ class Routing:
         """End a publication that will not be read, as `Lessor.decline` does. If it has not arrived, the reads that wait
         for it end, and the decline is remembered for `max_wait` seconds. Idempotent.
 
-        With `not_published`, readers get the reason that the source's client has given the publication up.
-
-        Raises:
-            WrongKey: the publication of this name has another key.
-            LimitReached: this caller has declined too many publications of the engine before they arrived.
+        With `not_published`, readers get the reason that the source's client has given the publication up. Raises
+        `WrongKey`, and `LimitReached` if this caller has declined too many publications before they arrived.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         full: LimitReached | None = None

@@ -106,8 +106,7 @@ class Sources:
             RouterKeyUsed: another publication has its router key.
             ServerDraining: this would be a new publication, and the home is draining.
         """
-        engine, now = self._records.begin(source)
-        publication = self._records.publication(engine, step.number, now)
+        engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_may_arrive(step.number, now - self._times.max_ttl)
         elif step.index < publication.step_count:
@@ -134,8 +133,7 @@ class Sources:
         until the release event. With `not_published`, readers get the reason that the source's client has given the
         publication up. Raises `LimitReached` if the engine has too many publications.
         """
-        engine, now = self._records.begin(source)
-        publication = self._records.publication(engine, number, now)
+        engine, publication, now = self._records.begin_with(source, number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             try:
                 engine.check_may_arrive(number, now - self._times.max_ttl)
@@ -152,8 +150,7 @@ class Sources:
     def withdraw(self, source: EngineRef, number: int) -> PublicationRecord:
         """Abort a publication for an operator, as `abort` does for its source. Idempotent. Raises `PublicationStale` if
         the publication has not arrived, or was forgotten."""
-        engine, now = self._records.begin(source)
-        publication = self._records.publication(engine, number, now)
+        _, publication, now = self._records.begin_with(source, number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             problem = f"this home has no publication {number} of {source}: it has not come, or its release is settled"
             raise PublicationStale(problem, engine_id=source.engine_id, publication=number)
@@ -178,8 +175,7 @@ class Sources:
             PublicationStale, PublicationReleased: there is no publication with this number any more.
             HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
         """
-        engine, now = self._records.begin(source)
-        publication = self._records.publication(engine, number, now)
+        engine, publication, now = self._records.begin_with(source, number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_recovered()
             engine.check_may_arrive(number, now - self._times.max_ttl)
@@ -190,13 +186,8 @@ class Sources:
         return publication
 
     def add_checksums(self, source: EngineRef, number: int, page: ChecksumPage) -> None:
-        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent.
-
-        Raises:
-            InvalidField: the page contradicts another page.
-            LimitReached: the engine has too many checksums.
-            KvferryError: all that `unreleased` raises.
-        """
+        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent. Raises
+        `InvalidField` if the page contradicts another, `LimitReached`, and as `unreleased`."""
         checksums, engine = self.unreleased(source, number).checksums, self._records.of_engine(source)
         if checksums.has(page):
             return

@@ -16,12 +16,10 @@ from contextlib import AbstractContextManager
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2
-from kvferry_server.domain.budgets import MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
@@ -36,12 +34,8 @@ from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.home.wakeups import Waker, Wakeups
 
 EVENT_BYTES = 160  # Bytes of an event that is kept or waits to be sent, estimated
-
-FEED_BYTES = 2048
-"""Bytes of a process's feed beside its events, estimated. A rank's feed has hardly any events."""
-
-SHORTEST_SLEEP = 0.001
-"""Shortest sleep of the loop, in seconds, so that a timer that fires a little early does not make it spin."""
+FEED_BYTES = 2048  # Bytes of a process's feed beside its events, estimated. A rank's feed has hardly any events.
+SHORTEST_SLEEP = 0.001  # Of the loop, in seconds: it must not spin when a timer fires a little early
 
 
 class Home(AbstractContextManager[float]):
@@ -52,11 +46,10 @@ class Home(AbstractContextManager[float]):
         self.clock, self.times, self.limits = clock, times, limits or Limits()
         self.advertise = advertise
         self.epoch = secrets.token_bytes(16)  # Random per start
-        self.memory = MemoryBudget(self.limits.memory, self.limits.engine_memory, times.renew_every)
-        self.journal = Journal(clock)
         # To be used within a `turn`.
+        self.records = Records(clock, times, self.limits)
+        self.memory, self.journal = self.records.memory, self.records.journal
         self.engines = Registry(clock, times, self.limits, self.memory, self.journal)
-        self.records = Records(clock, times, self.limits, self.memory, self.journal)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records)
@@ -131,12 +124,8 @@ class Home(AbstractContextManager[float]):
             raise ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
     def open_watch(self, process: Process, secret: bytes, host: str = "") -> Feed:
-        """Open a process's Watch, within a turn. Returns its feed.
-
-        Raises:
-            LimitReached: the engine takes too much memory.
-            KvferryError: all that `Registry.open_engine` and `Registry.open_rank` raise.
-        """
+        """Open a process's Watch, within a turn. Returns its feed. Raises `LimitReached` if the engine takes too much
+        memory, and as `Registry.open_engine` and `Registry.open_rank`."""
         is_scheduler = process.role is Role.SCHEDULER
         size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
         if process not in self._feeds:

@@ -40,21 +40,20 @@ async def watch(
         resumed = resumed and not home.need_resync(process)
     try:
         yield pb.WatchOpened(resumed=resumed)
-        if not resumed:
-            sent = feed.sequence
-            async with aclosing(_full_state(home, feed, number)) as messages:
-                async for message in messages:
-                    yield message
+        needs_state = not resumed
         with home.wakeups.watching(feed) as waker:
             while True:
                 waker.clear()
-                dropped = feed.dropped_after(sent)
-                if dropped:
+                if not needs_state and (dropped := feed.dropped_after(sent)):
                     yield pb.WatchLagged(dropped=dropped)
-                    sent = feed.sequence
+                    needs_state = True
+                if needs_state:
+                    sent, needs_state = feed.sequence, False
                     async with aclosing(_full_state(home, feed, number)) as messages:
                         async for message in messages:
                             yield message
+                    # Events that happened meanwhile may have been dropped.
+                    continue
                 for numbered in feed.after(sent):
                     _check_current(feed, number)
                     sent = numbered.sequence

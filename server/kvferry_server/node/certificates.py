@@ -1,8 +1,7 @@
 """The certificates of a node server, which are replaced while the server runs.
 
 The files are read again when they change, and on demand. New connections get the new certificate and are checked
-against the new authorities; open connections stay as they are. Files that do not fit each other, as while an operator
-writes them, change nothing.
+against the new authorities; open connections stay as they are.
 """
 
 from __future__ import annotations
@@ -18,89 +17,62 @@ from typing import cast
 import grpc
 from cryptography import x509
 
-from kvferry._wire.channel import TlsConfig, TlsContent, read_tls, server_certificates, tls_stamp
-from kvferry._wire.expiry import ExpiryNotice, Validity, authorities_validity, date
+from kvferry._wire.channel import TlsConfig, TlsContent, server_certificates
+from kvferry._wire.expiry import Validity, date
+from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
 from kvferry_server.node.times import CERTIFICATE_POLL
 
 logger = logging.getLogger(__name__)
 
 
-class Certificates:
+class Certificates(TlsFiles):
     """The TLS files of a node server; `handshakes` counts the TLS handshakes that have begun, over all listeners.
     `wall_clock` returns seconds since 1970. Raises `InvalidField` if the files cannot be used. Thread-safe."""
 
+    POLL = CERTIFICATE_POLL
+
     def __init__(self, tls: TlsConfig, wall_clock: Callable[[], float] = time.time) -> None:
-        self._tls = tls
-        self._wall_clock = wall_clock
+        super().__init__(tls, wall_clock)
+        # Otherwise a reading that began earlier could put back older contents.
         self._reading = threading.Lock()
-        self._stamp: tuple[object, ...] | None = tls_stamp(tls)
-        self._problem = ""
         self._begun = itertools.count()
         self.handshakes = 0
-        content = read_tls(tls)
-        self._current = content, server_certificates(content)
-        self._watch_expiry(validity(content, tls))
+        self._read()
 
-    @property
     def content(self) -> TlsContent:
-        """The last usable content of the files."""
-        return self._current[0]
-
-    @property
-    def expiry(self) -> float:
-        """When the first certificate of the chain expires, in seconds since 1970."""
-        return self._own.validity.end
-
-    @property
-    def authorities_expiry(self) -> float | None:
-        """When the first authority of client certificates expires, in seconds since 1970; None: clients are not asked
-        for a certificate."""
-        return None if self._authorities is None else self._authorities.validity.end
+        """Return the last usable contents of the files. Only `run` and `refresh` read them again."""
+        return self._content or self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return credentials that follow the files. Each gRPC server needs its own."""
-        shown = self._current
+        shown = self.content()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             # gRPC calls this on one of its threads, for each connection.
             nonlocal shown
             self.handshakes = next(self._begun) + 1
-            current = self._current
+            current = self.content()
             if current is shown:
                 return None
             shown = current
-            return current[1]
+            return server_certificates(current)
 
         # None means no change, but the type stubs do not allow it.
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newer)
         mutual = self._tls.ca is not None
-        return grpc.dynamic_ssl_server_credentials(shown[1], fetch, require_client_authentication=mutual)
+        return grpc.dynamic_ssl_server_credentials(
+            server_certificates(shown), fetch, require_client_authentication=mutual
+        )
 
     def refresh(self) -> bool:
         """Read the files again. If they cannot be used, keep the current certificate, log why, and return False. Blocks
         while reading."""
         with self._reading:
-            stamp, self._stamp = tls_stamp(self._tls), None
-            try:
-                content = read_tls(self._tls)
-                valid = validity(content, self._tls)
-                # Clients would refuse a new certificate that is not valid now, but still accept the current one. The
-                # files are tried again.
-                if self._own.validity.start <= self._wall_clock() < self.expiry:
-                    check_in_time(self._tls, valid, self._wall_clock())
-            except InvalidField as error:
-                if error.message != self._problem:
-                    logger.error("the certificate stays as it was: %s", error.message)
-                self._problem = error.message
-                return False
-            # Only now: unusable files are tried again without a change, since becoming readable does not change a file.
-            self._stamp, self._problem = stamp, ""
-            if content != self.content:
-                self._current = content, server_certificates(content)
-                self._watch_expiry(valid)
-                logger.info("new certificate from %s, valid until %s", self._tls.cert, date(valid.end))
-            return True
+            before = self.content()
+            if self._read() is not before and self.expiry is not None:
+                logger.info("new certificate from %s, valid until %s", self._tls.cert, date(self.expiry))
+            return not self._problem
 
     async def run(self) -> None:
         """Follow the files, and warn before the certificate expires, until cancelled."""
@@ -113,33 +85,17 @@ class Certificates:
                 # Go on whatever the files hold: later files are still to be read.
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
 
-    def warn(self) -> None:
-        """Warn when the certificate or an authority is about to expire, again whenever half of the remaining time has
-        passed, and once when it has expired."""
-        then = "put a new certificate and key in place: they are read without a restart"
-        self._warn_of(self._own, f"the certificate in {self._tls.cert}", then)
-        if self._authorities is not None:
-            what = f"the authority {self._authorities.validity.subject!r} in {self._tls.ca}"
-            then = "clients whose certificates it has signed are refused from then on; put its successor beside it"
-            self._warn_of(self._authorities, what, then)
-
-    def _warn_of(self, notice: ExpiryNotice, what: str, then: str) -> None:
-        wall = self._wall_clock()
-        if not notice.due(wall):
-            return
-        if notice.expired(wall):
-            logger.error("%s expired on %s: %s", what, notice.date(), then)
-        else:
-            logger.warning("%s expires on %s: %s", what, notice.date(), then)
-
     def _follow(self) -> None:
-        if tls_stamp(self._tls) != self._stamp:
+        if self._changed():
             self.refresh()
 
-    def _watch_expiry(self, valid: Validity) -> None:
-        self._own = ExpiryNotice(valid, CERTIFICATE_POLL)
-        above = None if self.content.ca is None else authorities_validity(self.content.ca)
-        self._authorities = ExpiryNotice(above, CERTIFICATE_POLL) if above is not None else None
+    def _validity(self, content: TlsContent) -> Validity:
+        valid, wall = validity(content, self._tls), self._wall_clock()
+        # Clients would refuse a new certificate that is not valid now, but still accept the current one. The files are
+        # tried again.
+        if self._own is not None and self._own.validity.start <= wall < self._own.validity.end:
+            check_in_time(self._tls, valid, wall)
+        return valid
 
 
 def validity(content: TlsContent, tls: TlsConfig) -> Validity:

@@ -27,9 +27,7 @@ from kvferry_server.node.times import CONNECTION_POLL
 
 logger = logging.getLogger(__name__)
 
-OPEN_FILES = "/proc/self/fd"
-"""The directory that lists the open file descriptors of this process."""
-
+OPEN_FILES = "/proc/self/fd"  # Lists the open file descriptors of this process
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 

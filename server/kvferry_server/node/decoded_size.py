@@ -15,23 +15,12 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from kvferry_server.node.limits import DECODED_FACTOR, DECODED_SPARE, MAX_FIELDS
 
-MESSAGE_BYTES = 24
-"""Of a message without its fields."""
-
-ENTRY_BYTES = 64
-"""Of a map entry without the content of its strings."""
-
-STRING_BYTES = 16
-"""Of a string or bytes without the content."""
-
-ALIGNED_BYTES = 8
-"""Of the shortest content of a string, and of any number or reference to a message."""
-
-UNKNOWN_BYTES = 24
-"""Of a field that the message's descriptor does not have."""
-
-WALK_STEPS = 1024
-"""Fields between two pauses of the walk: half a millisecond."""
+MESSAGE_BYTES = 24  # Of a message without its fields
+ENTRY_BYTES = 64  # Of a map entry without the content of its strings
+STRING_BYTES = 16  # Of a string or bytes without the content
+ALIGNED_BYTES = 8  # Of the shortest content of a string, and of any number or reference to a message
+UNKNOWN_BYTES = 24  # Of a field that the message's descriptor does not have
+WALK_STEPS = 1024  # Fields between two pauses of the walk: half a millisecond
 
 LONG_LIST = 4096
 """Bytes from which numpy counts the numbers of a list: millions in half a millisecond. For a short list numpy takes
@@ -45,8 +34,7 @@ _FIXED = frozenset(
     getattr(FieldDescriptor, f"TYPE_{name}")
     for name in ("FIXED32", "FIXED64", "SFIXED32", "SFIXED64", "FLOAT", "DOUBLE")
 )
-_CONTINUED = bytes(range(128, 256))
-"""All bytes that are not the last byte of a variable-length number."""
+_CONTINUED = bytes(range(128, 256))  # All that are not the last byte of a variable-length number
 
 
 class Shape:

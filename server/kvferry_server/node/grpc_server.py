@@ -9,7 +9,7 @@ Tasks here also accept the calls of registered methods. grpcio waits for the nex
 each call, and each time looks up the handler and runs the interceptors.
 
 Only this file uses private parts of grpcio. Versions 1.80 to 1.82 do not have the bug and need no workaround, but all
-their methods share one queue. `kvferry_server.node.serving` replaces a server that ends nevertheless.
+their methods share one queue. `kvferry_server.node.listen` replaces a server that ends nevertheless.
 """
 
 from __future__ import annotations

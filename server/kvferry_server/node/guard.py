@@ -43,8 +43,7 @@ WITHOUT_DEADLINE = frozenset({KV_TRANSFER + "Watch"})
 """Calls of KVTransfer that last as long as a process does; all others of KVTransfer need a deadline. Introspection
 never waits, and operators' tools (`buf curl`, `grpcurl`) send no deadline."""
 
-UNKNOWN_METHOD = "the called method"
-"""Stands in messages for the path of a call to an unknown method, which is never decoded."""
+UNKNOWN_METHOD = "the called method"  # Stands for the path of a call to an unknown method, which is never decoded
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Encode: TypeAlias = Callable[[Any], bytes]
 
@@ -314,5 +313,5 @@ def is_gone(error: Exception) -> bool:
 
 
 def _left() -> asyncio.CancelledError:
-    """Make the error for a client that has left: for any other, gRPC would log each such call."""
+    # For any other error gRPC would log each call whose client has left.
     return asyncio.CancelledError("the call has ended")

@@ -1,15 +1,18 @@
-"""Listeners: the TCP port and the UNIX socket of a node server, and the checks before it listens.
+"""Listeners: the TCP port and the UNIX socket of a node server, the gRPC servers on them, and the checks before.
 
 gRPC silently takes a UNIX socket's path from a running server, and fails on the file that a killed server left. So a
 path belongs to the process that holds the lock on ``<path>.lock``: a second server is refused, and a socket whose lock
 no process holds is a leftover, which is replaced. A server that stops removes both files.
 
 A second socket, which does not listen, reserves the port, so that no other process gets it while one gRPC server
-replaces another (`kvferry_server.node.serving`).
+replaces another. That happens when something in a gRPC server raises (see `kvferry_server.node.grpc_server`). The home
+keeps its state: the calls of the ended server fail, which clients treat as a lost connection, and the next server
+listens at the same address within a fraction of a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import ipaddress
@@ -29,6 +32,7 @@ from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.limits import PORT_TRIES
+from kvferry_server.node.times import RESTART_LOG_PAUSE, RESTART_PAUSE
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +254,74 @@ class TcpListener:
             reserving.bind((at[0], port, *at[2:]))
             port = reserving.getsockname()[1]
         return port
+
+
+class Serving:
+    """Serves one address until `stop`, which also closes the listener. `make` makes a gRPC server with all its
+    services, without an address. Belongs to one event loop."""
+
+    replacing: asyncio.Task[None] | None = None  # Ends only with `stop`, or by a bug
+
+    def __init__(self, listener: Listener, make: Callable[[], Server]) -> None:
+        self.listener = listener
+        self._make = make
+        self._server: Server | None = None
+        self._problems, self._logged = 0, float("-inf")
+
+    async def start(self) -> None:
+        """Start to serve; raises `CannotListen`."""
+        self._server = await self._started()
+        self.replacing = asyncio.create_task(self._replace(), name=f"kvferry-serving-{self.listener.address}")
+
+    @property
+    def is_serving(self) -> bool:
+        """False while a new gRPC server replaces another."""
+        return self._server is not None
+
+    async def stop(self, grace: float) -> None:
+        """Stop the server after at most `grace` seconds for calls in progress, and close the listener. May be called
+        again, to hurry an earlier call."""
+        if self.replacing is not None:
+            self.replacing.cancel()
+            await asyncio.wait([self.replacing])
+        if self._server is not None:
+            await self._server.stop(grace)
+        self.listener.close()
+
+    async def _started(self) -> Server:
+        server = self._make()
+        try:
+            self.listener.bind(server)
+            await server.start()
+        except BaseException:
+            # A server that has bound keeps the address, even if it has not started.
+            await server.stop(0)
+            raise
+        return server
+
+    async def _replace(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._server is not None:
+            began = loop.time()
+            why = await self._server.ended()
+            # After this the ended server does not keep the next one from listening.
+            await self._server.stop(0)
+            self._server = None
+            await asyncio.sleep(max(0.0, began + RESTART_PAUSE - loop.time()))
+            self._log(f"gRPC's server has ended ({why!r}); a new server replaces it, and no state is lost")
+            while self._server is None:
+                try:
+                    self._server = await self._started()
+                except CannotListen as error:
+                    self._log(f"{error}; trying again")
+                    await asyncio.sleep(RESTART_PAUSE)
+
+    def _log(self, problem: str) -> None:
+        self._problems += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._logged >= RESTART_LOG_PAUSE:
+            self._logged = now
+            logger.error("%s: %s [%d problems since the start]", self.listener.address, problem, self._problems)
 
 
 _held: weakref.WeakSet[Listener] = weakref.WeakSet()

@@ -18,11 +18,8 @@ from kvferry_server.node.times import LISTING_POLL, WITHDRAW_PATIENCE
 
 logger = logging.getLogger(__name__)
 
-MODEL = "model"
-"""Key in an engine's identity whose value becomes a label."""
-
-RETRY_FIRST = 0.2
-"""Shortest seconds between attempts to write. The pause doubles up to the time between renewals."""
+MODEL = "model"  # Key in an engine's identity whose value becomes a label
+RETRY_FIRST = 0.2  # Shortest seconds between attempts to write. The pause doubles up to the time between renewals
 
 
 class Listings:

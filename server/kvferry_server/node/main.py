@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
     if not verbose:
         os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
-    from kvferry_server.node import loading, named_files
+    from kvferry_server.node import loading
     from kvferry_server.node.native_log import NativeLog
 
     parser = argparse.ArgumentParser(
@@ -96,11 +96,11 @@ def run(arguments: Sequence[str]) -> int:
         loaded = loading.load(flags, loading.config_file(file))
     except loading.BadConfig as error:
         return _refuse(error.message.splitlines())
-    notes = (*named_files.warnings(loaded.config), *loading.unknown_variables(os.environ))
-    little_memory = named_files.memory_problems(loaded)
+    notes = (*loading.warnings(loaded.config), *loading.unknown_variables(os.environ))
+    little_memory = loading.memory_problems(loaded)
     if check_only:
         print(loaded.describe())
-        problems = named_files.file_problems(loaded) + little_memory
+        problems = loading.file_problems(loaded) + little_memory
         _refuse((*problems, *notes))
         return 2 if problems else 0
     # gRPC may also read the variable at its first use. Set any earlier, gRPC would warn about it outside the log.

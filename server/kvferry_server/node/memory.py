@@ -15,12 +15,8 @@ from pathlib import Path
 from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, WORKING_MEMORY
 from kvferry_server.node.times import TRIM_POLL
 
-ARENAS = 2
-"""glibc's arenas of kvferryd: for the event loop, and for all other threads."""
-
-TRIM_BYTES = 16 << 20
-"""Bytes that have been or may have been freed before they are given back."""
-
+ARENAS = 2  # glibc's of kvferryd: for the event loop, and for all other threads
+TRIM_BYTES = 16 << 20  # Bytes that have been or may have been freed before they are given back
 _M_ARENA_MAX = -8
 
 

@@ -22,20 +22,16 @@ from pathlib import Path
 from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.event_log import EventLog
 
-MOST_LINE = 2048
-"""Bytes of a line that are logged; longer lines are cut."""
-
-CLOSE_TIMEOUT = 2.0
-"""Seconds that `close` waits for the thread to read the rest."""
+MOST_LINE = 2048  # Bytes of a line that are logged; longer lines are cut
+CLOSE_TIMEOUT = 2.0  # Seconds that `close` waits for the thread to read the rest
 
 GRPC_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] (.*)", re.DOTALL)
 LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 
 HANDSHAKE = re.compile(r"Handshake failed with error \S+(?: error:\w+:SSL routines:OPENSSL_internal:(\w+): ?(.*))?")
 
+# Part of gRPC's warning about the verbosity at which it logs handshakes.
 OF_VERBOSITY = "Log level INFO is not suitable for production"
-"""Part of gRPC's warning about the verbosity at which it logs handshakes."""
-
 UNVERIFIED = "CERTIFICATE_VERIFY_FAILED"
 
 REASONS = {

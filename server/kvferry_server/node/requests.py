@@ -32,7 +32,6 @@ from kvferry_server.servicers.limits import MAX_INLINE_BYTES
 from kvferry_server.servicers.worker import Worker
 
 INTROSPECTION = "/kvferry.v1.Introspection/"
-
 KV_TRANSFER = "/kvferry.v1.KVTransfer/"
 
 GEOMETRIES = frozenset({KV_TRANSFER + "RegisterCache", KV_TRANSFER + "Handshake", INTROSPECTION + "PlanRead"})
@@ -49,14 +48,12 @@ MAX_REQUEST_BYTES = {
 MAX_DECODED = {KV_TRANSFER + "ReadChecksums": limits.MAX_DECODED_QUERIES}
 """Decoded bytes of a request, for methods whose lists hold less than their bytes could."""
 
-Decode: TypeAlias = Any
-"""The method `FromString` of a message's class."""
+Decode: TypeAlias = Any  # The method `FromString` of a message's class
 
 
 @dataclass(eq=False, slots=True)
 class _Idle:
-    """A call that has a slot and waits for its peer."""
-
+    # A call that has a slot and waits for its peer.
     since: float
     task: asyncio.Task[Any]
     why_ended: KvferryError | None = None
@@ -245,7 +242,6 @@ class Requests:
         return raw
 
     async def _decoded(self, decode: Decode, raw: bytes, host: str, held: HeldRequest, most: int) -> Any:
-        # `decode` is a method of the message's class.
         shape = shape_of(decode.__self__.DESCRIPTOR)
         size = int(len(raw) * shape.factor) + shape.size
         if size > limits.COUNTED_REQUEST:

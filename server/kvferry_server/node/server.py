@@ -35,6 +35,7 @@ from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import (
     CannotListen,
     Listener,
+    Serving,
     TcpListener,
     UnixListener,
     advertised,
@@ -46,7 +47,6 @@ from kvferry_server.node.memory import Trimmer, memory_limit
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.requests import Requests
-from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
@@ -77,14 +77,10 @@ class NodeServer:
     `failed_handshakes` counts failed TLS handshakes by reason; None: they are not counted.
     """
 
-    home: Home
-    """Set by `start`."""
-    addresses: tuple[str, ...] = ()
-    """UNIX socket first, with real ports."""
-    advertise: str = ""
-    """The address that goes into references."""
-    admin: str = ""
-    """The address of the admin listener; empty: there is none."""
+    home: Home  # Set by `start`
+    addresses: tuple[str, ...] = ()  # UNIX socket first, with real ports
+    advertise: str = ""  # The address that goes into references
+    admin: str = ""  # The address of the admin listener; empty: there is none
 
     def __init__(self, config: NodeConfig, failed_handshakes: Mapping[str, int] | None = None) -> None:
         self._config = config
@@ -132,7 +128,7 @@ class NodeServer:
             config.tls,
             anywhere=config.insecure,
             patterns=config.relay_patterns,
-            content=(lambda: certificates.content) if certificates is not None else None,
+            content=certificates.content if certificates is not None else None,
             events=self.home.journal.events,
         )
         driver = self._driver = self._begin(self.home.run(), "home")
@@ -241,7 +237,6 @@ class NodeServer:
             listener, service = self._admin
             await listener.close()
             service.close()
-        self._worker.close()
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
             await asyncio.to_thread(tracing.close)

@@ -25,8 +25,7 @@ Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
 """Wraps the handler of a method, given its path."""
 
-CLOSE_TIMEOUT = 2.0
-"""Seconds for sending the last spans when the server stops."""
+CLOSE_TIMEOUT = 2.0  # Seconds for sending the last spans when the server stops
 
 
 class _WithoutHeaders(logging.Filter):

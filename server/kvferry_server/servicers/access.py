@@ -198,12 +198,8 @@ def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed
     )
 
 
-def _nobody_in_particular(_: Context) -> tuple[str, ...]:
-    return ()
+# For UNIX sockets: a caller that may enter the directory is trusted like the node.
+TRUSTED = Access(lambda: Policy(OPERATOR), lambda _: ())
 
-
-TRUSTED = Access(lambda: Policy(OPERATOR), _nobody_in_particular)
-"""For UNIX sockets: a caller that may enter the directory is trusted like the node."""
-
-UNKNOWN_CALLERS = Access(lambda: Policy(MEMBER), _nobody_in_particular)
-"""For TCP without client certificates: every caller is a member, none an admin."""
+# For TCP without client certificates: every caller is a member, none an admin.
+UNKNOWN_CALLERS = Access(lambda: Policy(MEMBER), lambda _: ())

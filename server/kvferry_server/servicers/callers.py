@@ -62,14 +62,10 @@ def identities_of(context: Context) -> tuple[str, ...]:
 
 def traceparent_of(context: Context) -> str:
     """Return a call's traceparent; empty: none."""
-    return next(
-        (
-            value
-            for key, value in context.invocation_metadata() or ()
-            if key == "traceparent" and isinstance(value, str) and len(value) <= MAX_TRACEPARENT
-        ),
-        "",
-    )
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str) and len(value) <= MAX_TRACEPARENT:
+            return value
+    return ""
 
 
 def relaying(context: Context) -> AbstractContextManager[None]:

@@ -65,13 +65,8 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
 async def read_checksums(
     home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names, host: str
 ) -> pb.ReadChecksumsResponse:
-    """Answer a reader's ReadChecksums.
-
-    Raises:
-        InvalidField: a query is malformed, or the answer does not fit one message.
-        LeaseEnded: the lease is not live.
-        WrongIdentity: another caller acquired the lease.
-    """
+    """Answer a reader's ReadChecksums. Raises `InvalidField` if a query is malformed, or the answer does not fit one
+    message, and as `Lessor.leased`."""
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
     queries = _queries(request)

@@ -38,13 +38,8 @@ from kvferry_server.servicers.limits import (
 
 
 def registration(request: pb.RegisterCacheRequest) -> Registration:
-    """Decode a rank's cache. Takes milliseconds for many planes.
-
-    Raises:
-        InvalidField: a field is malformed, the rank does not fit the messages for readers, or its agent has the name of
-            another rank's.
-        BadGeometry, BadAgentMetadata: see `Registration`.
-    """
+    """Decode a rank's cache. Takes milliseconds for many planes. Raises `InvalidField` if a field is malformed, or the
+    rank does not fit the messages for readers, and as `Registration`."""
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of a rank")
     made = Registration(
@@ -129,12 +124,8 @@ def decline(message: pb.Decline) -> tuple[Named | RouterReference, str]:
 
 
 def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
-    """Decode the reference that entitles a handshake to agents, as `reference` does; None: the handshake has none.
-
-    Raises:
-        BadReference: the reference is malformed.
-        InvalidField: the reference is to another engine, or a router made it, so that it names no incarnation.
-    """
+    """Decode the reference that entitles a handshake to agents; None: the handshake has none. Raises as `reference`,
+    and `InvalidField` if it is to another engine, or a router made it, so that it names no incarnation."""
     if not request.reference:
         return None
     if request.reference.startswith(ENGINE_PREFIX):

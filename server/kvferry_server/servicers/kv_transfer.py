@@ -21,8 +21,11 @@ from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES
 from kvferry_server.servicers.notify import notify
 from kvferry_server.servicers.relay import Caller, Relays
-from kvferry_server.servicers.times import ANSWER_FRACTION, ANSWER_MOST
 from kvferry_server.servicers.worker import Worker
+
+# How long before its deadline a ReadBlocks stops waiting, so that its answer arrives in time: a share of the time that
+# remained at its start, and at most this many seconds.
+ANSWER_FRACTION, ANSWER_MOST = 0.05, 0.1
 
 
 class KVTransfer(KVTransferServicer):

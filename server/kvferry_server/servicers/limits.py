@@ -12,10 +12,8 @@ MAX_AGENT_NAME = 512  # Bytes of an agent's name, which has an engine_id, an inc
 MAX_METADATA = 2 << 20  # Bytes of a NIXL agent's metadata
 MAX_IDENTITY = 256  # Entries of an identity
 MAX_GROUPS = 256  # Groups of one step of a publication
-
+# Of one step of a publication: runs of block ids, unfinished blocks, and their complete layers.
 MAX_RUNS, MAX_UNFINISHED, MAX_LAYERS = blocks.MAX_RUNS, blocks.MAX_UNFINISHED, blocks.MAX_LAYERS
-"""Of one step of a publication: runs of block ids, unfinished blocks, and their complete layers. See `blocks`."""
-
 MAX_MARKS = _prompt.MAX_MARKS  # Marks of a publication's prompt, in all its steps
 MAX_SECONDS = 1e9  # Seconds of a duration in a request
 MAX_NOTIFICATIONS = 1024  # Notifications in one Notify
@@ -25,39 +23,25 @@ MAX_PAGE_SUMS = 1 << 17  # Checksums in one notification
 MAX_PAGE_PARTS = 1024  # Parts in one notification of checksums
 MAX_ASKED_SUMS = 1 << 19  # Checksums that one ReadChecksums asks for: 2 MiB
 MAX_ASKED_PLANES = 4096  # Planes named in one ReadChecksums. Each is looked up.
-
-MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""Bytes of an answer: answers that can grow are paged or refused. The margin is for what gRPC adds."""
-
+MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024  # Bytes of an answer; the margin is for what gRPC adds
 MAX_RELEASED_READS = 256  # Reads that a `released` event lists
 DEFAULT_PAGE_SIZE = 100  # Entries of a listing's page by default
 MAX_PAGE_SIZE = 1000  # Entries of a listing's page
-
-MAX_LOOKS = 1 << 14
-"""Entries that one filtered page looks at, reads of a publication included. Takes a few milliseconds on the event
-loop."""
-
+MAX_LOOKS = 1 << 14  # Entries that one filtered page looks at, with their reads: a few milliseconds on the event loop
 MAX_PAGE_TOKEN = 4096  # Characters of a page token
-
-LISTING_PAGE_BYTES = 1 << 18
-"""Bytes of a listing's page; one entry may be larger. Small, because pages are made on the event loop."""
-
+LISTING_PAGE_BYTES = 1 << 18  # Bytes of a listing's page, made on the event loop; one entry may be larger
 ENGINE_PAGE_BYTES = MAX_RANK_BYTES  # Bytes of the ranks in one GetEngine answer; one rank may be larger
 MAX_PLAN_BYTES = 3 << 20  # Bytes of the plans in one PlanRead answer
-
-MAX_INLINE_BYTES = 16 * 1024
-"""Bytes of a message that is decoded on the event loop. Larger ones go to the worker thread."""
-
+MAX_INLINE_BYTES = (
+    16 * 1024
+)  # Bytes of a message that is decoded on the event loop; larger ones go to the worker thread
+# Bytes of a Handshake request up to which its geometry is looked up by its digest, in a tenth of a millisecond on the
+# event loop; larger ones are always compared.
 MAX_DIGESTED_BYTES = 64 * 1024
-"""Bytes of a Handshake request up to which its geometry is looked up by its digest, in a tenth of a millisecond on the
-event loop; larger ones are always compared."""
-
 MAX_WAITING_BYTES = 128 << 20  # Bytes of the messages that wait for the worker thread or are on it; shared by hosts
 MAX_HOMES = 256  # Homes that the relays are connected to at once
-
+# Connected homes up to which declines may add another. Every bearer of a reference sends declines, and ranks that
+# register must not wait for them.
 MAX_DECLINE_HOMES = MAX_HOMES // 4
-"""Connected homes up to which declines may add another. Every bearer of a reference sends declines, and ranks that
-register must not wait for them."""
-
 READ_BYTES = 1 << 20  # Bytes of blocks after which an answer to ReadBlocks takes no more steps
 READ_STEPS = 1024  # Steps after which an answer to ReadBlocks takes no more

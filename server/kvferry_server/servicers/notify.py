@@ -19,7 +19,8 @@ from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import publish_checksums
 from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_NOTIFICATIONS, MAX_SNAPSHOT_NAME
 from kvferry_server.servicers.relay import Caller, Relays
-from kvferry_server.servicers.times import DECLINE_TIMEOUT
+
+DECLINE_TIMEOUT = 5.0  # Seconds for declines that are sent on to their home
 
 OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left", "retire"})
 """Kinds in an engine's name, which need its session secret."""

@@ -46,8 +46,7 @@ def page(
         page_token: from the page before; empty: the first page.
         wanted: returns whether an entry belongs to the listing, and how many looks that took; None: all do.
 
-    Raises:
-        InvalidField: the page size or the token is malformed.
+    Raises `InvalidField` for a malformed page size or token.
     """
     size = check_page_size(page_size) or DEFAULT_PAGE_SIZE
     after = parse_token(page_token)

@@ -40,10 +40,18 @@ from kvferry_server.domain.event_log import EventLog
 from kvferry_server.domain.identity import Names
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
-from kvferry_server.servicers.times import OPEN_TIMEOUT, RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
+
+# Timeouts of calls to a home, in seconds. A rank repeats its registration and its Watch: it need not wait for a dead
+# home, and a silent home must not keep a connection. A home that misses the notice that a rank has left assumes that
+# this node is lost.
+REGISTER_TIMEOUT = 5.0
+OPEN_TIMEOUT = 5.0
+RANK_LEFT_TIMEOUT = 1.0
+
+RELAY_RETRY_AFTER = 1.0  # Retry delay, in seconds, when the relays are connected to too many homes
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +152,8 @@ class Relays:
             await asyncio.wait(tuple(self._endings.values()))
 
     def applies(self, home: str, relayed_by: str) -> bool:
-        """Whether a call is for another home and must be relayed.
-
-        Raises:
-            RelayLoop: the call is for another home, but another node server has relayed it to this one.
-            InvalidField: an address is malformed or too long.
-        """
+        """Whether a call is for another home and must be relayed. Raises `RelayLoop` if it is, but another node server
+        has relayed it to this one; `InvalidField` for a malformed address."""
         checks.text("home", home, least=0)
         checks.text("relayed_by", relayed_by, least=0)
         if not home or same_address(parse_address(home, "home"), self._own_address):
@@ -162,14 +166,12 @@ class Relays:
         return True
 
     async def register_cache(self, request: pb.RegisterCacheRequest, caller: Caller) -> pb.RegisterCacheResponse:
-        """Relay a registration to its home and return the home's answer.
+        """Relay a registration to its home and return the home's answer, or raise its error.
 
         Raises:
             Unreachable: the home does not answer as a node server. The error has no details: strangers name homes, and
                 must not learn which ports of other hosts are open.
-            LimitReached: too many homes are connected.
-            InvalidField: this server may not dial the home.
-            KvferryError: any error of the home.
+            LimitReached, InvalidField: too many homes are connected; this server may not dial the home.
         """
         home = request.home
         request.relayed_by = self._advertise

@@ -35,13 +35,14 @@ def test_options_of_a_client_can_all_be_set(tmp_path: Path) -> None:
             "staging": {"path": "staged", "slots": 3, "costs": {"descriptor": 1e-6}},
             "integrity": {"mode": "sampled", "rate": 0.5},
             "prompt_check": "require",
+            "optimistic": False,
         }
     )
     assert settings.tls == tls
     assert (settings.nixl.reading_agents, settings.nixl.ucx_tls) == (2, "tcp")
     assert settings.staging.costs is not None
     assert (settings.staging.path, settings.staging.costs.descriptor) == ("staged", 1e-6)
-    assert (settings.integrity.share, settings.prompt_check) == (0.5, "require")
+    assert (settings.integrity.share, settings.prompt_check, settings.optimistic) == (0.5, "require", False)
     assert (settings.allowed_homes, settings.read_timeout, settings.max_waiting) == (("10.0.*",), 30.0, 7)
     settings.client().close()
 

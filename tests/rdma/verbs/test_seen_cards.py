@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry._doctor.finding import Finding
+from kvferry._doctor.check import Finding
 
 OF_WHEELS = Path("/opt/nixl")
 """The machine's folder of the files that its links replace (`tests.support.machines.image`)."""
@@ -34,7 +34,7 @@ for name in ("a", "b"):
 LOOK = """
 import dataclasses, json
 from kvferry._doctor.catalogue import CHECKS
-from kvferry._doctor.host import Host
+from kvferry._doctor.check import Host
 (check,) = (check for check in CHECKS if check.name == "rdma")
 print(json.dumps([dataclasses.asdict(found) for found in check.run(Host())]))
 """

@@ -178,3 +178,30 @@ async def test_full_state_beside_an_unfinished_one_needs_memory() -> None:
         last = await again()
         assert [type(await anext(last)) for _ in range(4)] == [Numbered] * 3 + [pb.WatchSynced]
         assert home.memory.held(P) == held
+
+
+async def test_events_dropped_while_the_full_state_is_sent_are_not_lost() -> None:
+    home = Home(FakeClock(), TIMES, "node:1", Limits(watch_queue=2))
+
+    def released(*numbers: int) -> None:
+        for number in numbers:
+            with home.turn():
+                home.sources.publish(P, offer(number, last=True))
+                home.sources.abort(P, number)
+
+    with home.turn():
+        opened(home)
+    async with aclosing(watch(home, SCHEDULER, SECRETS[P], b"", 0)) as stream:
+        assert await anext(stream) == pb.WatchOpened(resumed=False)
+        assert isinstance(await anext(stream), pb.WatchSynced)
+        released(1, 2, 3)
+        assert await anext(stream) == pb.WatchLagged(dropped=1)
+        assert isinstance(await anext(stream), Numbered)
+        released(4, 5, 6)
+        rest = [await anext(stream) for _ in range(10)]
+    assert [type(message) for message in rest] == [
+        *[Numbered] * 2,
+        pb.WatchSynced,
+        pb.WatchLagged,
+        *[Numbered] * 6,
+    ]

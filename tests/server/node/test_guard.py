@@ -91,8 +91,7 @@ class Servicer(KVTransferServicer):
 async def guarded(
     limits: CallLimits | None = None, socket: Path | None = None
 ) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
-    worker = Worker()
-    guard, servicer = Guard(limits or CallLimits(), TRUSTED, Requests(worker, TimeSlices())), Servicer()
+    guard, servicer = Guard(limits or CallLimits(), TRUSTED, Requests(Worker(), TimeSlices())), Servicer()
     server = make_server(guard, SERVER_OPTIONS, lambda server: add_KVTransferServicer_to_server(servicer, server))
     port = server.add_insecure_port("127.0.0.1:0" if socket is None else f"unix:{socket}")
     await server.start()
@@ -101,7 +100,6 @@ async def guarded(
             yield cast("KVTransferAsyncStub", KVTransferStub(channel)), servicer, guard, channel
     finally:
         await server.stop(0)
-        worker.close()
 
 
 async def read_all(call: Any) -> list[Any]:

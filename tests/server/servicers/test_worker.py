@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -17,10 +17,8 @@ WITHIN = 10.0
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[Worker]:
-    one = Worker()
-    yield one
-    one.close()
+async def worker() -> Worker:
+    return Worker()
 
 
 async def asked(worker: Worker, host: str, size: int, call: Callable[[], object]) -> asyncio.Task[object]:
@@ -66,3 +64,41 @@ async def test_host_that_fills_the_worker_leaves_room_for_others(worker: Worker)
     other = await asked(worker, "other", most, lambda: None)
     go_on.set()
     await asyncio.wait_for(asyncio.gather(other, *held), WITHIN)
+
+
+async def test_a_caller_that_leaves_does_not_start_a_second_thread(worker: Worker) -> None:
+    """Otherwise a client that asks and leaves, again and again, would have as many threads as it likes."""
+    go_on, began = threading.Event(), threading.Event()
+    leaves = await asked(worker, "a", 1, lambda: go_on.wait(WITHIN))
+    leaves.cancel()
+    await asyncio.wait([leaves])
+    stays = await asked(worker, "b", 1, began.set)
+    assert not began.wait(0.1)
+    go_on.set()
+    await asyncio.wait_for(stays, WITHIN)
+
+
+async def test_error_of_a_call_is_raised_and_the_next_call_runs(worker: Worker) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await worker.run("a", 1, lambda: 1 // 0)
+    assert await worker.run("a", 1, lambda: 1) == 1
+
+
+async def test_no_thread_of_the_system_is_a_limit_for_that_call_only(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(LimitReached) as caught:
+            await worker.run("a", 1, lambda: None)
+    assert caught.value.retryable
+    assert await worker.run("a", 1, lambda: 1) == 1
+
+
+async def test_an_idle_worker_has_no_thread(worker: Worker) -> None:
+    running = await worker.run("a", 1, threading.current_thread)
+    running.join(WITHIN)
+    assert not running.is_alive()

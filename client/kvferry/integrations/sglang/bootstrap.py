@@ -226,46 +226,43 @@ def register_source(url: str, source: Source) -> None:
 
 class Sources:
     """The prefill instances that a decode instance has asked for, by the addresses of their bootstrap servers. Threads
-    ask, so that no step waits (R11)."""
+    ask, so that no step waits (R11); they touch none of this state, which belongs to SGLang's scheduler thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: dict[str, Source] = {}
         self._asked: dict[str, tuple[Future[Source], float]] = {}
         self._threads = ThreadPoolExecutor(ASKING, "kvferry-sources")
 
     def get(self, address: str) -> tuple[Source | None, str]:
         """Return the instance, or None and the problem; empty while the question is open."""
-        with self._lock:
-            known = self._known.get(address)
-            if known is not None:
-                return known, ""
-            asked, since = self._asked.get(address, (None, 0.0))
-            if asked is None:
-                if len(self._asked) >= MAX_KNOWN:
-                    self._asked = {name: each for name, each in self._asked.items() if not each[0].done()}
-                if len(self._asked) >= MAX_KNOWN:
-                    return None, f"{MAX_KNOWN} others are being asked"
-                self._asked[address] = (self._threads.submit(_ask, address), time.monotonic())
-                return None, ""
-            if not asked.done():
-                return None, ""
-            error = asked.exception()
-            if error is None:
-                del self._asked[address]
-                if len(self._known) >= MAX_KNOWN:
-                    del self._known[next(iter(self._known))]
-                self._known[address] = asked.result()
-                return self._known[address], ""
-            if time.monotonic() - since >= AGAIN:
-                del self._asked[address]
-            return None, f"{type(error).__name__}: {error}"
+        known = self._known.get(address)
+        if known is not None:
+            return known, ""
+        asked, since = self._asked.get(address, (None, 0.0))
+        if asked is None:
+            if len(self._asked) >= MAX_KNOWN:
+                self._asked = {name: each for name, each in self._asked.items() if not each[0].done()}
+            if len(self._asked) >= MAX_KNOWN:
+                return None, f"{MAX_KNOWN} others are being asked"
+            self._asked[address] = (self._threads.submit(_ask, address), time.monotonic())
+            return None, ""
+        if not asked.done():
+            return None, ""
+        error = asked.exception()
+        if error is None:
+            del self._asked[address]
+            if len(self._known) >= MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[address] = asked.result()
+            return self._known[address], ""
+        if time.monotonic() - since >= AGAIN:
+            del self._asked[address]
+        return None, f"{type(error).__name__}: {error}"
 
     def forget(self, address: str) -> None:
         """Ask for an instance again at the next `get`: a read has failed, and another instance may serve at the address
         now."""
-        with self._lock:
-            self._known.pop(address, None)
+        self._known.pop(address, None)
 
 
 def _ask(address: str) -> Source:

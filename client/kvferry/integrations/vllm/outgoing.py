@@ -67,6 +67,11 @@ class OutgoingRequests:
         self._step = 0
         self._block_ids: BlockIds | None = None
         self._requests: dict[str, OutgoingRequest] = {}
+        self._with_parts: dict[str, OutgoingRequest] = {}
+        """Those of `_requests` that have unpublished parts, so that a step costs nothing for the others."""
+        self._by_publication: dict[int, OutgoingRequest] = {}
+        """Those of `_requests` of which parts are published, by the number of their publication; none after its
+        release."""
         self._followers: dict[str, OutgoingRequest] = {}
         """Other samples of the same prompt (n > 1), which have the same reference."""
         self._used = Remembered[str](MOST_USED)
@@ -80,7 +85,7 @@ class OutgoingRequests:
     @property
     def waiting(self) -> bool:
         """Whether parts wait for the end of a step."""
-        return any(outgoing.parts for outgoing in self._requests.values())
+        return bool(self._with_parts)
 
     def expect(self, request: Any, reference: str, prompt: Prompt, traceparent: str) -> None:
         """Add an arrived request that is to be published, under a router's reference unless that is empty."""
@@ -102,8 +107,10 @@ class OutgoingRequests:
         """Begin a step, with the number of computed tokens by request; return the step's number, from 1."""
         self._step += 1
         for known in (self._requests, self._followers):
-            for request_id in scheduled.keys() & known.keys() if known else ():
-                outgoing = known[request_id]
+            for request_id in scheduled if known else ():
+                outgoing = known.get(request_id)
+                if outgoing is None:
+                    continue
                 outgoing.step = self._step
                 if known is self._requests and not outgoing.closed:
                     self._plan(outgoing, outgoing.request.num_computed_tokens + scheduled[request_id])
@@ -115,7 +122,7 @@ class OutgoingRequests:
         for rank, step in steps.items():
             self._ended[rank] = max(self._ended[rank], step)
         everywhere = min(self._ended.values())
-        for outgoing in self._requests.values():
+        for outgoing in list(self._with_parts.values()):
             while outgoing.parts and outgoing.parts[0].step <= everywhere:
                 self._publish(outgoing, outgoing.parts[0].blocks)
 
@@ -146,6 +153,8 @@ class OutgoingRequests:
         if outgoing is None:
             return OutgoingRequest(request, "", Prompt.unknown, self._holds.begin(), step=self._step)
         self._forget_parts(outgoing)
+        if outgoing.publication is not None:
+            self._by_publication.pop(outgoing.publication.number, None)
         return outgoing
 
     def rest(self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks]) -> dict[str, Blocks]:
@@ -185,12 +194,12 @@ class OutgoingRequests:
 
     def released(self, publication: int) -> None:
         """Drop the hold of a publication, whose blocks are free again."""
-        for outgoing in self._requests.values():
-            if outgoing.publication is not None and outgoing.publication.number == publication:
-                # The reader has given up, or died.
-                outgoing.held = self._holds.begin()
-                self._forget_parts(outgoing)
-                outgoing.closed = outgoing.withdrawn = True
+        outgoing = self._by_publication.pop(publication, None)
+        if outgoing is not None:
+            # The reader has given up, or died.
+            outgoing.held = self._holds.begin()
+            self._forget_parts(outgoing)
+            outgoing.closed = outgoing.withdrawn = True
 
     # Internal.
 
@@ -214,6 +223,7 @@ class OutgoingRequests:
             # Held from now on, because vLLM may free the blocks before the step has ended.
             outgoing.held.add(blocks)
             outgoing.parts.append(ComputedPart(self._step, blocks))
+            self._with_parts[outgoing.request_id] = outgoing
 
     def _is_longer(self, outgoing: OutgoingRequest, tokens: int) -> bool:
         """Whether the tokens fill another block of some group."""
@@ -235,6 +245,7 @@ class OutgoingRequests:
                     reference=outgoing.reference,
                     prompt=outgoing.prompt,
                 )
+                self._by_publication[outgoing.publication.number] = outgoing
                 self.keep(outgoing, outgoing.publication)
                 self._count("published")
             else:
@@ -249,6 +260,8 @@ class OutgoingRequests:
                 self._withdraw(outgoing)
             return
         outgoing.parts.popleft()
+        if not outgoing.parts:
+            del self._with_parts[outgoing.request_id]
         self._sums.append(Summed(outgoing.publication.number, blocks, last=False))
         outgoing.published |= {name: listed.end_token or 0 for name, listed in blocks.items()}
 
@@ -257,6 +270,7 @@ class OutgoingRequests:
         for part in outgoing.parts:
             outgoing.held.drop(part.blocks)
         outgoing.parts.clear()
+        self._with_parts.pop(outgoing.request_id, None)
         outgoing.planned = dict(outgoing.published)
 
     def _withdraw(self, outgoing: OutgoingRequest) -> None:
@@ -272,10 +286,8 @@ class OutgoingRequests:
         """Withdraw a publication of a preempted request if nothing has been computed for long."""
         preempted = [
             outgoing
-            for outgoing in (self._requests.values() if idle else ())
-            if outgoing.publication is not None
-            and not outgoing.withdrawn
-            and outgoing.request.status is RequestStatus.PREEMPTED
+            for outgoing in (self._by_publication.values() if idle else ())
+            if not outgoing.withdrawn and outgoing.request.status is RequestStatus.PREEMPTED
         ]
         if not preempted:
             self._idle_since = None
@@ -283,7 +295,7 @@ class OutgoingRequests:
             self._idle_since = self._now()
         elif self._now() - self._idle_since > STUCK:
             self._idle_since = None
-            # The youngest, because vLLM computes the others first.
+            # The last that was published, because vLLM computes the others first.
             outgoing = preempted[-1]
             logger.warning(
                 "request %r was preempted, and the blocks that are published keep it from being computed again: its "

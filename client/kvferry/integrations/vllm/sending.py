@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
-from kvferry import Prompt, Release, ReleaseOutcome
+from kvferry import Prompt, Publication, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.integrations.first_token import first_token_payload
@@ -18,12 +19,15 @@ from kvferry.integrations.vllm.params import asks_to_publish, publish_reference,
 from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
 from kvferry.integrations.vllm.publishing import ComputedPublishing, OutgoingRequest, Summed
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.siblings import Siblings
 from kvferry.integrations.vllm.values import StepsDone
 
 logger = logging.getLogger(__name__)
 
 _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+_CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
+"""vLLM's request_id of a sample: index and request_id of the parent (vllm/v1/engine/parallel_sampling.py,
+`ParentRequest.get_child_info`; 0.32.0)."""
 
 
 class Sending:
@@ -204,3 +208,56 @@ class Sending:
         """
         drafted = self._setup.drafts_states and request.num_output_tokens > 1
         return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)
+
+
+class _Known(NamedTuple):
+    contents: tuple[object, ...]
+    published: Publication
+
+
+class Siblings:
+    """The unreleased publications of the samples of one prompt (n > 1), which vLLM runs each as its own request.
+
+    The samples share a publication: vLLM returns the ``kv_transfer_params`` of only the sample that ends last, so
+    publications of the other samples would have no reader, and stay pinned for the whole hold.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._parents: dict[int, str] = {}
+        """The parent of each publication that was added, by its number."""
+
+    def add(self, request: Any, tokens: int, published: Publication) -> None:
+        """Remember the publication of the first `tokens` tokens of a request, if the request is a sample."""
+        parent = _CHILD.fullmatch(request.request_id)
+        if parent is not None and (contents := _contents(request, tokens)) is not None:
+            self._known[parent[1]] = _Known(contents, published)
+            self._parents[published.number] = parent[1]
+
+    def find(self, request: Any, tokens: int) -> Publication | None:
+        """Return the publication of a sibling with the same tokens; None: there is none."""
+        parent = _CHILD.fullmatch(request.request_id)
+        known = None if parent is None else self._known.get(parent[1])
+        if known is None or known.published.request_id == request.request_id:
+            return None
+        # Clients can choose request_ids of this form, so the contents are compared, too.
+        return known.published if known.contents == _contents(request, tokens) else None
+
+    def released(self, number: int) -> None:
+        parent = self._parents.pop(number, "")
+        known = self._known.get(parent)
+        # A request_id may be used again while the publication of the first request is held.
+        if known is not None and known.published.number == number:
+            del self._known[parent]
+
+
+def _contents(request: Any, tokens: int) -> tuple[object, ...] | None:
+    """Return everything that the cache of the first `tokens` tokens depends on; None: the request does not show it."""
+    if request.mm_features or request.prompt_embeds is not None:
+        return None
+    adapter = request.lora_request
+    return (
+        tuple(request.all_token_ids[:tokens]),
+        request.cache_salt,
+        None if adapter is None else (adapter.lora_int_id, adapter.lora_name),
+    )

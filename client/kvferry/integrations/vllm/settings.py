@@ -62,7 +62,7 @@ class ConnectorSettings:
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
         integrity: whether published blocks are summed, and read blocks are compared with the sums.
-        confirm, prompt_check: see `Client`.
+        confirm, prompt_check, optimistic: see `Client`.
         self_check: whether each rank checks at its start that vLLM writes where the planes declare. If False, only
             layouts that the tests have proven are served.
         traces: whether to record the spans of reads with OpenTelemetry, by the tracer provider of each process: see
@@ -83,6 +83,7 @@ class ConnectorSettings:
     integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
     confirm: str = "before"
     prompt_check: str = "compare"
+    optimistic: bool = True
     self_check: bool = True
     traces: bool = False
 
@@ -155,6 +156,7 @@ class ConnectorSettings:
             integrity=self.integrity,
             confirm=self.confirm,
             prompt_check=self.prompt_check,
+            optimistic=self.optimistic,
         )
 
 

@@ -13,19 +13,20 @@ import numpy.typing as npt
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, held_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.plane import Interval
+from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, places_of, runs_of
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.plan import ReadPlan
 from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.rows import Int64s
-from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, Verification, held_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -181,6 +182,9 @@ class Verifier:
     async def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
         """Fetch the sums of one source rank, by plane; returns those that the home has until `give_up`."""
         found: dict[str, list[_Page]] = {}
+        if not read.lease.lease_id:
+            # A read from a hint: its publication announced no sums.
+            return found
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
         requests = [self._request(read, queries) for queries in _packed(rank, tasks)]
         while requests:

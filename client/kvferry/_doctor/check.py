@@ -1,11 +1,44 @@
-"""The input of the checks: this host's files and environment, and the options of the command."""
+"""What checks take and return: this host, with the options of the command, and findings, whose texts are in
+`findings.md`."""
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A result of a check, with the fields of `kvferry doctor --json`."""
+
+    finding: str
+    """Name in the table."""
+    level: str
+    """``ok``, ``warning``, ``problem`` or ``unknown``; see docs/doctor.md."""
+    found: str
+    """What the check saw, with numbers."""
+    means: str
+    """The consequence for kvferry; empty: none."""
+    do: str
+    """The remedy; empty: there is nothing to do."""
+
+
+@functools.cache
+def table() -> dict[str, tuple[str, str, str]]:
+    """Return level, meaning and remedy of each finding, by name."""
+    text = Path(__file__).with_name("findings.md").read_text(encoding="utf-8")
+    rows = (re.split(r" ?\| ?", line) for line in text.splitlines() if line.startswith("| `"))
+    return {name.strip("`"): (level, means, remedy) for _, name, level, means, remedy, _ in rows}
+
+
+def finding(name: str, found: str, do: str = "") -> Finding:
+    """Make the finding of that name in the table; `do` replaces the table's remedy where it depends on the case."""
+    level, means, remedy = table()[name]
+    return Finding(name, level, found, means, do or remedy)
 
 
 @dataclass(frozen=True)
@@ -19,7 +52,7 @@ class Host:
     """A process of this host to check, such as an engine."""
     peer: str = ""
     """Address of a node server to check; empty: none."""
-    tls: Mapping[str, str] = field(default_factory=dict)
+    tls: Mapping[str, Path | None] = field(default_factory=dict)
     """The PEM files for the peer, by field of `TlsConfig`."""
     timeout: float = 5.0
     """Seconds to wait for an answer of the peer."""

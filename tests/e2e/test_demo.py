@@ -1,4 +1,4 @@
-"""`kvferry demo`: every byte is checked, and nothing is left behind, also after Ctrl-C."""
+"""`make demo`: every byte is checked, and nothing is left behind, also after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.support.repository import ROOT
 
 MODEL = {"layers": 2, "kv_heads": 4, "head_dim": 16, "dtype": "bfloat16", "attention": "gqa"}
 GEOMETRY = {
@@ -38,7 +40,7 @@ def command(
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps({"engine_id": name, **geometry, **changes}))
         files += [f"--{name}", str(file)]
-    return [sys.executable, "-m", "kvferry._cli", "demo", *files, *options]
+    return [sys.executable, str(ROOT / "examples" / "demo.py"), *files, *options]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:

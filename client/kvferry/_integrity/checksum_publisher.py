@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ import numpy as np
 from kvferry._control.connection import Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
+from kvferry._integrity.summed_blocks import IntegrityOptions, source_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
@@ -25,8 +25,8 @@ from kvferry.errors import Closed, InvalidField, LimitReached, PublicationReleas
 from kvferry.geometry.blocks import Blocks, check_ids, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
+from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, runs_of
-from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, source_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -79,9 +79,8 @@ class Checksummer:
         self._computing = asyncio.Lock()
         self._page: asyncio.Task[pb.PublishChecksums | None] | None = None
         """The page that is being computed, or was computed last."""
-        self._lock = threading.Lock()
-        """So that `close` finds all orders."""
-        self._closing = self._used = False
+        self._closing = False
+        """Set by `close`, on any thread: orders that reach the loop later are dropped there."""
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
@@ -92,20 +91,17 @@ class Checksummer:
         planes = [self._planes(name, listed) for name, listed in blocks.items()]
         parts = [part for found in planes for part in found]
         order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
-        with self._lock:
-            if self._closing or not self._loop.call(partial(self._queue, publication, order)):
-                raise self._closed()
-            self._used = True
+        if self._closing or not self._loop.call(partial(self._queue, publication, order)):
+            raise self._closed()
         return order.done
 
     def close(self) -> None:
         """Drop the queued work, and wait for the page that is being computed: after that, the memory may be unmapped.
         Idempotent."""
-        with self._lock:
-            self._closing = True
+        self._closing = True
         # A client that has ended has ended all senders.
         with suppress(Closed):
-            if self._used:
+            if self._loop.started:
                 self._loop.run(self._end())
 
     async def _end(self) -> None:
@@ -117,6 +113,9 @@ class Checksummer:
             await asyncio.wait(running)
 
     def _queue(self, publication: int, order: _Order) -> None:
+        if self._closing:
+            self._drop(order)
+            return
         if publication in self._waiting:
             self._waiting[publication].append(order)
             return

@@ -1,4 +1,4 @@
-"""Integrity mode: the blocks that have sums, and the positions of their summed states on either side. Pure.
+"""Integrity mode: the blocks that have sums, and the positions of their summed states on either side.
 
 The design (`kvferry.planner.checksum` defines the sum):
 
@@ -20,7 +20,7 @@ The design (`kvferry.planner.checksum` defines the sum):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,9 +29,10 @@ import numpy.typing as npt
 
 from kvferry._arguments import described, seconds
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import AnyIds, BlockIds, Blocks
+from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
+from kvferry.planner.alike_blocks import AlikeBlocks, StateRun, rows_alike, states_in_blocks, whole_granules
 from kvferry.planner.checksum import sampled
 from kvferry.planner.lane import Lane, span
 from kvferry.planner.request_blocks import GroupRequest
@@ -82,29 +83,6 @@ class Verification:
     unverified: int
 
 
-@dataclass(frozen=True, slots=True)
-class StateRun:
-    """Consecutive states of one block: `count` held states from the `first` on."""
-
-    first: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AlikeBlocks:
-    """Source blocks whose summed states have the same positions on one side.
-
-    Attributes:
-        places: block indices of the source's blocks, rising, ``int64[n]``.
-        runs: the positions of the states, in their order.
-        ids: the block of this side that holds each run, ``int32`` or ``int64[n, runs]``; only ever an index.
-    """
-
-    places: Int64s
-    runs: tuple[StateRun, ...]
-    ids: AnyIds
-
-
 def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Blocks) -> tuple[int, int]:
     """The held states of a request that have sums, as a range on the line of held states: all published states except
     those of blocks whose published tokens end inside a granule. All arguments are the source's."""
@@ -122,14 +100,6 @@ def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Bl
     return begin, max(begin, stop)
 
 
-def whole_granules(layout: StateLayout, plane: Plane, token: int) -> tuple[int, int]:
-    """The number of held states before a token, in whole granules: without and with the granule around the token."""
-    per_state, granule = plane.tokens_per_state, plane.token_granule
-    below = layout.held_before(int(token // per_state)) // granule
-    above = -(-layout.held_before(-int(-token // per_state)) // granule)
-    return below * granule, above * granule
-
-
 def source_blocks(
     plane: Plane, group: Group, blocks: Blocks, publication: int, share: float
 ) -> tuple[AlikeBlocks, ...]:
@@ -137,30 +107,6 @@ def source_blocks(
     layout = StateLayout.of(plane, group)
     published = published_states(layout, plane, group, blocks)
     return states_in_blocks(layout, group, blocks, published, lambda indices, _: sampled(publication, indices, share))
-
-
-def states_in_blocks(
-    layout: StateLayout,
-    group: Group,
-    blocks: Blocks,
-    held: tuple[int, int],
-    wanted: Callable[[Int64s, BlockIds], npt.NDArray[np.bool_]],
-) -> tuple[AlikeBlocks, ...]:
-    """The blocks that hold the range `held` of the held states of a request, on the side of `layout`, `group` and
-    `blocks`. `wanted` selects blocks by their block indices and ids."""
-    (begin, stop), per_block = held, layout.held_per_block
-    if begin >= stop:
-        return ()
-    indices = np.arange(begin // per_block, -(-stop // per_block), dtype=np.int64)
-    ids = blocks.ids[indices - (0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens)]
-    chosen = wanted(indices, ids)
-    indices, ids = indices[chosen], ids[chosen]
-    low = np.maximum(begin - indices * per_block, 0)
-    count = np.minimum(stop - indices * per_block, per_block) - low
-    return tuple(
-        AlikeBlocks(indices[alike], (StateRun(int(low[alike[0]]), int(count[alike[0]])),), ids[alike][:, None])
-        for alike in _rows_alike(np.stack((low, count), axis=1))
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,7 +165,7 @@ def _alike(
     first = there[np.arange(len(there)), summed.argmax(axis=1)] // per_block
     # Counted from the destination block of the first state, so that the pattern repeats from block to block.
     pattern = np.where(summed, there - first[:, None] * per_block, -1)
-    for alike in _rows_alike(pattern):
+    for alike in rows_alike(pattern):
         states = pattern[alike[0]]
         states = states[states >= 0]
         block, at = np.divmod(states, per_block)
@@ -229,14 +175,3 @@ def _alike(
         runs = tuple(StateRun(int(a), int(c)) for a, c in zip(at[starts], counts, strict=True))
         ids = needed.destination.ids[first[alike][:, None] + block[starts] - needed.destination.first]
         yield AlikeBlocks(indices[alike], runs, ids)
-
-
-def _rows_alike(rows: Int64s) -> list[npt.NDArray[np.int64]]:
-    """Indices of equal rows, rising; one list for each distinct row."""
-    if len(rows) == 0:
-        return []
-    if bool((rows == rows[0]).all()):
-        return [np.arange(len(rows), dtype=np.int64)]
-    _, kinds = np.unique(rows, axis=0, return_inverse=True)
-    order = np.argsort(kinds.reshape(-1), kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(kinds.reshape(-1)[order])) + 1)

@@ -12,8 +12,8 @@ import pytest
 
 from kvferry import Blocks, EngineSpec, Group, IntegrityOptions
 from kvferry._control.connection import Control
+from kvferry._integrity.checksum_publisher import Checksummer
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, HomeRecovering, InvalidField, KvferryError
 from kvferry.geometry import RankGeometry
@@ -162,3 +162,19 @@ def test_checksums_requested_during_a_close_get_an_end(loop: PlayedLoop) -> None
         future.result(SOON)
     closing.join(30)
     assert not closing.is_alive()
+
+
+def test_checksums_that_reach_the_loop_after_a_close_get_an_end(
+    loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summer, call = summer_for(loop, Home(HomeRecovering("busy"))), loop.call
+
+    def close_first(work: Callable[[], object]) -> bool:
+        monkeypatch.setattr(loop, "call", call)
+        summer.close()
+        return call(work)
+
+    monkeypatch.setattr(loop, "call", close_first)
+    future = summer.submit(1, {"full": Blocks([1, 2], end_token=8)}, last=True, timeout=SOON)
+    with pytest.raises(CancelledError):
+        future.result(SOON)

@@ -1,1 +1,0 @@
-"""The demo: two engines of one machine."""
