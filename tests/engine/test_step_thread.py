@@ -153,7 +153,9 @@ def test_a_scheduler_step_while_gigabytes_move(here: tuple[Here, PortEngine, Nod
 def test_a_scheduler_step_while_a_peer_is_stopped(here: tuple[Here, PortEngine, NodeServerProcess]) -> None:
     made, source, server = here
     references = [
-        source.scheduler.publish(f"stopped-{index}", {"full": Blocks(range(HALF))}).reference for index in range(3)
+        # The second is not complete, so that it waits for its home.
+        source.scheduler.publish(f"stopped-{index}", {"full": Blocks(range(HALF))}, last=index != 1).reference
+        for index in range(3)
     ]
     made.scheduler.acquire("granted", references[0])
     while made.scheduler.granted("granted") is None:

@@ -111,7 +111,8 @@ class HintedShare(Share):
         reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE) for rank in self.ranks]
         validate = pb.Validate(
             reference=self._reference,
-            read_id=self._request(None).read_id,
+            # Another than that of a lease which came too late.
+            read_id=self._request(None).read_id[::-1],
             hint_digest=hint_digest(self._hint),
             parties=self.parties,
             reports=reports,
