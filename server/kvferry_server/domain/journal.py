@@ -78,11 +78,13 @@ class Journal:
     waiting: int = gauge(
         "kvferry_router_waits", "Reads that wait for a publication under a router's own reference, without a lease."
     )
-    granted: int = counter("kvferry_leases_granted", "Leases granted.")
+    granted: int = counter("kvferry_leases_granted", "Leases granted, and reads validated without one.")
     ended: Counter[LeaseState] = counter(
         "kvferry_leases_ended", "Leases ended.", state=[state for state in LeaseState if state not in LIVE]
     )
-    lasted: Distribution = histogram("kvferry_lease_seconds", "How long leases lasted.", bounds=LASTING)
+    lasted: Distribution = histogram(
+        "kvferry_lease_seconds", "How long leases lasted; 0: reads without one.", bounds=LASTING
+    )
     renewals: Counter[str] = counter("kvferry_renewals", "Renewals.", result=("extended", "refused"))
     verdicts: Counter[Verdict] = counter("kvferry_verdicts", "Answers to reports.", verdict=tuple(Verdict))
     read_bytes: int = counter(
