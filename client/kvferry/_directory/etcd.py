@@ -110,11 +110,11 @@ class EtcdDirectory(Directory):
 
     # For readers.
 
-    def _follow(self) -> None:
-        while not self._stop.is_set():
-            revision = self._read_all()
-            self._learn(self._entries.listed())
-            self._watch(revision)
+    def _follow(self) -> float:
+        revision = self._read_all()
+        self._learn(self._entries.listed())
+        self._watch(revision)
+        return 0.0
 
     def _interrupt(self) -> None:
         self._reading.interrupt()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -52,7 +52,6 @@ class EtcdCalls:
         self._access = access
         self._at = 0
         self._token = ""
-        self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._closed = False
 
@@ -79,39 +78,33 @@ class EtcdCalls:
 
     def watch(self, request: etcd.WatchRequest) -> Generator[etcd.WatchResponse]:
         """Yield the answers of a watch, until etcd ends it or the generator is closed. Raises as `call`."""
-        over = threading.Event()
-
-        def requests() -> Iterator[etcd.WatchRequest]:
-            # A watch lasts until its requests end. gRPC runs this generator on a thread of gRPC.
-            yield request
-            over.wait()
-
+        # A watch lasts until its requests end. gRPC takes them on a thread of gRPC.
+        requests: SimpleQueue[etcd.WatchRequest | None] = SimpleQueue()
+        requests.put(request)
         made: Any = self._dialled().stream_stream(f"{PACKAGE}Watch/Watch", _encode, etcd.WatchResponse.FromString)
         try:
-            yield from made(requests(), metadata=self._metadata())
+            yield from made(iter(requests.get, None), metadata=self._metadata())
         except grpc.RpcError as error:
             raise self._failed(error) from None
         finally:
-            over.set()
+            requests.put(None)
 
     def interrupt(self) -> None:
         """End the call in progress and all later calls. Any thread may call this."""
         self._closed = True
-        self._hang_up()
-
-    def _dialled(self) -> grpc.Channel:
-        with self._lock:
-            if self._closed:
-                raise self._is_closed()
-            if self._channel is None:
-                self._channel = connect(self._endpoint, self._access.tls)
-            return self._channel
-
-    def _hang_up(self) -> None:
-        with self._lock:
-            channel, self._channel = self._channel, None
+        channel = self._channel
         if channel is not None:
             channel.close()
+
+    def _dialled(self) -> grpc.Channel:
+        channel = self._channel
+        if channel is None:
+            channel = self._channel = connect(self._endpoint, self._access.tls)
+        # Only now: `interrupt` closes a channel that it finds, and this one any other.
+        if self._closed:
+            channel.close()
+            raise self._is_closed()
+        return channel
 
     @property
     def _endpoint(self) -> str:
@@ -138,7 +131,9 @@ class EtcdCalls:
             return MessageTooLarge(f"{endpoint}: {call.details()}", address=endpoint)
         self._at += 1
         self._token = ""
-        self._hang_up()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
         unreachable = call.code() is grpc.StatusCode.UNAVAILABLE
         answers = "cannot be reached" if unreachable else f"answers {call.code().name}"
         return unavailable(self._name, f"{endpoint} {answers}: {call.details()}")
