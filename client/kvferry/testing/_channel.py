@@ -186,18 +186,19 @@ class InProcessChannel(grpc.Channel):
     def __init__(self, begin: Callable[[InProcessCall], None], clock: Callable[[], float]) -> None:
         self._begin = begin
         self._clock = clock
-        self._lock = threading.Lock()
         self._calls: set[InProcessCall] = set()
+        """Single steps change it, so no lock guards it."""
         self._closed = False
 
     def call(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> InProcessCall:
         """Start a call. Raises `ValueError` once the channel is closed, as gRPC does."""
         call = InProcessCall(method, request, decode, timeout, self._clock)
-        with self._lock:
-            if self._closed:
-                raise ValueError("Cannot invoke RPC on closed channel!")
-            self._calls.add(call)
-        call.at_end(self._forget)
+        # Added first: `close` ends the calls that it finds, and a later call finds the channel closed.
+        self._calls.add(call)
+        call.at_end(self._calls.discard)
+        if self._closed:
+            call.cancel()
+            raise ValueError("Cannot invoke RPC on closed channel!")
         if not call.refuse_large(request):
             self._begin(call)
         return call
@@ -208,8 +209,7 @@ class InProcessChannel(grpc.Channel):
 
     def close(self) -> None:
         """Close the channel and cancel its calls, as `grpc.Channel.close` does."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         self._end(grpc.StatusCode.CANCELLED, "Channel closed!")
 
     def unary_unary(
@@ -235,14 +235,8 @@ class InProcessChannel(grpc.Channel):
         raise _unused("unsubscribe")
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
-        with self._lock:
-            calls = tuple(self._calls)
-        for call in calls:
+        for call in tuple(self._calls):
             call.end(code, details)
-
-    def _forget(self, call: InProcessCall) -> None:
-        with self._lock:
-            self._calls.discard(call)
 
 
 class _Method:
