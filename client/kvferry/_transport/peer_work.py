@@ -12,6 +12,7 @@ from kvferry._logs import Log
 from kvferry._memory.access import StagingSpace
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.transfer import Transfer
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.planner.descriptors import Descriptors, chunks
 from kvferry.planner.footprint import Footprint
@@ -40,14 +41,6 @@ SHARED_CHUNKS = 4
 class ChunkOwner(Protocol):
     """The owner of a chunk: a transfer, or one batch of a transfer in a staging slot. Thread-safe; calls return at
     once, callbacks included."""
-
-    @property
-    def label(self) -> str:
-        """Names the owner in messages."""
-
-    @property
-    def deadline(self) -> float | None:
-        """When the owner expires; None: never."""
 
     @property
     def ended_at(self) -> float | None:
@@ -99,7 +92,7 @@ class PeerWork:
 
     def __init__(
         self,
-        owner: ChunkOwner,
+        owner: Transfer,
         info: AgentInfo,
         descriptors: Sequence[Descriptors],
         since: float,
