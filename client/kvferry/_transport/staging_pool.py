@@ -164,9 +164,8 @@ class StagedWork(PeerWork):
         since: float,
         footprint: Footprint | None = None,
     ) -> None:
-        super().__init__(transfer, info, (), since, (pool.space,))
+        super().__init__(transfer, info, (), since, (pool.space,), footprint)
         self.pool = pool
-        self._footprint = footprint
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
         self._checked: deque[Batch] = deque()
         """Batches with checked descriptors."""

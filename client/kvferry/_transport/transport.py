@@ -262,7 +262,7 @@ class Transport:
             self._threads.submit(work)
             for helper in helpers:
                 # If the helper is closed or retired by now, the others read its part.
-                helper.send(work.shared())
+                helper.send(work)
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for staged in part.staged:
             memory = staged.lane.memory

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import grpc
 
@@ -314,11 +315,11 @@ class _Member:
         self._begin = begin
         self._channels: list[InProcessChannel] = []
 
-    def dial(self, address: str, tls: TlsContent | None) -> InProcessChannel:
+    def dial(self, address: str, tls: TlsContent | None) -> grpc.Channel:
         """Make a channel. Calls fail unless the address is that of the fabric's home."""
         channel = InProcessChannel(partial(self._hand_over, address), self._clock.now)
         self._channels.append(channel)
-        return channel
+        return cast(grpc.Channel, channel)
 
     def kill(self) -> None:
         """Disconnect the client's channels and agents."""
