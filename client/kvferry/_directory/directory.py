@@ -38,6 +38,9 @@ class Directory(OneProcess, ABC):
 
     Threading: every method may be called from any thread.
 
+    `publish`, `renew` and `withdraw` raise `DirectoryUnavailable` if the directory could not be written, and
+    `WrongState` if node servers do not publish in this kind of directory.
+
     Attributes:
         name: the directory's URL, for messages.
         publishes: whether node servers can publish in the directory. Other kinds are written by people or Kubernetes.
@@ -131,30 +134,19 @@ class Directory(OneProcess, ABC):
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
         """List a home, as ``host:port``, and its engines. Withdraws other earlier listings of this publisher. Waits.
 
-        The directory forgets the listings `ttl` seconds after `publish` or the last `renew`.
-
-        Raises:
-            DirectoryUnavailable: the directory could not be written; call `publish` again.
-            WrongState: node servers do not publish in this kind of directory.
+        The directory forgets the listings `ttl` seconds after `publish` or the last `renew`. After
+        `DirectoryUnavailable`, call `publish` again.
         """
         raise self._written_by_others()
 
     def renew(self) -> None:
-        """List everything published for another ttl; publish it again if the directory has forgotten it. Waits.
-
-        Raises:
-            DirectoryUnavailable: the directory could not be written; call `renew` again.
-            WrongState: node servers do not publish in this kind of directory.
-        """
+        """List everything published for another ttl; publish it again if the directory has forgotten it. Waits. After
+        `DirectoryUnavailable`, call `renew` again."""
         raise self._written_by_others()
 
     def withdraw(self) -> None:
-        """Withdraw everything published. Waits, at most for one call.
-
-        Raises:
-            DirectoryUnavailable: the directory could not be written; the listings end with their ttl.
-            WrongState: node servers do not publish in this kind of directory.
-        """
+        """Withdraw everything published. Waits, at most for one call. After `DirectoryUnavailable`, the listings end
+        with their ttl."""
         raise self._written_by_others()
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class ReadingThread:
         self._lock = threading.Lock()
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
         """Messages in the order they came; None only wakes the thread, to look at the transfers at once."""
-        self._refusal: KvferryError | None = None
+        self.refusal: KvferryError | None = None
         """The error that prevented making the agent."""
         self._closing = False
         self._parking = False
@@ -122,11 +122,11 @@ class ReadingThread:
             if self.accepting:
                 self._inbox.put(message)
                 return True
-        if self._refusal is None:
+        if self.refusal is None:
             return False
         # Another thread would get no agent either, and would hand the work on for ever.
         if isinstance(message, PeerWork):
-            message.owner.fail(self._refusal)
+            message.owner.fail(self.refusal)
         return True
 
     def wake(self) -> None:
@@ -151,18 +151,13 @@ class ReadingThread:
         if not self._made.wait(timeout):
             problem = f"it was not made within {timeout:.0f} s"
             raise NixlError(f"agent {self.name!r}: {problem}", call="nixlAgent", peer="", problem=problem)
-        if self._refusal is not None:
-            raise self._refusal
+        if self.refusal is not None:
+            raise self.refusal
 
     def join(self, timeout: float) -> bool:
         """Wait for the thread's end. Returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    @property
-    def refused(self) -> bool:
-        """Whether no agent could be made."""
-        return self._refusal is not None
 
     def copies(self, info: AgentInfo) -> bool:
         """Whether posts to this peer return only when their bytes have arrived, by experience."""
@@ -189,10 +184,10 @@ class ReadingThread:
         try:
             agent = self._agents.reading(self.name, self._regions, self._options)
         except Exception as error:
-            self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
-            logger.warning("reading agent %s could not be made: %s", self.name, self._refusal)
+            self.refusal = error if isinstance(error, KvferryError) else self._failed(error)
+            logger.warning("reading agent %s could not be made: %s", self.name, self.refusal)
             self._made.set()
-            self._fail(self._refusal)
+            self._fail(self.refusal)
         else:
             self._made.set()
             self._work_on(agent)

@@ -69,8 +69,9 @@ class Transport:
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._clock = clock
         self._lock = threading.Lock()
-        self._closed = False
-        self._threads = ReadingThreads(self._regions, options or NixlOptions(), agents=agents, keep=keep, clock=clock)
+        self._threads = ReadingThreads(
+            self._regions, options or NixlOptions(), lock=self._lock, agents=agents, keep=keep, clock=clock
+        )
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
         """The last checked peers, by name."""
         self._transfers: set[Transfer] = set()
@@ -130,7 +131,7 @@ class Transport:
             self._threads.wake,
         )
         with self._lock:
-            if self._closed:
+            if self._threads.closed:
                 raise Closed("the transport was closed")
             if not transfer.state.final:
                 self._transfers.add(transfer)
@@ -216,7 +217,7 @@ class Transport:
         """
         until = self._clock() + timeout
         with self._lock:
-            self._closed = True
+            self._threads.closed = True
             transfers = tuple(self._transfers)
         for transfer in transfers:
             transfer.cancel()
