@@ -292,12 +292,8 @@ class EtcdCalls:
 
     def call(self, method: str, request: Message, answer: type[Answer], timeout: float | None = None) -> Answer:
         """Call a method with one answer, such as ``KV/Put``; also a streaming method, since gRPC sends the same bytes
-        for one request and one answer. `timeout` is in seconds; None: `CALL_TIMEOUT`.
-
-        Raises:
-            DirectoryUnavailable: there is no answer, or etcd refused.
-            MessageTooLarge: the answer does not fit a message.
-        """
+        for one request and one answer. `timeout` is in seconds; None: `CALL_TIMEOUT`. Raises `DirectoryUnavailable` if
+        there is no answer or etcd refused, and `MessageTooLarge` if the answer does not fit a message."""
         had_token = bool(self._token)
         try:
             made = self._dialled().unary_unary(PACKAGE + method, _encode, answer.FromString)

@@ -46,7 +46,8 @@ FAILURES = 3
 """Unexpected errors of a thread after which it no longer waits for posted chunks."""
 
 Message: TypeAlias = PeerWork | AgentInfo | str
-"""Work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped."""
+"""Work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon as all reads
+from it have ended and are quiet."""
 
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
@@ -112,12 +113,8 @@ class ReadingThread:
         self._thread.start()
 
     def send(self, message: Message) -> bool:
-        """Send work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon
-        as all reads from it have ended and are quiet.
-
-        Returns:
-            False: the agent is retired or closed, and nothing was done. If no agent could be made, work fails.
-        """
+        """Send a message. Returns False if the agent is retired or closed, and nothing was done. If no agent could be
+        made, work fails."""
         with self._lock:
             if self.accepting:
                 self._inbox.put(message)

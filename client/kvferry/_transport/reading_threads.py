@@ -123,11 +123,8 @@ class ReadingThreads:
         )
 
     def close(self, until: float) -> bool:
-        """End each thread when all is quiet. The caller has set `closed`, and cancelled the transfers.
-
-        Returns:
-            Whether all threads have ended by `until`.
-        """
+        """End each thread when all is quiet. The caller has set `closed`, and cancelled the transfers. Returns whether
+        all threads have ended by `until`."""
         threads = self._all()
         for thread in threads:
             thread.close()

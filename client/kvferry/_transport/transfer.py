@@ -124,11 +124,8 @@ class Transfer:
             return self._changed.wait_for(lambda: self.quiet, timeout)
 
     def cancel(self) -> bool:
-        """End the transfer, and post nothing more. Returns at once; an ended transfer stays as it is.
-
-        Returns:
-            Whether the transfer is quiet already. NIXL cannot stop a posted read.
-        """
+        """End the transfer, and post nothing more; an ended transfer stays as it is. Returns at once whether the
+        transfer is quiet already: NIXL cannot stop a posted read."""
         with self._changed:
             if not self.state.final:
                 self._end(TransferState.CANCELLED, TransferCancelled(f"transfer {self.label!r} was cancelled"))
@@ -144,10 +141,7 @@ class Transfer:
 
     def extend(self, deadline: float) -> bool:
         """Move the deadline, because the lease was renewed. It only moves forward, and a passed deadline stays passed.
-
-        Returns:
-            Whether bytes still count.
-        """
+        Returns whether bytes still count."""
         with self._changed:
             if self.deadline is not None and not self.state.final and self._clock() < self.deadline:
                 self.deadline = max(self.deadline, deadline)

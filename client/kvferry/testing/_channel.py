@@ -157,12 +157,8 @@ grpc.Call.register(InProcessCall)
 
 
 class InProcessChannel:
-    """The channel of one client.
-
-    Args:
-        begin: hands a call to the home, or ends it. Called on any thread; returns at once.
-        clock: the fabric's clock.
-    """
+    """The channel of one client. `begin` hands a call to the home, or ends it; it is called on any thread, and returns
+    at once. `clock` is the fabric's."""
 
     def __init__(self, begin: Callable[[InProcessCall], None], clock: Callable[[], float]) -> None:
         self._begin = begin
