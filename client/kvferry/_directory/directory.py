@@ -14,7 +14,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._logs import Log
 from kvferry._threads import guarded, start_loop
 from kvferry.errors import Closed, DirectoryUnavailable, EngineNotListed, KvferryError, WrongState
@@ -30,7 +30,7 @@ ANSWER_TIMEOUT = 5.0
 """Default seconds to wait for the first answer."""
 
 
-class Directory(OneProcess, ABC):
+class Directory(Closing, ABC):
     """Lists the homes of a fleet, and the home of each engine. `open_directory` makes one.
 
     From the first call on, a thread follows the directory. Answers come from memory, also while the directory cannot be
@@ -158,12 +158,6 @@ class Directory(OneProcess, ABC):
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(ANSWER_TIMEOUT)
-
-    def __enter__(self) -> Directory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # For the kinds of directories.
 

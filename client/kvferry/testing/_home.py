@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -74,9 +75,9 @@ class InProcessHome:
         self._worker.join()
 
     async def _answer(self, call: InProcessCall) -> None:
-        handler = await self._guard.intercept_service(
-            self._handler, cast(grpc.HandlerCallDetails, _Details(call.method))
-        )
+        # The part of `grpc.HandlerCallDetails` that the guard uses.
+        details = cast(grpc.HandlerCallDetails, SimpleNamespace(method=call.method, invocation_metadata=()))
+        handler = await self._guard.intercept_service(self._handler, details)
         context = _Context(call, handler.response_serializer, self._clock)
         try:
             # The guard makes the requests of every handler a stream, and returns a single answer as bytes.
@@ -99,14 +100,6 @@ class InProcessHome:
     async def _handler(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         found = (generic.service(details) for generic in self._generic)
         return next((handler for handler in found if handler is not None), None)
-
-
-class _Details:
-    """The part of `grpc.HandlerCallDetails` that the guard uses."""
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.invocation_metadata = ()
 
 
 class _Context:

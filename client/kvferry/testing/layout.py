@@ -433,7 +433,7 @@ class _TokenCheck:
         """Write tokens ``[first, end)``: their cells must change, and no others; in planes with larger granules, some
         cells of the granule. If these are all tokens, compare them by value as well."""
         whole = end - first == self._states
-        chosen = self._chosen(value=False)
+        chosen = self._none_chosen()
         for tokens in chosen.values():
             tokens[first:end] = True
         allowed = self._cells(chosen)
@@ -470,7 +470,7 @@ class _TokenCheck:
         touched = self._probe.nothing()
         for bit in range(max(1, (count - 1).bit_length())):
             for value in (0, 1):
-                chosen = self._chosen(value=False)
+                chosen = self._none_chosen()
                 chosen.update({name: (number >> bit) & 1 == value for name, number in numbers.items()})
                 inputs = {
                     name: torch.where(chosen[name][..., None], self._others[name], found)
@@ -526,11 +526,9 @@ class _TokenCheck:
         named = [name for name in self._inputs if f"{plane.component}_".startswith(f"{name}_")]
         return named or list(self._inputs)
 
-    def _chosen(self, *, value: bool) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.full((self._states, heads), value, dtype=torch.bool, device=self._device)
-            for name, heads in self._heads.items()
-        }
+    def _none_chosen(self) -> dict[str, torch.Tensor]:
+        shapes = {name: (self._states, heads) for name, heads in self._heads.items()}
+        return {name: torch.zeros(shape, dtype=torch.bool, device=self._device) for name, shape in shapes.items()}
 
 
 def _of_granules(cells: torch.Tensor, plane: Plane) -> torch.Tensor:
