@@ -76,8 +76,8 @@ class InProcessHome:
 
     async def _answer(self, call: InProcessCall) -> None:
         # The part of `grpc.HandlerCallDetails` that the guard uses.
-        details = cast(grpc.HandlerCallDetails, SimpleNamespace(method=call.method, invocation_metadata=()))
-        handler = await self._guard.intercept_service(self._handler, details)
+        called = SimpleNamespace(method=call.method, invocation_metadata=())
+        handler = await self._guard.intercept_service(self._handler, cast(grpc.HandlerCallDetails, called))
         context = _Context(call, handler.response_serializer, self._clock)
         try:
             # The guard makes the requests of every handler a stream, and returns a single answer as bytes.
