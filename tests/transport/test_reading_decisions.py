@@ -216,6 +216,9 @@ def test_every_read_that_begins_while_the_transport_closes_ends(world: World) ->
     """A thread that ends has taken each message that it accepted."""
     begun: list[Transfer] = []
 
+    def has_begun(enough: int) -> bool:
+        return len(begun) >= enough
+
     def begin(read: Transport, at: int) -> None:
         while True:
             try:
@@ -228,8 +231,8 @@ def test_every_read_that_begins_while_the_transport_closes_ends(world: World) ->
         threads = [threading.Thread(target=begin, args=(read, at)) for at in range(3)]
         for thread in threads:
             thread.start()
-        known = len(begun)
-        assert until(lambda known=known: len(begun) > known + 20)
+        enough = len(begun) + 20
+        assert until(partial(has_begun, enough))
         assert read.close(SOON)
         for thread in threads:
             thread.join()
