@@ -13,7 +13,6 @@ import pytest
 
 from kvferry import Directory, Listed, Listing
 from kvferry._directory import etcd as etcd_module
-from kvferry._directory import etcd_calls
 from kvferry._directory.etcd import EtcdDirectory
 from kvferry._directory.opening import open_directory
 from kvferry.errors import DirectoryUnavailable
@@ -149,7 +148,7 @@ def test_listings_that_ended_while_etcd_hung_are_published_again(
     etcd.signal(signal.SIGSTOP)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(etcd_calls, "CALL_TIMEOUT", 1.0)
+            patch.setattr(etcd_module, "CALL_TIMEOUT", 1.0)
             with pytest.raises(DirectoryUnavailable):
                 home.renew()
         # Looking up does not wait for an etcd that does not answer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,27 @@ def test_edits_of_the_file_are_read_and_wrong_ones_are_logged_once(
     assert [listed.find("prefill-0") for listed in told][-1] == directory.resolve("prefill-0")
     assert len(told) == 2
     end()
+
+
+def test_lookups_do_not_wait_for_a_watch_and_a_watch_may_look_up(opened: Open, file: Path) -> None:
+    file.write_text(GOOD)
+    directory = opened(f"file:{file}")
+    assert directory.wait(30)
+    entered, go_on, found = threading.Event(), threading.Event(), list[str]()
+
+    def slow(_: Listed) -> None:
+        assert directory.wait(0)
+        found.append(directory.resolve("prefill-0").home)
+        if len(found) > 1:
+            entered.set()
+            assert go_on.wait(30)
+
+    directory.watch(slow)
+    replace(file, GOOD.replace("10.0.0.2", "10.0.0.3"))
+    assert entered.wait(30)
+    assert directory.resolve("prefill-0").home == "10.0.0.3:7423"
+    go_on.set()
+    until(lambda: found == ["10.0.0.2:7423", "10.0.0.3:7423"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvferry._directory import etcd_v3_pb2
-from kvferry._directory.etcd_calls import PACKAGE
+from kvferry._directory.etcd import PACKAGE
 from kvferry._wire.channel import TlsConfig
 from tests.support.node_servers import free_port
 from tests.support.waiting import until

@@ -212,6 +212,34 @@ def test_a_closed_transport_begins_nothing(world: World) -> None:
     assert read.gauges().transfers == 0
 
 
+def test_every_read_that_begins_while_the_transport_closes_ends(world: World) -> None:
+    """A thread that ends has taken each message that it accepted."""
+    begun: list[Transfer] = []
+
+    def has_begun(enough: int) -> bool:
+        return len(begun) >= enough
+
+    def begin(read: Transport, at: int) -> None:
+        while True:
+            try:
+                begun.append(world.read(read, f"peer-{at}", at, 1))
+            except Closed:
+                return
+
+    for _ in range(10):
+        read = world.transport(reading_agents=2)
+        threads = [threading.Thread(target=begin, args=(read, at)) for at in range(3)]
+        for thread in threads:
+            thread.start()
+        enough = len(begun) + 20
+        assert until(partial(has_begun, enough))
+        assert read.close(SOON)
+        for thread in threads:
+            thread.join()
+        assert all(transfer.wait_quiet(SOON) for transfer in begun)
+    assert all(agent.destroyed for agent in world.agents.made)
+
+
 def test_closing_waits_for_reads_that_may_still_write(world: World) -> None:
     read = world.transport(reading_agents=2)
     read.prepare()

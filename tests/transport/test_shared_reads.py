@@ -178,7 +178,7 @@ def test_one_agent_reads_all_where_no_second_can_be_made_and_making_is_not_retri
     places = read._threads.places
     for at in range(6):
         done(world.read(read, at=at))
-        assert until(lambda: all(thread in (home, other) or (thread and thread.refused) for thread in places))
+        assert until(lambda: all(thread in (home, other) or (thread and thread.refusal) for thread in places))
     assert (world.agents.refused, world.memory.right()) == (1, True)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
-from kvferry._forks import OneProcess
+from kvferry._forks import Closing
 from kvferry._logs import Log
 from kvferry._threads import guarded, start_loop
 from kvferry.errors import Closed, DirectoryUnavailable, EngineNotListed, KvferryError, WrongState
@@ -30,13 +30,16 @@ ANSWER_TIMEOUT = 5.0
 """Default seconds to wait for the first answer."""
 
 
-class Directory(OneProcess, ABC):
+class Directory(Closing, ABC):
     """Lists the homes of a fleet, and the home of each engine. `open_directory` makes one.
 
     From the first call on, a thread follows the directory. Answers come from memory, also while the directory cannot be
     reached.
 
     Threading: every method may be called from any thread.
+
+    `publish`, `renew` and `withdraw` raise `DirectoryUnavailable` if the directory could not be written, and
+    `WrongState` if node servers do not publish in this kind of directory.
 
     Attributes:
         name: the directory's URL, for messages.
@@ -47,15 +50,15 @@ class Directory(OneProcess, ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._answered = threading.Condition()
-        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        """Also held while watches are called, so that they receive changes one at a time and in order."""
+        self._closed = False
         self._thread: threading.Thread | None = None
+        # The thread replaces these. They are read without the lock: a lookup never waits for a watch.
         self._listed: Listed | None = None
         self._problem = ""
         self._pause = FOLLOW_FIRST
         self._watches: dict[object, Callable[[Listed], object]] = {}
-        self._notifying = threading.RLock()
-        """Held while watches are called, so that they receive changes one at a time and in order."""
 
     # For readers.
 
@@ -66,17 +69,18 @@ class Directory(OneProcess, ABC):
             Closed: the directory is closed.
             LimitReached: the system refused a thread.
         """
-        with self._answered:
-            if self._stop.is_set():
-                raise Closed(f"the directory {self.name} is closed")
-            if self._thread is None:
-                self._thread = start_loop(self._turn, "kvferry-directory")
+        if self._thread is None:
+            with self._changed:
+                if self._thread is None and not self._closed:
+                    self._thread = start_loop(self._turn, "kvferry-directory")
+        if self._closed:
+            raise Closed(f"the directory {self.name} is closed")
 
     def wait(self, timeout: float = ANSWER_TIMEOUT) -> bool:
         """Wait until the directory has answered once, at most `timeout` seconds. Returns whether it has."""
         self.start()
-        with self._answered:
-            self._answered.wait_for(lambda: self._listed is not None or self._stop.is_set(), timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._listed is not None or self._closed, timeout)
             return self._listed is not None
 
     def listed(self) -> Listed:
@@ -87,11 +91,10 @@ class Directory(OneProcess, ABC):
             Closed: the directory is closed.
         """
         self.start()
-        with self._answered:
-            if self._listed is not None:
-                return self._listed
-            problem = self._problem or "it has not answered yet"
-        raise unavailable(self.name, problem)
+        problem, listed = self._problem, self._listed
+        if listed is None:
+            raise unavailable(self.name, problem or "it has not answered yet")
+        return listed
 
     def resolve(self, engine_id: str, incarnation: bytes = b"") -> Listing:
         """Return the listing of an engine; of several with its name, prefers the incarnation, then the newest. Does not
@@ -115,17 +118,14 @@ class Directory(OneProcess, ABC):
         Returns a function that ends the watch.
         """
         key = object()
-        with self._notifying:
-            with self._answered:
-                self._watches[key] = changed
-                listed = self._listed
-            if listed is not None:
-                changed(listed)
+        with self._changed:
+            self._watches[key] = changed
+            if self._listed is not None:
+                changed(self._listed)
         self.start()
 
         def end() -> None:
-            with self._answered:
-                self._watches.pop(key, None)
+            self._watches.pop(key, None)
 
         return end
 
@@ -134,96 +134,74 @@ class Directory(OneProcess, ABC):
     def publish(self, home: str, engines: Collection[Listing], ttl: float) -> None:
         """List a home, as ``host:port``, and its engines. Withdraws other earlier listings of this publisher. Waits.
 
-        The directory forgets the listings `ttl` seconds after `publish` or the last `renew`.
-
-        Raises:
-            DirectoryUnavailable: the directory could not be written; call `publish` again.
-            WrongState: node servers do not publish in this kind of directory.
+        The directory forgets the listings `ttl` seconds after `publish` or the last `renew`. After
+        `DirectoryUnavailable`, call `publish` again.
         """
         raise self._written_by_others()
 
     def renew(self) -> None:
-        """List everything published for another ttl; publish it again if the directory has forgotten it. Waits.
-
-        Raises:
-            DirectoryUnavailable: the directory could not be written; call `renew` again.
-            WrongState: node servers do not publish in this kind of directory.
-        """
+        """List everything published for another ttl; publish it again if the directory has forgotten it. Waits. After
+        `DirectoryUnavailable`, call `renew` again."""
         raise self._written_by_others()
 
     def withdraw(self) -> None:
-        """Withdraw everything published. Waits, at most for one call.
-
-        Raises:
-            DirectoryUnavailable: the directory could not be written; the listings end with their ttl.
-            WrongState: node servers do not publish in this kind of directory.
-        """
+        """Withdraw everything published. Waits, at most for one call. After `DirectoryUnavailable`, the listings end
+        with their ttl."""
         raise self._written_by_others()
 
     def close(self) -> None:
         """End the thread and the connections. Published listings stay until their ttl ends. Idempotent."""
-        self._stop.set()
+        self._closed = True
         self._interrupt()
-        with self._answered:
-            self._answered.notify_all()
+        with self._changed:
+            self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(ANSWER_TIMEOUT)
 
-    def __enter__(self) -> Directory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # For the kinds of directories.
 
     @abstractmethod
-    def _follow(self) -> None:
-        """Call `_learn` with the content, and again after every change, until `_stop` is set; or raise."""
+    def _follow(self) -> float:
+        """Call `_learn` with the content; perhaps go on with every change, until `_interrupt`. Returns the seconds
+        until the next call; after an error, the next call comes after a pause."""
 
     def _interrupt(self) -> None:
-        """Interrupt `_follow`, if `_stop` alone would not end it soon."""
+        """End a `_follow` that lasts: the directory is closed."""
 
     def _learn(self, listed: Listed) -> None:
-        with self._notifying:
-            with self._answered:
-                changed = listed != self._listed
-                self._listed, self._pause = listed, FOLLOW_FIRST
-                again, self._problem = bool(self._problem), ""
-                watches = list(self._watches.values()) if changed else []
-                self._answered.notify_all()
+        with self._changed:
+            changed = listed != self._listed
+            self._listed, self._pause = listed, FOLLOW_FIRST
+            again, self._problem = bool(self._problem), ""
+            self._changed.notify_all()
             if again:
                 logger.info("the directory %s answers again", self.name)
-            for watch in watches:
+            for watch in tuple(self._watches.values()) if changed else ():
                 guarded(partial(watch, listed), f"a watch of the directory {self.name}")
 
     def _turn(self) -> bool:
-        if self._stop.is_set():
-            return False
         try:
-            self._follow()
-        except KvferryError as error:
-            self._failed(error.values.get("problem", error.message))
+            pause = self._follow()
         except Exception as error:
-            logger.debug("following %s failed", self.name, exc_info=error)
-            self._failed(repr(error))
-        with self._answered:
-            pause, self._pause = self._pause, min(2 * self._pause, FOLLOW_LAST)
-        return not self._stop.wait(pause * random.uniform(0.5, 1.0))
+            if not isinstance(error, KvferryError):
+                logger.debug("following %s failed", self.name, exc_info=error)
+            self._failed(error)
+            pause, self._pause = self._pause * random.uniform(0.5, 1.0), min(2 * self._pause, FOLLOW_LAST)
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._closed, pause)
 
-    def _failed(self, problem: str) -> None:
-        if self._stop.is_set():
+    def _failed(self, error: Exception) -> None:
+        if self._closed:
             return
-        with self._answered:
-            first, self._problem = not self._problem, problem
-            known = self._listed is not None
+        first = not self._problem
+        self._problem = error.values.get("problem", error.message) if isinstance(error, KvferryError) else repr(error)
         if first:
             # Once per outage: only discovery depends on the directory. Before the first answer callers get an error,
             # and need no warning in the log.
-            level = logging.WARNING if known else logging.INFO
-            so_far = "its last answer stays in use" if known else "it has not answered yet"
-            logger.log(level, "the directory %s cannot be read: %s; %s", self.name, problem, so_far)
+            level = logging.INFO if self._listed is None else logging.WARNING
+            so_far = "it has not answered yet" if self._listed is None else "its last answer stays in use"
+            logger.log(level, "the directory %s cannot be read: %s; %s", self.name, self._problem, so_far)
 
     def _written_by_others(self) -> WrongState:
         return WrongState(f"node servers do not publish in {self.name}: it is written by others", directory=self.name)

@@ -37,26 +37,22 @@ class DnsDirectory(Directory):
         self._port = port
         self._server = server
 
-    def _follow(self) -> None:
+    def _follow(self) -> float:
         try:
-            resolver = dns.resolver.Resolver(configure=self._server is None)
-        except dns.resolver.NoResolverConfiguration as error:
-            raise unavailable(self.name, str(error)) from None
+            listed, ttl = self._ask()
+        except dns.exception.DNSException as error:
+            raise unavailable(self.name, str(error) or type(error).__name__) from None
+        self._learn(listed)
+        return min(max(ttl, ASK_AT_LEAST), ASK_AT_MOST)
+
+    def _ask(self) -> tuple[Listed, float]:
+        """Return what DNS lists now, and for how many seconds that is valid."""
+        resolver = dns.resolver.Resolver(configure=self._server is None)
         if self._server is not None:
             resolver.nameservers, resolver.port = [self._server[0]], self._server[1]
         resolver.lifetime = QUESTION_TIMEOUT
         # Without the pod's search path, and without cached answers.
         resolver.search, resolver.cache = [], None
-        while not self._stop.is_set():
-            try:
-                listed, ttl = self._ask(resolver)
-            except dns.exception.DNSException as error:
-                raise unavailable(self.name, str(error) or type(error).__name__) from None
-            self._learn(listed)
-            self._stop.wait(min(max(ttl, ASK_AT_LEAST), ASK_AT_MOST))
-
-    def _ask(self, resolver: dns.resolver.Resolver) -> tuple[Listed, float]:
-        """Return what DNS lists now, and for how many seconds that is valid."""
         services, ttl = _records(resolver, f"{SERVICE}.{self._domain}", "SRV")
         if not services:
             addresses, ttl = _records(resolver, self._domain, "A", "AAAA")

@@ -36,20 +36,19 @@ class FileDirectory(Directory):
         self._path = path
         self._seen: object = None
 
-    def _follow(self) -> None:
-        while not self._stop.is_set():
-            try:
-                found = self._path.stat()
-                seen = (found.st_mtime_ns, found.st_size, found.st_ino)
-                if seen != self._seen:
-                    self._learn(listed_in(self._path))
-                    # Only now: a wrong file is read again even if it does not change.
-                    self._seen = seen
-            except (OSError, InvalidField) as error:
-                self._seen = None
-                problem = error.strerror or "it cannot be read" if isinstance(error, OSError) else error.message
-                raise unavailable(self.name, problem) from None
-            self._stop.wait(LOOK_EVERY)
+    def _follow(self) -> float:
+        try:
+            found = self._path.stat()
+            seen = (found.st_mtime_ns, found.st_size, found.st_ino)
+            if seen != self._seen:
+                self._learn(listed_in(self._path))
+                # Only now: a wrong file is read again even if it does not change.
+                self._seen = seen
+        except (OSError, InvalidField) as error:
+            self._seen = None
+            problem = error.strerror or "it cannot be read" if isinstance(error, OSError) else error.message
+            raise unavailable(self.name, problem) from None
+        return LOOK_EVERY
 
 
 def listed_in(path: Path) -> Listed:

@@ -14,8 +14,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvferry._arguments import text
 from kvferry._directory.directory import Directory
-from kvferry._directory.etcd import EtcdDirectory
-from kvferry._directory.etcd_calls import EtcdAccess
+from kvferry._directory.etcd import EtcdAccess, EtcdDirectory
 from kvferry._directory.file import FileDirectory
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField

@@ -39,11 +39,8 @@ packages name HIP's library differently."""
 
 
 def device_of(regions: Iterable[MemoryRegion]) -> int | None:
-    """The device on which the regions lie; None: all of them are host memory.
-
-    Raises:
-        InvalidField: the regions lie on several devices, or torch, which sets the device, is missing.
-    """
+    """The device on which the regions lie; None: all of them are host memory. Raises `InvalidField` if the regions lie
+    on several devices, or torch, which sets the device, is missing."""
     devices = sorted({region.device for region in regions if region.memory_kind is MemoryKind.VRAM})
     if not devices:
         return None

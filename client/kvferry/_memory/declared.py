@@ -26,11 +26,8 @@ class Declared:
     replicated: bool
 
     def of_tensors(self, num_ranks: int) -> Holding | None:
-        """What the rank's tensors hold; None: the whole model.
-
-        Raises:
-            InvalidField: the heads are declared in two ways, or, in an engine of several ranks, in none.
-        """
+        """What the rank's tensors hold; None: the whole model. Raises `InvalidField` if the heads are declared in two
+        ways, or, in an engine of several ranks, in none."""
         if self.heads is None and self.total_heads is not None:
             raise InvalidField("heads", None, "the heads that this rank holds of total_heads")
         said = {"heads": self.heads is not None, "holding": self.holding is not None, "replicated": self.replicated}

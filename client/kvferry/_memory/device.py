@@ -62,10 +62,9 @@ class DeviceAccess:
     def __init__(self, device: str, tensors: Iterable[Any]) -> None:
         self._torch: Any = sys.modules["torch"]
         self._device = self._torch.device(device)
-        self._lock = threading.Lock()
         self._threads = threading.local()
         self._storages: dict[int, Any] = {}
-        """The tensors' storages, by address. Replaced, never changed, so that readers need no lock."""
+        """The tensors' storages, by address. Single steps change it, on any thread, so no lock guards it."""
         for tensor in tensors:
             self._keep(tensor)
 
@@ -115,10 +114,9 @@ class DeviceAccess:
     def _keep(self, tensor: Any) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        with self._lock:
-            known = self._storages.get(address)
-            if known is None or known.nbytes() < storage.nbytes():
-                self._storages = {**self._storages, address: storage}
+        known = self._storages.get(address)
+        if known is None or known.nbytes() < storage.nbytes():
+            self._storages[address] = storage
 
     def _copy(self, copy: Copy, queue: _Queue) -> None:
         source, destination = copy_cells(copy)
@@ -146,7 +144,7 @@ class DeviceAccess:
 
     def _storage_of(self, cells: Cells) -> Any:
         first, last = cells.address, cells.address + cells.length
-        for storage in self._storages.values():
+        for storage in tuple(self._storages.values()):
             if storage.data_ptr() <= first and last <= storage.data_ptr() + storage.nbytes():
                 return storage
         value = f"{cells.length} bytes at {cells.address:#x}"

@@ -33,11 +33,8 @@ def clear_tails(
     moved: Mapping[str, GroupRequest],
     memory: RankMemory,
 ) -> None:
-    """Clear the tails of a read. A group of which nothing was moved has no tail.
-
-    Raises:
-        InvalidField: a plane lies in device memory that is not backed by a registered tensor.
-    """
+    """Clear the tails of a read. A group of which nothing was moved has no tail. Raises `InvalidField` if a plane lies
+    in device memory that is not backed by a registered tensor."""
     for plane in planes:
         group = groups[plane.group]
         if plane.group not in moved or group.kind is GroupKind.STATE:

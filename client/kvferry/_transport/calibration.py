@@ -79,12 +79,7 @@ to the other."""
 
 def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
     """Measure the constants for reads from one peer; None if no measurement is possible now. Waits, so only the thread
-    of a read calls it.
-
-    Raises:
-        BadAgentMetadata: the peer's metadata are not the announced ones.
-        Closed: the transport was closed.
-    """
+    of a read calls it. Raises `BadAgentMetadata` and `Closed` as `Transport.start`."""
     region = max(peer.regions, key=lambda region: region.length)
     # Each turn reads no byte twice.
     shares = min(MOST, (region.length // SHARE - 2 * REPEATS) // PARTS)

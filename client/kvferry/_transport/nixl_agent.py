@@ -74,10 +74,8 @@ class ServingAgent:
     `name` is unique per incarnation, at most 512 bytes. No descriptor may span two regions. `binding` is called in
     place of NIXL; see `kvferry._transport.agents`.
 
-    Raises:
-        InvalidField: there are no regions, or they lie on several devices, or on a device that torch cannot set.
-        NixlMissing: NIXL is not installed.
-        NixlError: NIXL could not register the memory.
+    Raises `InvalidField` without regions, for regions on several devices, and for a device that torch cannot set;
+    `NixlMissing`; and `NixlError` if NIXL could not register the memory.
     """
 
     def __init__(
@@ -211,12 +209,8 @@ class ReadingAgent:
             self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
     def add_peer(self, info: AgentInfo) -> None:
-        """Check a peer's metadata and load them.
-
-        Raises:
-            BadAgentMetadata: the metadata are not the announced ones.
-            NixlError: the peer cannot be reached.
-        """
+        """Check a peer's metadata and load them. Raises `BadAgentMetadata` if they are not the announced ones, and
+        `NixlError` if the peer cannot be reached."""
         self.check_owner("add_peer")
         info.check()
         sockets = open_sockets()
@@ -258,12 +252,8 @@ class ReadingAgent:
         return self._initialize(peer, local, remote)
 
     def make(self, peer: str, descriptors: Descriptors) -> ReadHandle:
-        """Make a read, checked and not posted.
-
-        Raises:
-            InvalidField: a descriptor lies outside the memory registered here, or outside the peer's announced regions.
-            NixlError: NIXL refused the read. Nothing was posted.
-        """
+        """Make a read, checked and not posted. Raises `InvalidField` if a descriptor lies outside the memory registered
+        here, or outside the peer's announced regions, and `NixlError` if NIXL refused the read."""
         self.check_owner("make")
         if isinstance(descriptors, PreparedDescriptors):
             return self._make_prepared(peer, descriptors)
@@ -285,11 +275,8 @@ class ReadingAgent:
         return nixl_binding.call(name, peer, lambda: getattr(self._agent, name)(*given))
 
     def destroy(self) -> bool:
-        """End the agent, and release its handles. If it is gone, nothing that it posted writes any more.
-
-        Returns:
-            Whether the agent is gone. False: something still refers to it, and its reads may still write.
-        """
+        """End the agent, and release its handles. Returns whether it is gone: then nothing that it posted writes any
+        more. False: something still refers to it, and its reads may still write."""
         self.check_owner("destroy")
         gone = weakref.ref(self._agent)
         self._agent = None

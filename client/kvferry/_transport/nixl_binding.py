@@ -34,7 +34,6 @@ T = TypeVar("T")
 BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 """NIXL's builds, in the order of ``_load_cuda_backend`` in its nixl/__init__.py, 1.5.1."""
 
-
 logger = Log(__name__)
 
 ENVIRONMENT = {
@@ -89,14 +88,11 @@ def _load_verbs_of_system() -> None:
 
 
 def packages_for(torch: Any) -> tuple[str, ...]:
-    """The packages that may hold NIXL, the best first.
+    """The packages that may hold NIXL, the best first. `torch` is the module, which knows the machine's CUDA or ROCm,
+    or None if it is not imported. While another thread imports it, the module may not know yet.
 
     The package ``nixl`` chooses among ``nixl_cu12`` and ``nixl_cu13``; where ``nixl`` is not installed, those are
     tried. The build for ROCm has its own name, as vLLM knows (vLLM 0.32.0, ``vllm/distributed/nixl_utils.py``).
-
-    Args:
-        torch: the module, which knows the machine's CUDA or ROCm; None: torch is not imported. While another thread
-            imports it, the module may not know yet.
     """
     if not hasattr(torch, "version"):
         # To learn that there is no CUDA, ``nixl`` would import a CPU build of torch: seconds in each process.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry._logs import Log
 from kvferry._memory.access import StagingSpace
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.transfer import Transfer
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.planner.descriptors import Descriptors, chunks
 from kvferry.planner.footprint import Footprint
@@ -40,14 +41,6 @@ SHARED_CHUNKS = 4
 class ChunkOwner(Protocol):
     """The owner of a chunk: a transfer, or one batch of a transfer in a staging slot. Thread-safe; calls return at
     once, callbacks included."""
-
-    @property
-    def label(self) -> str:
-        """Names the owner in messages."""
-
-    @property
-    def deadline(self) -> float | None:
-        """When the owner expires; None: never."""
 
     @property
     def ended_at(self) -> float | None:
@@ -87,19 +80,20 @@ class Chunk:
 
 
 class PeerWork:
-    """What one transfer reads from one peer.
+    """What one transfer reads from one peer. Where posts copy, several threads share a large read: each chunk goes to
+    the thread that asks for it first.
 
     `since` is when the work began to wait for the peer's first answer; `copies`, whether posts to the peer copy;
-    `threads`, the number of reading threads that take chunks, each through work of its own (`shared`). The blocks of
-    `footprint` are checked chunk by chunk; None: they were checked before. `blocked`: `next` returned None, but will
-    have a chunk later; the thread is woken then.
+    `threads`, the number of reading threads that take chunks. The blocks of `footprint` are checked chunk by chunk;
+    None: they were checked before. `blocked`: `next` returned None, but will have a chunk later; the thread is woken
+    then.
     """
 
     blocked = False
 
     def __init__(
         self,
-        owner: ChunkOwner,
+        owner: Transfer,
         info: AgentInfo,
         descriptors: Sequence[Descriptors],
         since: float,
@@ -113,36 +107,19 @@ class PeerWork:
         self.info = info
         self.since = since
         self.spaces = tuple(spaces)
-        self._undivided = _Undivided(descriptors, footprint, copies, threads)
-
-    def shared(self) -> PeerWork:
-        """Work of the same transfer for another thread: each chunk goes to the thread that asks for it first."""
-        work = PeerWork(self.owner, self.info, (), self.since, self.spaces)
-        work._undivided = self._undivided
-        return work
+        self._descriptors = descriptors
+        self._footprint = footprint
+        self._copies = copies
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._chunks: deque[Descriptors] | None = None
+        """The chunks that no thread has taken yet; None: not divided yet."""
 
     def step_back(self) -> None:
         """Let other work that waits for the same staging slots go first: `next` will not be called for now."""
 
     def next(self, options: NixlOptions) -> Chunk | None:
         """The next chunk, to be posted now; None if there is none for now, or none any more."""
-        chunk = self._undivided.next(options)
-        return None if chunk is None else Chunk(chunk, self.owner)
-
-
-@dataclass(slots=True)
-class _Undivided:
-    """A transfer's descriptors at one peer that no thread has taken yet. Thread-safe."""
-
-    _descriptors: Sequence[Descriptors]
-    _footprint: Footprint | None
-    _copies: bool
-    _threads: int
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _chunks: deque[Descriptors] | None = None
-
-    def next(self, options: NixlOptions) -> Descriptors | None:
-        """The next chunk; None: all were taken."""
         with self._lock:
             if self._chunks is None:
                 # All chunks are made at once: between two copies of megabytes, each step takes ten times as long.
@@ -152,9 +129,11 @@ class _Undivided:
                     for chunk in divide(some, options, copies=self._copies, threads=self._threads)
                 )
             chunk = self._chunks.popleft() if self._chunks else None
-        if chunk is not None and self._footprint is not None:
+        if chunk is None:
+            return None
+        if self._footprint is not None:
             self._footprint.check(chunk)
-        return chunk
+        return Chunk(chunk, self.owner)
 
 
 def divide(

@@ -13,13 +13,16 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
+from kvferry._clock import LONGEST
 from kvferry._logs import Log
 from kvferry._transport.agents import NIXL, Agents
-from kvferry._transport.inbox import Inbox, Message
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState
@@ -41,6 +44,10 @@ EXIT_PATIENCE = 2.0
 
 FAILURES = 3
 """Unexpected errors of a thread after which it no longer waits for posted chunks."""
+
+Message: TypeAlias = PeerWork | AgentInfo | str
+"""Work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon as all reads
+from it have ended and are quiet."""
 
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
@@ -81,8 +88,12 @@ class ReadingThread:
         self._gone = gone
         self._agents = agents
         self._keep = keep
-        self._inbox = Inbox()
-        self._refusal: KvferryError | None = None
+        self.accepting = True
+        """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
+        self._lock = threading.Lock()
+        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        """Messages in the order they came; None only wakes the thread, to look at the transfers at once."""
+        self.refusal: KvferryError | None = None
         """The error that prevented making the agent."""
         self._closing = False
         self._parking = False
@@ -91,6 +102,7 @@ class ReadingThread:
         """Set when the agent is made, or making it has failed."""
         # Only the thread uses the attributes from here on.
         self._taken: deque[Message] = deque()
+        """Messages that were taken from the inbox and not handled yet."""
         self._links = PeerLinks(options, clock)
         self._news = False
         """Whether anything changed since `_settle` ran."""
@@ -101,36 +113,34 @@ class ReadingThread:
         self._thread.start()
 
     def send(self, message: Message) -> bool:
-        """Send work to be posted, a peer to be added before it is needed, or the name of a peer to be dropped as soon
-        as all reads from it have ended and are quiet.
-
-        Returns:
-            False: the agent is retired or closed, and nothing was done. If no agent could be made, work fails.
-        """
-        if self._inbox.put(message):
-            return True
-        if self._refusal is None:
+        """Send a message. Returns False if the agent is retired or closed, and nothing was done. If no agent could be
+        made, work fails."""
+        with self._lock:
+            if self.accepting:
+                self._inbox.put(message)
+                return True
+        if self.refusal is None:
             return False
         # Another thread would get no agent either, and would hand the work on for ever.
         if isinstance(message, PeerWork):
-            message.owner.fail(self._refusal)
+            message.owner.fail(self.refusal)
         return True
 
     def wake(self) -> None:
         """Look at the transfers at once, because one was cancelled."""
-        self._inbox.wake()
+        self._inbox.put(None)
 
     def close(self) -> None:
         """End when all is quiet. The caller cancels the transfers that have not ended."""
-        # Closed first, so that the thread still takes every accepted message before it ends.
-        self._inbox.close()
+        # In this order, so that the thread still takes every accepted message before it ends.
+        self._refuse_messages()
         self._closing = True
-        self._inbox.wake()
+        self.wake()
 
     def park(self) -> threading.Event:
         """Stop calling NIXL, because the interpreter exits. The event is set when the thread is out of NIXL."""
         self._parking = True
-        self._inbox.wake()
+        self.wake()
         return self._out_of_nixl
 
     def wait_made(self, timeout: float) -> None:
@@ -138,22 +148,13 @@ class ReadingThread:
         if not self._made.wait(timeout):
             problem = f"it was not made within {timeout:.0f} s"
             raise NixlError(f"agent {self.name!r}: {problem}", call="nixlAgent", peer="", problem=problem)
-        if self._refusal is not None:
-            raise self._refusal
+        if self.refusal is not None:
+            raise self.refusal
 
     def join(self, timeout: float) -> bool:
         """Wait for the thread's end. Returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    @property
-    def accepting(self) -> bool:
-        return self._inbox.open
-
-    @property
-    def refused(self) -> bool:
-        """Whether no agent could be made."""
-        return self._refusal is not None
 
     def copies(self, info: AgentInfo) -> bool:
         """Whether posts to this peer return only when their bytes have arrived, by experience."""
@@ -180,10 +181,10 @@ class ReadingThread:
         try:
             agent = self._agents.reading(self.name, self._regions, self._options)
         except Exception as error:
-            self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
-            logger.warning("reading agent %s could not be made: %s", self.name, self._refusal)
+            self.refusal = error if isinstance(error, KvferryError) else self._failed(error)
+            logger.warning("reading agent %s could not be made: %s", self.name, self.refusal)
             self._made.set()
-            self._fail(self._refusal)
+            self._fail(self.refusal)
         else:
             self._made.set()
             self._work_on(agent)
@@ -213,8 +214,8 @@ class ReadingThread:
                 # The agent is not destroyed: while it reads, that could kill the source. The system closes its
                 # connections.
                 self._out_of_nixl.set()
-                threading.Event().wait()
-            busy = self._take_inbox(agent)
+                time.sleep(LONGEST)
+            busy = self._handle_messages(agent)
             now = self._clock()
             for link in self._links:
                 before, queued = link.moved, len(link.queued)
@@ -242,10 +243,26 @@ class ReadingThread:
             elif not busy:
                 self._sleep(now)
 
-    def _take_inbox(self, agent: ReadingAgent) -> bool:
-        self._taken.extend(self._inbox.take())
-        if self._inbox.take_wake():
-            self._settle_at = 0.0
+    def _refuse_messages(self) -> None:
+        with self._lock:
+            self.accepting = False
+
+    def _take_messages(self, timeout: float | None = 0.0) -> None:
+        """Take all messages. If there are none, wait for one, at most `timeout` seconds; None: without a limit."""
+        try:
+            while not self._inbox.empty() or timeout != 0.0:
+                message = self._inbox.get(timeout=timeout)
+                timeout = 0.0
+                if message is None:
+                    self._settle_at = 0.0
+                else:
+                    self._taken.append(message)
+        except Empty:
+            return
+
+    def _handle_messages(self, agent: ReadingAgent) -> bool:
+        """Handle the messages that have come. Returns whether there were any."""
+        self._take_messages()
         busy = bool(self._taken)
         while self._taken:
             # Removed only afterwards: if the step raises, the work fails instead of being forgotten.
@@ -277,9 +294,11 @@ class ReadingThread:
                 self._links.fail_waiting(link, error)
             return
         logger.warning("reading agent %s is retired: reads from %s are uncertain", self.name, names)
-        self._inbox.close()
+        self._refuse_messages()
         self.retired = True
-        unposted = [message for message in self._inbox.take() if isinstance(message, PeerWork)]
+        self._take_messages()
+        unposted = [message for message in self._taken if isinstance(message, PeerWork)]
+        self._taken.clear()
         unposted.extend(self._links.take_unposted(given_up))
         for work in unposted:
             work.since = now
@@ -288,7 +307,7 @@ class ReadingThread:
 
     def _may_end(self, now: float) -> bool:
         """Whether the agent may be destroyed: it has nothing to do, and every fence time is over."""
-        if not (self.retired or self._closing) or self._links.waiting or not self._inbox.empty:
+        if not (self.retired or self._closing) or self._links.waiting or not self._inbox.empty():
             return False
         if any(link.queued for link in self._links):
             return False
@@ -298,17 +317,18 @@ class ReadingThread:
     def _sleep(self, now: float) -> None:
         """Wait until something is due or a message comes."""
         alarms = list(self._links.alarms())
-        if self._news or self._inbox.woken:
+        if self._news:
             alarms.append(self._settle_at)
         if not self.retired and any(link.lost for link in self._links):
             alarms.append(max(now, self._retire_at))
         until = min(alarms, default=None)
-        self._inbox.wait(None if until is None else max(0.0, until - now))
+        self._take_messages(None if until is None else min(max(0.0, until - now), threading.TIMEOUT_MAX))
 
     def _fail(self, error: KvferryError) -> None:
         """Fail all work: the agent cannot go on."""
-        self._inbox.close()
-        messages = [*self._taken, *self._inbox.take()]
+        self._refuse_messages()
+        self._take_messages()
+        messages = tuple(self._taken)
         self._taken.clear()
         for work in (message for message in messages if isinstance(message, PeerWork)):
             work.owner.fail(error)

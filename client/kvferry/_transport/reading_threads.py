@@ -27,9 +27,11 @@ logger = Log(__name__)
 
 
 class ReadingThreads:
-    """All reading threads of one rank, each made when it is needed. See `Transport` for the arguments.
+    """All reading threads of one rank, each made when it is needed. See `Transport` for the arguments. `lock` is the
+    transport's.
 
     Attributes:
+        closed: no other thread is made. Set with the lock held.
         places: the threads that get new work; None where no thread was needed so far.
         living: all threads that have not ended, retired ones included.
     """
@@ -39,6 +41,7 @@ class ReadingThreads:
         regions: Sequence[MemoryRegion],
         options: NixlOptions,
         *,
+        lock: threading.Lock,
         agents: Agents,
         keep: object,
         clock: Callable[[], float],
@@ -48,8 +51,8 @@ class ReadingThreads:
         self._agents = agents
         self._keep = keep
         self._clock = clock
-        self._lock = threading.Lock()
-        self._closed = False
+        self._lock = lock
+        self.closed = False
         self.places: list[ReadingThread | None] = [None] * options.most_reading_agents
         self._spread = options.reading_agents or 1
         """Threads over which peers are spread. The other threads only take part in large reads."""
@@ -120,14 +123,9 @@ class ReadingThreads:
         )
 
     def close(self, until: float) -> bool:
-        """End each thread when all is quiet, and make no other. The caller has cancelled the transfers.
-
-        Returns:
-            Whether all threads have ended by `until`.
-        """
-        with self._lock:
-            self._closed = True
-            threads = tuple(self.living)
+        """End each thread when all is quiet. The caller has set `closed`, and cancelled the transfers. Returns whether
+        all threads have ended by `until`."""
+        threads = self._all()
         for thread in threads:
             thread.close()
         ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
@@ -143,7 +141,7 @@ class ReadingThreads:
     def _helper_at(self, place: int) -> ReadingThread | None:
         """A thread that may take part in reads; None: no thread can be had, and reads go on without it."""
         known = self.places[place]
-        if known is not None and known.refused:
+        if known is not None and known.refusal is not None:
             # Another attempt takes long, and is not worth it for each large read.
             return None
         try:
@@ -156,7 +154,7 @@ class ReadingThreads:
         with self._lock:
             thread = self.places[place]
             if thread is None or not thread.accepting:
-                if self._closed:
+                if self.closed:
                     raise Closed("the transport was closed")
                 name = f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading"
                 thread = ReadingThread(

@@ -73,14 +73,14 @@ class StagingPool:
     source has at most a quarter of the slots, and more than one only while more than half of them are free.
 
     `freed` is called when a slot has become free for which some work waits: the work asks again. `slots` counts all
-    slots, free or not.
+    slots, free or not. `lock` guards the slots, and the batches in them; no other lock is taken under it.
     """
 
     def __init__(self, space: StagingSpace, slot_bytes: int, freed: Callable[[], None]) -> None:
         self.space = space
         self.slot_bytes = slot_bytes
         self.freed = freed
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         base = space.region.base
         self._free = [base + at for at in range(0, space.region.length - slot_bytes + 1, slot_bytes)]
         self.slots = len(self._free)
@@ -93,7 +93,7 @@ class StagingPool:
 
         Work that got None waits: it asks again when `freed` was called, or steps back (`leave`).
         """
-        with self._lock:
+        with self.lock:
             # A transfer that has ended needs no slot; its work is about to leave.
             wanting = (other for other in (*self._waiting, work) if other.owner.ended_at is None)
             first = next((other for other in wanting if self._may_have(other.info.name)), None)
@@ -109,7 +109,7 @@ class StagingPool:
 
     def leave(self, work: StagedWork) -> None:
         """Wait no longer, at least for now: later work goes first, and `freed` is called for it."""
-        with self._lock:
+        with self.lock:
             if work not in self._waiting:
                 return
             self._waiting.remove(work)
@@ -125,16 +125,20 @@ class StagingPool:
 
     def release(self, slot: int) -> None:
         """Give back a slot to which nothing writes any more."""
-        with self._lock:
-            self._free.append(slot)
-            self._holders.pop(slot, None)
-            wanted = bool(self._waiting)
+        with self.lock:
+            wanted = self.put_back(slot)
         if wanted:
             self.freed()
 
+    def put_back(self, slot: int) -> bool:
+        """`release` with the lock held. Returns whether `freed` is to be called, without the lock."""
+        self._free.append(slot)
+        self._holders.pop(slot, None)
+        return bool(self._waiting)
+
     def borrow(self) -> int | None:
         """A slot's address if a slot is free and no work waits, else None."""
-        with self._lock:
+        with self.lock:
             return self._free.pop() if self._free and not self._waiting else None
 
     def pair(self, batch: Batch) -> MemoryPair:
@@ -145,8 +149,7 @@ class StagingPool:
     @property
     def in_use(self) -> int:
         """Slots that are read into or permuted, or may still be written to."""
-        with self._lock:
-            return self.slots - len(self._free)
+        return self.slots - len(self._free)
 
 
 class StagedWork(PeerWork):
@@ -161,16 +164,14 @@ class StagedWork(PeerWork):
         since: float,
         footprint: Footprint | None = None,
     ) -> None:
-        super().__init__(transfer, info, (), since, (pool.space,))
-        self._transfer = transfer
-        self._pool = pool
-        self._footprint = footprint
+        super().__init__(transfer, info, (), since, (pool.space,), footprint)
+        self.pool = pool
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
         self._checked: deque[Batch] = deque()
         """Batches with checked descriptors."""
         self._parts: deque[Chunk] = deque()
-        self._lock = threading.Lock()
-        self._arrivals: set[_Arrival] = set()
+        self.arrivals: set[_Arrival] = set()
+        """The batches in slots."""
         transfer.add_done_callback(self._ended)
 
     def next(self, options: NixlOptions) -> Chunk | None:
@@ -181,29 +182,29 @@ class StagedWork(PeerWork):
             self._check_some()
             if not self._checked:
                 return None
-        with self._lock:
-            self.blocked = len(self._arrivals) >= SLOTS_AT_ONCE
-        slot = None if self.blocked else self._pool.acquire(self)
+        with self.pool.lock:
+            self.blocked = len(self.arrivals) >= SLOTS_AT_ONCE
+        slot = None if self.blocked else self.pool.acquire(self)
         if slot is None:
             self.blocked = True
             return None
         batch = self._checked.popleft()
         try:
-            descriptors = batch.descriptors(slot, self._pool.pair(batch))
+            descriptors = batch.descriptors(slot, self.pool.pair(batch))
             whole = batch.staged_bytes <= options.chunk_bytes and descriptors.count <= options.chunk_descriptors
             parts = [descriptors] if whole else list(divide(descriptors, options))
         except BaseException:
-            self._pool.release(slot)
+            self.pool.release(slot)
             raise
-        arrival = _Arrival(self._transfer, self._pool, batch, slot, len(parts), self._left)
-        with self._lock:
-            self._arrivals.add(arrival)
+        arrival = _Arrival(self, batch, slot, len(parts))
+        with self.pool.lock:
+            self.arrivals.add(arrival)
         self._parts.extend(Chunk(part, arrival) for part in parts)
         return self._parts.popleft()
 
     def step_back(self) -> None:
         if self.blocked:
-            self._pool.leave(self)
+            self.pool.leave(self)
 
     def _check_some(self) -> None:
         """Check several batches ahead, since a check costs about as much for a thousand descriptors as for one."""
@@ -212,7 +213,7 @@ class StagedWork(PeerWork):
         count = 0
         while count < DESCRIPTORS_AHEAD and len(batches) < BATCHES_AHEAD and (batch := next(self._batches, None)):
             batches.append(batch)
-            by_memory.setdefault(self._pool.pair(batch), []).append(batch)
+            by_memory.setdefault(self.pool.pair(batch), []).append(batch)
             count += len(batch.length)
         if self._footprint is not None:
             for memory, alike in by_memory.items():
@@ -221,73 +222,49 @@ class StagedWork(PeerWork):
                 self._footprint.check_source(RawDescriptors(memory, *joined))
         self._checked.extend(batches)
 
-    def _left(self, arrival: _Arrival) -> None:
-        with self._lock:
-            self._arrivals.discard(arrival)
-            blocked = self.blocked
-        if blocked:
-            # The batch may have landed on another thread than the work's own: on the thread of a retired agent.
-            self._pool.freed()
-
     def _ended(self, _: Transfer) -> None:
-        with self._lock:
-            arrivals = tuple(self._arrivals)
+        with self.pool.lock:
+            arrivals = tuple(self.arrivals)
         for arrival in arrivals:
             arrival.give_up()
-        self._pool.leave(self)
+        self.pool.leave(self)
 
 
 class _Arrival:
-    """One batch in its slot: the `ChunkOwner` of the chunks that read it. Thread-safe.
+    """One batch of staged work in its slot: the `ChunkOwner` of the chunks that read it. Thread-safe.
 
     The slot is given back once, when nothing can write to it any more and its content is not to be permuted.
     """
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        pool: StagingPool,
-        batch: Batch,
-        slot: int,
-        chunks: int,
-        left: Callable[[_Arrival], None],
-    ) -> None:
-        self._transfer = transfer
-        self._pool = pool
+    def __init__(self, work: StagedWork, batch: Batch, slot: int, chunks: int) -> None:
+        self._work = work
+        self._pool = work.pool
+        self._transfer = work.owner
         self._batch = batch
         self._slot = slot
-        self._left = left
-        self._lock = threading.Lock()
+        # The pool's lock guards the rest.
         self._missing = chunks
         """Chunks that have not landed."""
         self._using = 0
         """Chunks that may write, and the permutation, that use the slot."""
         self._given_up = False
-        self._freed = False
-
-    @property
-    def label(self) -> str:
-        return self._transfer.label
-
-    @property
-    def deadline(self) -> float | None:
-        return self._transfer.deadline
 
     @property
     def ended_at(self) -> float | None:
         return self._transfer.ended_at
 
     def begin(self) -> bool:
-        with self._lock:
-            if not self._given_up and self._transfer.goes_on():
-                self._using += 1
-                return True
+        if self._transfer.goes_on():
+            with self._pool.lock:
+                if not self._given_up:
+                    self._using += 1
+                    return True
         self.give_up()
         return False
 
     def landed(self, size: int) -> None:
         """Record a chunk that has arrived in the slot. After the last chunk, permute the batch into the blocks."""
-        with self._lock:
+        with self._pool.lock:
             self._missing -= 1
             complete = self._missing == 0 and not self._given_up
         # Only the permutation writes to the destination's blocks, so they are quiet up to here.
@@ -296,17 +273,17 @@ class _Arrival:
                 self._pool.space.copy(self._batch.copies(self._slot))
             except Exception as error:
                 # An error of numpy or of the device: the batch did not reach its blocks.
-                self._transfer.fail(as_kvferry_error(error, f"transfer {self.label!r}: the permutation"))
+                self._transfer.fail(as_kvferry_error(error, f"transfer {self._transfer.label!r}: the permutation"))
                 if isinstance(error, StillCopying):
                     # Neither blocks nor slot ever become quiet: the device may write to them at any time.
                     return
                 self._transfer.fenced()
             else:
                 self._transfer.landed(self._batch.total_bytes)
-        self._unused(given_up=complete)
+        self._unused(1, given_up=complete)
 
     def fenced(self) -> None:
-        self._unused(given_up=True)
+        self._unused(1, given_up=True)
 
     def fail(self, error: KvferryError) -> None:
         self._transfer.fail(error)
@@ -317,20 +294,18 @@ class _Arrival:
 
     def give_up(self) -> None:
         """Post no more chunks and do not permute."""
-        with self._lock:
-            self._given_up = True
-        self._free_if_quiet()
+        self._unused(0, given_up=True)
 
-    def _unused(self, *, given_up: bool) -> None:
-        with self._lock:
-            self._using -= 1
+    def _unused(self, count: int, *, given_up: bool) -> None:
+        """Record that this many chunks no longer use the slot, and whether its content is no longer needed."""
+        with self._pool.lock:
+            self._using -= count
             self._given_up |= given_up
-        self._free_if_quiet()
-
-    def _free_if_quiet(self) -> None:
-        with self._lock:
-            if self._using or not self._given_up or self._freed:
+            if self._using or not self._given_up or self not in self._work.arrivals:
                 return
-            self._freed = True
-        self._left(self)
-        self._pool.release(self._slot)
+            self._work.arrivals.discard(self)
+            wanted = self._pool.put_back(self._slot)
+            # The batch may have landed on another thread than the work's own: on the thread of a retired agent.
+            wanted |= self._work.blocked
+        if wanted:
+            self._pool.freed()

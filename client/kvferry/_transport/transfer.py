@@ -59,6 +59,11 @@ class Transfer:
 
     Callbacks run on a thread of the transport or, if their event has happened already, at once on the caller's thread.
     They must not block; their exceptions are logged.
+
+    Attributes, which only the transfer changes; times are on `kvferry._clock`:
+        error: None while the transfer goes on and when DONE. A `TransferError`'s `quiet` is kept current.
+        deadline: until when bytes count; None: without a limit.
+        ended_at: when the transfer ended: for DONE, after the last chunk was seen.
     """
 
     def __init__(
@@ -73,14 +78,14 @@ class Transfer:
         self.label = label
         self.bytes_total = bytes_total
         self._descriptors = descriptors
-        self._deadline = deadline
+        self.deadline = deadline
         self._clock = clock
         self._wake = wake
         self._changed = threading.Condition()
-        self._state = TransferState.PENDING
-        self._error: KvferryError | None = None
+        self.state = TransferState.PENDING
+        self.error: KvferryError | None = None
         self._told: list[TransferError] = []
-        self._ended_at: float | None = None
+        self.ended_at: float | None = None
         self._bytes_done = 0
         self._chunks = 0
         self._outstanding = 0
@@ -92,33 +97,14 @@ class Transfer:
                 self._end(TransferState.DONE, None)
 
     @property
-    def state(self) -> TransferState:
-        return self._state
-
-    @property
     def quiet(self) -> bool:
         """Whether the transfer has ended and nothing can write to its destination any more."""
-        return self._state.final and self._outstanding == 0
-
-    @property
-    def error(self) -> KvferryError | None:
-        """The error; None while the transfer goes on and when DONE. A `TransferError`'s `quiet` is kept current."""
-        return self._error
-
-    @property
-    def deadline(self) -> float | None:
-        """Until when bytes count, on `kvferry._clock`; None: without a limit."""
-        return self._deadline
-
-    @property
-    def ended_at(self) -> float | None:
-        """When the transfer ended, on `kvferry._clock`: for DONE, after the last chunk was seen."""
-        return self._ended_at
+        return self.state.final and self._outstanding == 0
 
     def progress(self) -> TransferProgress:
         with self._changed:
             return TransferProgress(
-                state=self._state,
+                state=self.state,
                 quiet=self.quiet,
                 bytes_done=self._bytes_done,
                 bytes_total=self.bytes_total,
@@ -130,7 +116,7 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the transfer's end. Returns whether it has ended."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._state.final, timeout)
+            return self._changed.wait_for(lambda: self.state.final, timeout)
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
         """Wait until the destination may be used again. Returns whether it may."""
@@ -138,13 +124,10 @@ class Transfer:
             return self._changed.wait_for(lambda: self.quiet, timeout)
 
     def cancel(self) -> bool:
-        """End the transfer, and post nothing more. Returns at once; an ended transfer stays as it is.
-
-        Returns:
-            Whether the transfer is quiet already. NIXL cannot stop a posted read.
-        """
+        """End the transfer, and post nothing more; an ended transfer stays as it is. Returns at once whether the
+        transfer is quiet already: NIXL cannot stop a posted read."""
         with self._changed:
-            if not self._state.final:
+            if not self.state.final:
                 self._end(TransferState.CANCELLED, TransferCancelled(f"transfer {self.label!r} was cancelled"))
             quiet = self.quiet
         self._wake()
@@ -158,19 +141,16 @@ class Transfer:
 
     def extend(self, deadline: float) -> bool:
         """Move the deadline, because the lease was renewed. It only moves forward, and a passed deadline stays passed.
-
-        Returns:
-            Whether bytes still count.
-        """
+        Returns whether bytes still count."""
         with self._changed:
-            if self._deadline is not None and not self._state.final and self._clock() < self._deadline:
-                self._deadline = max(self._deadline, deadline)
-            return not self._state.final and (self._deadline is None or self._clock() < self._deadline)
+            if self.deadline is not None and not self.state.final and self._clock() < self.deadline:
+                self.deadline = max(self.deadline, deadline)
+            return not self.state.final and (self.deadline is None or self._clock() < self.deadline)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call `callback(transfer)` when the transfer has ended."""
         with self._changed:
-            if not self._state.final:
+            if not self.state.final:
                 self._done_callbacks.append(callback)
                 return
         self._run_callback(callback)
@@ -189,19 +169,16 @@ class Transfer:
         """Announce a chunk that will be read into a staging slot. False: the transfer has ended, post nothing."""
         with self._changed:
             self._judge(self._clock())
-            if self._state.final:
+            if self.state.final:
                 return False
-            self._state = TransferState.MOVING
+            self.state = TransferState.MOVING
             return True
 
     def begin(self) -> bool:
         with self._changed:
-            self._judge(self._clock())
-            if self._state.final:
-                return False
-            self._outstanding += 1
-            self._state = TransferState.MOVING
-            return True
+            begins = self.goes_on()
+            self._outstanding += begins
+            return begins
 
     def landed(self, size: int) -> None:
         with self._changed:
@@ -211,7 +188,7 @@ class Transfer:
             if self._bytes_done == self.bytes_total:
                 # The clock is read after the last chunk was seen, so a pause in between counts against the read (R1).
                 self._judge(self._clock())
-                if not self._state.final:
+                if not self.state.final:
                     self._end(TransferState.DONE, None)
             self._quiesce()
         self._run_due()
@@ -225,7 +202,7 @@ class Transfer:
     def fail(self, error: KvferryError) -> None:
         """End the transfer with a copy of an error, which other transfers may share."""
         with self._changed:
-            if not self._state.final:
+            if not self.state.final:
                 own = copy.copy(error)
                 own.values = {**own.values, "transfer": self.label}
                 self._end(TransferState.FAILED, own)
@@ -237,18 +214,18 @@ class Transfer:
         self._run_due()
 
     def _judge(self, now: float) -> None:
-        if not self._state.final and self._deadline is not None and now >= self._deadline:
+        if not self.state.final and self.deadline is not None and now >= self.deadline:
             message = f"transfer {self.label!r}: its lease ended before its last byte arrived"
             self._end(TransferState.EXPIRED, TransferExpired(message))
 
     def _end(self, state: TransferState, error: KvferryError | None) -> None:
-        self._state, self._error = state, error
-        self._ended_at = self._clock()
+        self.state, self.error = state, error
+        self.ended_at = self._clock()
         self._quiesce()
         self._changed.notify_all()
 
     def _quiesce(self) -> None:
-        own = [self._error] if isinstance(self._error, TransferError) else []
+        own = [self.error] if isinstance(self.error, TransferError) else []
         for error in (*own, *self._told):
             error.quiet = self.quiet
         if self.quiet:
@@ -257,7 +234,7 @@ class Transfer:
     def _run_due(self) -> None:
         with self._changed:
             due: list[Callable[[Transfer], None]] = []
-            if self._state.final:
+            if self.state.final:
                 due, self._done_callbacks = self._done_callbacks, []
             if self.quiet:
                 due, self._quiet_callbacks = due + self._quiet_callbacks, []

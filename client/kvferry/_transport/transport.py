@@ -69,8 +69,9 @@ class Transport:
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._clock = clock
         self._lock = threading.Lock()
-        self._closed = False
-        self._threads = ReadingThreads(self._regions, options or NixlOptions(), agents=agents, keep=keep, clock=clock)
+        self._threads = ReadingThreads(
+            self._regions, options or NixlOptions(), lock=self._lock, agents=agents, keep=keep, clock=clock
+        )
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
         """The last checked peers, by name."""
         self._transfers: set[Transfer] = set()
@@ -130,7 +131,7 @@ class Transport:
             self._threads.wake,
         )
         with self._lock:
-            if self._closed:
+            if self._threads.closed:
                 raise Closed("the transport was closed")
             if not transfer.state.final:
                 self._transfers.add(transfer)
@@ -160,23 +161,16 @@ class Transport:
             return pool
 
     def warm(self, peer: AgentInfo) -> None:
-        """Connect to a peer ahead of the first read. Returns at once; a failed connection shows in the read.
-
-        Raises:
-            BadAgentMetadata: the peer's metadata are not the announced ones.
-            Closed: the transport was closed.
-        """
+        """Connect to a peer ahead of the first read. Returns at once; a failed connection shows in the read. Raises
+        `BadAgentMetadata` and `Closed` as `start`."""
         self._checked(peer)
         self._threads.warm(peer)
 
     def prepare(self, timeout: float = 0.0) -> None:
         """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
 
-        Waits `timeout` seconds for the agents; 0: returns at once.
-
-        Raises:
-            NixlError, NixlMissing: the agents could not be made in time.
-            Closed: the transport was closed.
+        Waits `timeout` seconds for the agents; 0: returns at once. Raises `NixlError` or `NixlMissing` if they could
+        not be made in time, and `Closed`.
         """
         self._threads.prepare(timeout)
 
@@ -205,18 +199,13 @@ class Transport:
     def close(self, timeout: float = 10.0) -> bool:
         """Cancel the transfers that have not ended, and end the agents once all is quiet. Idempotent.
 
-        An agent with a stuck read is destroyed in the background, when the fence time is over: destroying an agent
-        while it reads can kill its source.
-
-        Args:
-            timeout: seconds to wait.
-
-        Returns:
-            Whether all is quiet and every agent has ended.
+        Waits at most `timeout` seconds; returns whether all is quiet and every agent has ended. An agent with a stuck
+        read is destroyed in the background, when the fence time is over: destroying an agent while it reads can kill
+        its source.
         """
         until = self._clock() + timeout
         with self._lock:
-            self._closed = True
+            self._threads.closed = True
             transfers = tuple(self._transfers)
         for transfer in transfers:
             transfer.cancel()
@@ -262,7 +251,7 @@ class Transport:
             self._threads.submit(work)
             for helper in helpers:
                 # If the helper is closed or retired by now, the others read its part.
-                helper.send(work.shared())
+                helper.send(work)
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for staged in part.staged:
             memory = staged.lane.memory

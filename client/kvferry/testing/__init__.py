@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvferry.testing._fabric import Fabric as Fabric
-    from kvferry.testing._held import HeldReads as HeldReads
+    from kvferry.testing._memory import HeldReads as HeldReads
     from kvferry.testing.layout import CheckedLayout as CheckedLayout
     from kvferry.testing.layout import check_layout as check_layout
 
-_HOME_OF = {"CheckedLayout": "layout", "Fabric": "_fabric", "HeldReads": "_held", "check_layout": "layout"}
+_HOME_OF = {"CheckedLayout": "layout", "Fabric": "_fabric", "HeldReads": "_memory", "check_layout": "layout"}
 
 __all__ = list(_HOME_OF)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -22,23 +22,15 @@ LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses after which the caller no longer waits: messages that have already arrived are dropped."""
 
 
-class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type-arg]  # Generic in its stubs only.
+class InProcessCall(grpc.RpcError):
     """A call; as in gRPC, a failed call is also the exception that is raised. Thread-safe. `request` is encoded;
     `deadline` is on the fabric's clock."""
 
-    def __init__(
-        self,
-        method: str,
-        request: bytes,
-        decode: Callable[[bytes], Any],
-        timeout: float | None,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, method: str, request: bytes, decode: Callable[[bytes], Any], deadline: float | None) -> None:
         super().__init__()
         self.method = method
         self.request = request
-        self._clock = clock
-        self.deadline = None if timeout is None else clock() + timeout
+        self.deadline = deadline
         self._decode = decode
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
@@ -88,7 +80,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
                 return
         callback(self)
 
-    # The client calls these: the methods of grpc.Call and grpc.Future.
+    # The client calls these: methods of grpc.Call and grpc.Future.
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -123,7 +115,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
                 raise grpc.FutureTimeoutError
         return None if self.code() is grpc.StatusCode.OK else self
 
-    def add_done_callback(self, callback: Callable[[grpc.Future[Any]], object]) -> None:
+    def add_done_callback(self, callback: Callable[[InProcessCall], object]) -> None:
         self.at_end(callback)
 
     def cancel(self) -> bool:
@@ -132,9 +124,6 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
 
     def cancelled(self) -> bool:
         return self._cancelled
-
-    def running(self) -> bool:
-        return self._status is None
 
     def is_active(self) -> bool:
         return self._status is None
@@ -152,18 +141,6 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         self._ended()
         return self._trailing
 
-    def initial_metadata(self) -> Metadata:
-        return ()
-
-    def time_remaining(self) -> float:
-        return float("inf") if self.deadline is None else max(0.0, self.deadline - self._clock())
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        raise _unused("add_callback")
-
-    def traceback(self, timeout: float | None = None) -> NoReturn:
-        raise _unused("traceback")
-
     def __str__(self) -> str:
         return f"{self.method}: {self._status}"
 
@@ -175,29 +152,31 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
             return self._status
 
 
-class InProcessChannel(grpc.Channel):
-    """The channel of one client.
+# Code of gRPC's users asks whether an error is a call.
+grpc.Call.register(InProcessCall)
 
-    Args:
-        begin: hands a call to the home, or ends it. Called on any thread; returns at once.
-        clock: the fabric's clock.
-    """
+
+class InProcessChannel:
+    """The channel of one client. `begin` hands a call to the home, or ends it; it is called on any thread, and returns
+    at once. `clock` is the fabric's."""
 
     def __init__(self, begin: Callable[[InProcessCall], None], clock: Callable[[], float]) -> None:
         self._begin = begin
         self._clock = clock
-        self._lock = threading.Lock()
         self._calls: set[InProcessCall] = set()
+        """Single steps change it, so no lock guards it."""
         self._closed = False
 
     def call(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> InProcessCall:
         """Start a call. Raises `ValueError` once the channel is closed, as gRPC does."""
-        call = InProcessCall(method, request, decode, timeout, self._clock)
-        with self._lock:
-            if self._closed:
-                raise ValueError("Cannot invoke RPC on closed channel!")
-            self._calls.add(call)
-        call.at_end(self._forget)
+        deadline = None if timeout is None else self._clock() + timeout
+        call = InProcessCall(method, request, decode, deadline)
+        # Added first: `close` ends the calls that it finds, and a later call finds the channel closed.
+        self._calls.add(call)
+        call.at_end(self._calls.discard)
+        if self._closed:
+            call.cancel()
+            raise ValueError("Cannot invoke RPC on closed channel!")
         if not call.refuse_large(request):
             self._begin(call)
         return call
@@ -208,83 +187,47 @@ class InProcessChannel(grpc.Channel):
 
     def close(self) -> None:
         """Close the channel and cancel its calls, as `grpc.Channel.close` does."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         self._end(grpc.StatusCode.CANCELLED, "Channel closed!")
 
     def unary_unary(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: object
-    ) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
+    ) -> _UnaryUnary:
         return _UnaryUnary(self, method, request_serializer, response_deserializer)
 
     def unary_stream(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: object
-    ) -> grpc.UnaryStreamMultiCallable[Any, Any]:
+    ) -> _UnaryStream:
         return _UnaryStream(self, method, request_serializer, response_deserializer)
 
-    def stream_unary(self, *_: object, **__: object) -> NoReturn:
-        raise _unused("stream_unary")
-
-    def stream_stream(self, *_: object, **__: object) -> NoReturn:
-        raise _unused("stream_stream")
-
-    def subscribe(self, *_: object, **__: object) -> NoReturn:
-        raise _unused("subscribe")
-
-    def unsubscribe(self, *_: object, **__: object) -> NoReturn:
-        raise _unused("unsubscribe")
-
     def _end(self, code: grpc.StatusCode, details: str) -> None:
-        with self._lock:
-            calls = tuple(self._calls)
-        for call in calls:
+        for call in tuple(self._calls):
             call.end(code, details)
 
-    def _forget(self, call: InProcessCall) -> None:
-        with self._lock:
-            self._calls.discard(call)
 
-
-class _Method:
-    """A method of a gRPC service on a channel."""
+class _UnaryStream:
+    """A method that streams its response: gRPC's multicallable. Ignores all options of a call but the timeout."""
 
     def __init__(
-        self,
-        channel: InProcessChannel,
-        method: str,
-        encode: Callable[[Any], bytes],
-        decode: Callable[[bytes], Any],
+        self, channel: InProcessChannel, method: str, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]
     ) -> None:
         self._channel = channel
         self._method = method
         self._encode = encode
         self._decode = decode
 
-    def begin(self, request: Any, timeout: float | None) -> InProcessCall:
-        """Start a call."""
+    def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
         return self._channel.call(self._method, self._encode(request), self._decode, timeout)
 
 
-class _UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
-    """gRPC's multicallable of a unary call. Supports the timeout, and ignores all other options of a call."""
+class _UnaryUnary(_UnaryStream):
+    """A method with a single response."""
+
+    future = _UnaryStream.__call__
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
-        return self.begin(request, timeout).result()
+        return self.future(request, timeout).result()
 
-    def future(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
-        return self.begin(request, timeout)
-
-    def with_call(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> tuple[Any, grpc.Call]:
-        call = self.begin(request, timeout)
+    def with_call(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> tuple[Any, Any]:
+        call = self.future(request, timeout)
         return call.result(), call
-
-
-class _UnaryStream(_Method, grpc.UnaryStreamMultiCallable):  # type: ignore[type-arg]
-    """gRPC's multicallable of a call that streams its response; see `_UnaryUnary`."""
-
-    def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
-        return self.begin(request, timeout)
-
-
-def _unused(what: str) -> NotImplementedError:
-    return NotImplementedError(f"kvferry does not use {what}, so kvferry.testing does not implement it")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import grpc
 
 from kvferry import _arguments as arguments
 from kvferry._client import MAX_READS, Client
+from kvferry._clock import now
 from kvferry._forks import Closing
 from kvferry._integrity.summed_blocks import IntegrityOptions
 from kvferry._loop import Loop
@@ -23,10 +24,8 @@ from kvferry._wire.channel import TlsContent
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.planner.path_choice import Costs
 from kvferry.testing._channel import InProcessCall, InProcessChannel
-from kvferry.testing._held import HeldReads
 from kvferry.testing._home import InProcessHome
-from kvferry.testing._memory import Process, Wire
-from kvferry.testing._time import FabricClock
+from kvferry.testing._memory import HeldReads, Process, Wire
 from kvferry_server.domain.times import Times
 
 TIMES = Times()
@@ -37,6 +36,21 @@ HANDED_OVER = 4
 """Turns of the event loops per step, so that calls that are due are made, answered and handled."""
 
 _numbers = itertools.count(1)
+
+
+class FabricClock:
+    """This host's clock, plus the seconds that a test has added."""
+
+    def __init__(self) -> None:
+        self._added = 0.0
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return now() + self._added
+
+    def add(self, seconds: float) -> None:
+        """Move the time forward."""
+        self._added += seconds
 
 
 class Fabric(Closing):
@@ -75,7 +89,7 @@ class Fabric(Closing):
         self._times = Times(ttl=ttl, max_ttl=max_ttl, engine_ttl=engine_ttl, hold=hold, final=final, max_wait=max_wait)
         self.address = f"{next(_numbers)}{FABRICS}"
         self._wire = Wire()
-        self._lock = threading.Lock()
+        # Any thread adds to these collections, in single steps, and copies them before it iterates.
         self._members: dict[Network, _Member] = {}
         self._clients: list[Client] = []
         self._closed = False
@@ -121,8 +135,7 @@ class Fabric(Closing):
             prompt_check=prompt_check,
             optimistic=optimistic,
         )
-        with self._lock:
-            self._clients.append(made)
+        self._clients.append(made)
         return made
 
     def hold_reads(self) -> HeldReads:
@@ -137,10 +150,7 @@ class Fabric(Closing):
             WrongState: another `hold_reads` is still holding reads back.
         """
         self._check_open()
-        held = HeldReads(lambda: self._wire.release(held))
-        if not self._wire.hold(held):
-            raise WrongState("reads are held back already: end that hold_reads() first")
-        return held
+        return self._wire.hold()
 
     def fail_reads(self, count: int = 1) -> None:
         """Make the next reads fail as if a connection broke.
@@ -165,8 +175,7 @@ class Fabric(Closing):
             InvalidField: the argument is not a client of this fabric.
         """
         arguments.instance("client", client, Client, "a Client")
-        with self._lock:
-            member = self._members.get(client._network)
+        member = self._members.get(client._network)
         if member is None:
             raise InvalidField("client", arguments.described(client), "a client of this fabric")
         member.kill()
@@ -188,9 +197,7 @@ class Fabric(Closing):
             left -= step
             self._clock.add(step)
             for _ in range(HANDED_OVER):
-                with self._lock:
-                    loops = tuple(self._loops)
-                for loop in loops:
+                for loop in tuple(self._loops):
                     loop.settle()
 
     def wait_until_waiting(self, count: int = 1, timeout: float = 10.0) -> None:
@@ -231,18 +238,13 @@ class Fabric(Closing):
 
     def close(self) -> None:
         """Close the clients that `client` made, disconnect all others, and stop the home. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            clients = tuple(self._clients)
-        fabrics.pop(self.address, None)
-        self._wire.release(None)
-        for client in clients:
+        if fabrics.pop(self.address, None) is None:
+            return
+        self._closed = True
+        self._wire.release()
+        for client in tuple(self._clients):
             client.close()
-        with self._lock:
-            members = tuple(self._members.values())
-        for member in members:
+        for member in tuple(self._members.values()):
             member.kill()
         self._loop.run(self._stop_home())
         self._loop.close()
@@ -252,8 +254,7 @@ class Fabric(Closing):
         member = _Member(self.address, self._wire, self._begin, self._clock)
         # Costs measured within one process would not be those of a network, and would differ from run to run.
         network = Network(member.dial, Agents(member.process), Costs(), self._clock.now, self._loops.append)
-        with self._lock:
-            self._members[network] = member
+        self._members[network] = member
         return network
 
     def _begin(self, call: InProcessCall) -> None:
@@ -314,11 +315,11 @@ class _Member:
         self._begin = begin
         self._channels: list[InProcessChannel] = []
 
-    def dial(self, address: str, tls: TlsContent | None) -> InProcessChannel:
+    def dial(self, address: str, tls: TlsContent | None) -> grpc.Channel:
         """Make a channel. Calls fail unless the address is that of the fabric's home."""
         channel = InProcessChannel(partial(self._hand_over, address), self._clock.now)
         self._channels.append(channel)
-        return channel
+        return cast(grpc.Channel, channel)
 
     def kill(self) -> None:
         """Disconnect the client's channels and agents."""

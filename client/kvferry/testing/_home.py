@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
+from kvferry.testing._channel import InProcessCall
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
@@ -24,20 +26,6 @@ PEER = "unix:"
 """Address of every caller: that of gRPC's callers on a UNIX socket."""
 
 
-class IncomingCall(Protocol):
-    """The server's view of a call. Thread-safe."""
-
-    method: str
-    request: bytes
-    deadline: float | None
-
-    def answered(self, message: bytes) -> None:
-        """Append a message to the response."""
-
-    def end(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str | bytes], ...] = ()) -> None:
-        """End the call. Idempotent."""
-
-
 class InProcessHome:
     """A node server from one start to its stop. Make and use it on the event loop of its fabric. `address` is that in
     references."""
@@ -47,7 +35,7 @@ class InProcessHome:
         self._home = Home(clock, times, address)
         self._worker = Worker()
         self._guard = Guard(CallLimits(), TRUSTED, Requests(self._worker, self._home.time_slices))
-        self._calls: dict[IncomingCall, asyncio.Task[None]] = {}
+        self._calls: dict[InProcessCall, asyncio.Task[None]] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
         relays = Relays(address, None, anywhere=False)
         add_servicers(cast("grpc.aio.Server", self), self._home, relays, self._worker)
@@ -65,11 +53,11 @@ class InProcessHome:
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
         """Ignore these: newer generated code passes the same handlers a second time."""
 
-    def begin(self, call: IncomingCall) -> None:
+    def begin(self, call: InProcessCall) -> None:
         task = self._calls[call] = asyncio.get_running_loop().create_task(self._answer(call))
         task.add_done_callback(lambda _: self._calls.pop(call, None))
 
-    def leave(self, call: IncomingCall) -> None:
+    def leave(self, call: InProcessCall) -> None:
         """Stop answering a call that has ended at its client."""
         task = self._calls.get(call)
         if task is not None:
@@ -86,10 +74,10 @@ class InProcessHome:
         # A closed fabric leaves no thread.
         self._worker.join()
 
-    async def _answer(self, call: IncomingCall) -> None:
-        handler = await self._guard.intercept_service(
-            self._handler, cast(grpc.HandlerCallDetails, _Details(call.method))
-        )
+    async def _answer(self, call: InProcessCall) -> None:
+        # The part of `grpc.HandlerCallDetails` that the guard uses.
+        called = SimpleNamespace(method=call.method, invocation_metadata=())
+        handler = await self._guard.intercept_service(self._handler, cast(grpc.HandlerCallDetails, called))
         context = _Context(call, handler.response_serializer, self._clock)
         try:
             # The guard makes the requests of every handler a stream, and returns a single answer as bytes.
@@ -114,18 +102,10 @@ class InProcessHome:
         return next((handler for handler in found if handler is not None), None)
 
 
-class _Details:
-    """The part of `grpc.HandlerCallDetails` that the guard uses."""
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.invocation_metadata = ()
-
-
 class _Context:
     """The part of gRPC's servicer context that the guard and the servicers use."""
 
-    def __init__(self, call: IncomingCall, encode: Callable[[Any], bytes] | None, clock: Clock) -> None:
+    def __init__(self, call: InProcessCall, encode: Callable[[Any], bytes] | None, clock: Clock) -> None:
         self._call = call
         self._clock = clock
         self._encode = encode

@@ -13,18 +13,20 @@ import itertools
 import json
 import secrets
 import threading
+import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry import _arguments as arguments
 from kvferry._transport.bounds import RegionMap
+from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import MemoryKind
-from kvferry.testing._held import HeldReads, PostedRead, Rows
 
 DRAM, VRAM = "DRAM", "VRAM"
 SUCCESS, IN_PROGRESS = "SUCCESS", "IN_PROGRESS"
@@ -32,6 +34,7 @@ MYSELF = ""
 """Names the agent itself when a list is prepared."""
 
 Kept = TypeVar("Kept")
+Rows: TypeAlias = npt.NDArray[np.uint64]
 Segments: TypeAlias = tuple[str, Rows]
 """The kind of memory, and ``uint64[n, 3]``: address, length, device."""
 
@@ -44,50 +47,146 @@ class HostMemoryOnly(Exception):
     """Device memory was given for registration."""
 
 
+@dataclass(eq=False)
+class PostedRead:
+    """A read that was posted, or is about to be. Only its agent keeps a reference to the read, so that the bytes never
+    arrive if the agent has ended.
+
+    Attributes:
+        peer: name of the source agent.
+        source, destination, length: addresses and lengths in bytes, ``uint64[n]``.
+        connects: this is the first read from a peer, which reads a few bytes to connect.
+        let_go: the bytes may move; changed by `HeldReads`.
+        done: the bytes have moved.
+    """
+
+    peer: str
+    source: Rows
+    destination: Rows
+    length: Rows
+    connects: bool
+    let_go: bool = False
+    done: bool = False
+
+
+class HeldReads:
+    """Reads that were posted, and whose bytes are held back. Made by `Fabric.hold_reads`.
+
+    Counts chunks, as they are posted to NIXL: one for each source rank that a rank reads from, or several if a read is
+    larger than `NixlOptions.chunk_bytes`. Leaving the ``with`` block releases all chunks, and later reads are not held
+    back.
+
+    Threading: every method may be called from any thread.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._waiting: list[weakref.ref[PostedRead]] = []
+
+    @property
+    def count(self) -> int:
+        """Number of chunks that are held back now."""
+        with self._wire.changed:
+            return len(self._living())
+
+    def wait(self, count: int = 1, timeout: float = 10.0) -> None:
+        """Wait until at least `count` chunks are held back.
+
+        Args:
+            count: number of chunks.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: fewer chunks were posted in time.
+        """
+        count = arguments.integer("count", count, 1)
+        timeout = arguments.seconds("timeout", timeout, zero=True)
+        with self._wire.changed:
+            if not self._wire.changed.wait_for(lambda: len(self._living()) >= count, timeout):
+                held = len(self._living())
+                raise TimeoutError(f"{held} chunks are held back after {timeout:g} s, and {count} were expected")
+
+    def release(self, count: int | None = None) -> None:
+        """Release chunks, the oldest first. Reading threads then copy their bytes within milliseconds.
+
+        Args:
+            count: number of chunks; None: all that are held back now.
+
+        Raises:
+            InvalidField: fewer chunks are held back; `wait` for them first.
+        """
+        with self._wire.changed:
+            held = self._living()
+            going = len(held) if count is None else arguments.integer("count", count, 1)
+            if going > len(held):
+                raise InvalidField("count", going, f"at most the {len(held)} chunks that are held back")
+            for read in held[:going]:
+                read.let_go = True
+
+    def close(self) -> None:
+        """Release all chunks, and hold back no more. Idempotent."""
+        with self._wire.changed:
+            if self._wire.held is self:
+                self._wire.held = None
+            for read in self._living():
+                read.let_go = True
+
+    def __enter__(self) -> HeldReads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _living(self) -> list[PostedRead]:
+        """Return the reads that are held back and whose agent has not ended. Called with the lock of the wire held."""
+        found = [read for kept in self._waiting if (read := kept()) is not None and not read.let_go]
+        self._waiting = [weakref.ref(read) for read in found]
+        return found
+
+
 class Wire:
-    """The state that the agents of a fabric share: the living agents, and the reads to hold back or fail.
-    Thread-safe."""
+    """The state that the agents of a fabric share: living agents, and reads to hold back or fail. Thread-safe."""
 
     def __init__(self) -> None:
         self.agents: WeakValueDictionary[str, Agent] = WeakValueDictionary()
         """Agents that have not ended, by name."""
-        self._lock = threading.Lock()
-        self._held: HeldReads | None = None
+        self.changed = threading.Condition()
+        """Guards everything below, and the reads that are held back; notified when reads are added to them."""
+        self.held: HeldReads | None = None
         self._to_fail = 0
 
-    def hold(self, held: HeldReads) -> bool:
-        """Hold back reads that are posted from now on; returns False if reads are being held back already."""
-        with self._lock:
-            if self._held is not None:
-                return False
-            self._held = held
-            return True
+    def hold(self) -> HeldReads:
+        """Hold back reads that are posted from now on. Raises `WrongState` if reads are being held back already."""
+        with self.changed:
+            if self.held is not None:
+                raise WrongState("reads are held back already: end that hold_reads() first")
+            self.held = HeldReads(self)
+            return self.held
 
-    def release(self, held: HeldReads | None) -> None:
-        """Stop holding back reads if `held` does so now; None: in any case."""
-        with self._lock:
-            holding = self._held if held is None or held is self._held else None
-            if holding is not None:
-                self._held = None
-        if holding is not None:
-            holding._let_all_go()
+    def release(self) -> None:
+        """Stop holding back reads."""
+        held = self.held
+        if held is not None:
+            held.close()
 
     def fail(self, count: int) -> None:
         """Make the next `count` reads fail."""
-        with self._lock:
+        with self.changed:
             self._to_fail = count
 
     def post(self, read: PostedRead) -> None:
         """Let a read go, hold it back, or make it fail with `RemoteDisconnected`."""
-        with self._lock:
+        with self.changed:
             if self._to_fail and not read.connects:
                 self._to_fail -= 1
                 raise RemoteDisconnected("Fabric.fail_reads made this read fail")
-            held = None if read.connects else self._held
-        if held is None:
-            read.let_go = True
-        else:
-            held._add(read)
+            if self.held is None or read.connects:
+                read.let_go = True
+            else:
+                self.held._waiting.append(weakref.ref(read))
+                self.changed.notify_all()
 
 
 class Process:

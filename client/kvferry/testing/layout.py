@@ -146,13 +146,8 @@ def _check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], b
             ("its memory", f"{plane.memory_kind.name} {plane.device}", memory),
         ):
             if declared != expected:
-                raise LayoutMismatch(
-                    layer,
-                    f"{what} is not that of the tensor, for {plane.component}",
-                    component=plane.component,
-                    expected=expected,
-                    found=declared,
-                )
+                problem = f"{what} is not that of the tensor, for {plane.component}"
+                raise _mismatch(plane, problem, expected, declared)
     tail = max(1, view.contiguous_tail)
     axes = [(pages, view.strides[0]), *zip(view.shape[1:tail], view.strides[1:tail], strict=True)]
     begins, ends, _ = _runs(_starts(view.address, axes), view.tail_bytes(tail))
@@ -186,13 +181,12 @@ def _check_elements(dtype: str, planes: Iterable[Plane]) -> None:
     names."""
     for plane in planes:
         if dtype not in _BYTES and plane.dtype.partition(SCALED)[0] != dtype:
-            raise LayoutMismatch(
-                plane.layer,
-                f"elements of {plane.component} are declared to be {plane.dtype}, those of its tensor are {dtype}",
-                component=plane.component,
-                expected=dtype,
-                found=plane.dtype,
-            )
+            problem = f"elements of {plane.component} are declared to be {plane.dtype}, those of its tensor are {dtype}"
+            raise _mismatch(plane, problem, dtype, plane.dtype)
+
+
+def _mismatch(plane: Plane, problem: str, expected: object, found: object) -> LayoutMismatch:
+    return LayoutMismatch(plane.layer, problem, component=plane.component, expected=expected, found=found)
 
 
 def _axes(plane: Plane) -> list[tuple[int, int]]:
@@ -388,14 +382,9 @@ class _TokenCheck:
             # With slots that the cache does not have, the engine would write past the cache.
             self._states = group.block_tokens // plane.token_shard.count
             if plane.block_states != self._states:
-                raise LayoutMismatch(
-                    plane.layer,
-                    f"a block of {plane.component} is declared to hold {plane.block_states} tokens, the group's"
-                    f" {self._states}",
-                    component=plane.component,
-                    expected=self._states,
-                    found=plane.block_states,
-                )
+                declared = f"a block of {plane.component} is declared to hold {plane.block_states} tokens"
+                problem = f"{declared}, the group's {self._states}"
+                raise _mismatch(plane, problem, self._states, plane.block_states)
         self._device = probe.cells[0].device
         self._heads = {name: taken.shape[0] for name, taken in token.items()}
         generator = torch.Generator().manual_seed(probe.block)
@@ -433,7 +422,7 @@ class _TokenCheck:
         """Write tokens ``[first, end)``: their cells must change, and no others; in planes with larger granules, some
         cells of the granule. If these are all tokens, compare them by value as well."""
         whole = end - first == self._states
-        chosen = self._chosen(value=False)
+        chosen = self._none_chosen()
         for tokens in chosen.values():
             tokens[first:end] = True
         allowed = self._cells(chosen)
@@ -470,7 +459,7 @@ class _TokenCheck:
         touched = self._probe.nothing()
         for bit in range(max(1, (count - 1).bit_length())):
             for value in (0, 1):
-                chosen = self._chosen(value=False)
+                chosen = self._none_chosen()
                 chosen.update({name: (number >> bit) & 1 == value for name, number in numbers.items()})
                 inputs = {
                     name: torch.where(chosen[name][..., None], self._others[name], found)
@@ -492,14 +481,9 @@ class _TokenCheck:
             wrote = self._inputs[plane.component].view(torch.uint8)
             declared = len(plane.units), plane.state_bytes
             if wrote.shape[1:] != declared:
-                raise LayoutMismatch(
-                    plane.layer,
-                    f"{plane.component} is declared to hold {declared[0]} heads of {declared[1]} bytes, the engine"
-                    f" writes {wrote.shape[1]} of {wrote.shape[2]}",
-                    component=plane.component,
-                    expected=tuple(wrote.shape[1:]),
-                    found=declared,
-                )
+                said = f"{plane.component} is declared to hold {declared[0]} heads of {declared[1]} bytes"
+                problem = f"{said}, the engine writes {wrote.shape[1]} of {wrote.shape[2]}"
+                raise _mismatch(plane, problem, tuple(wrote.shape[1:]), declared)
             expected = wrote.reshape(plane.pages, plane.page_tokens, *declared).permute(0, 2, 1, 3)
             self._probe.check_equal(number, expected)
 
@@ -526,11 +510,9 @@ class _TokenCheck:
         named = [name for name in self._inputs if f"{plane.component}_".startswith(f"{name}_")]
         return named or list(self._inputs)
 
-    def _chosen(self, *, value: bool) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.full((self._states, heads), value, dtype=torch.bool, device=self._device)
-            for name, heads in self._heads.items()
-        }
+    def _none_chosen(self) -> dict[str, torch.Tensor]:
+        shapes = {name: (self._states, heads) for name, heads in self._heads.items()}
+        return {name: torch.zeros(shape, dtype=torch.bool, device=self._device) for name, shape in shapes.items()}
 
 
 def _of_granules(cells: torch.Tensor, plane: Plane) -> torch.Tensor:
