@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
-from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, held_blocks
+from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, divided, held_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
@@ -234,26 +234,22 @@ def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, 
         for read in lane.reads:
             by_units.setdefault(read.units, []).append(read.source.name)
         for units, names in by_units.items():
-            step = min(len(units), ASKED_SUMS)
-            rows = ASKED_SUMS // step
-            for unit in range(units.begin, units.end, step):
-                unit_end = min(unit + step, units.end)
-                for first in range(0, len(places), rows):
-                    chosen = places[first : first + rows]
-                    starts, counts = (column.tolist() for column in runs_of(chosen))
-                    size = len(chosen) * (unit_end - unit)
-                    together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
-                    for at in range(0, len(names), together):
-                        planes = names[at : at + together]
-                        query = pb.ChecksumQuery(
-                            rank=rank,
-                            planes=planes,
-                            unit_begin=unit,
-                            unit_end=unit_end,
-                            place_starts=starts,
-                            place_counts=counts,
-                        )
-                        yield query, size * len(planes)
+            for some, rows in divided(units, places, ASKED_SUMS):
+                chosen = places[rows]
+                starts, counts = runs_of(chosen)
+                size = len(chosen) * len(some)
+                together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
+                for at in range(0, len(names), together):
+                    planes = names[at : at + together]
+                    query = pb.ChecksumQuery(
+                        rank=rank,
+                        planes=planes,
+                        unit_begin=some.begin,
+                        unit_end=some.end,
+                        place_starts=starts.tolist(),
+                        place_counts=counts.tolist(),
+                    )
+                    yield query, size * len(planes)
 
 
 def _page(part: pb.Checksums) -> _Page:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -39,7 +38,7 @@ from kvferry.errors import (
     TransferFailed,
     TransferStuck,
 )
-from kvferry.geometry.blocks import Blocks, Unfinished, joined
+from kvferry.geometry.blocks import joined
 from kvferry.planner.request_blocks import needed
 
 logger = Log(__name__)
@@ -56,7 +55,7 @@ Told: TypeAlias = Callable[[RankRead], None]
 class RankReads(OneProcess):
     """The shares of one destination rank.
 
-    Threading: `start`, `add`, `cancel` and `close` may be called from any thread; only `close` waits (R11). Without a
+    Threading: `start`, `cancel` and `close` may be called from any thread; only `close` waits (R11). Without a
     `verifier`, integrity mode is off.
     """
 
@@ -84,9 +83,8 @@ class RankReads(OneProcess):
         """When the loop gets its turn between two expansions that follow each other."""
         self._expanded_at = 0.0
         """When the last expansion ended."""
-        self._lock = threading.Lock()
-        """So that `close` finds all shares that were started."""
         self._closed = False
+        """Set by `close`, on any thread: shares that reach the loop later are refused there."""
 
     def start(self, share: RankRead, ended: Told, quiesced: Told) -> None:
         """Start a share. Returns at once; later errors end the share.
@@ -101,15 +99,8 @@ class RankReads(OneProcess):
             Closed: the cache is closed.
             LimitReached: the system refused the loop's thread.
         """
-        with self._lock:
-            if self._closed or not self._loop.call(partial(self._begin, share, ended, quiesced)):
-                raise Closed("the cache is closed")
-
-    def add(
-        self, share: RankRead, blocks: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool
-    ) -> None:
-        """Add blocks to a share; see `RankRead.add`. Returns at once."""
-        self._loop.call(partial(share.add, blocks, unfinished, last=last))
+        if self._closed or not self._loop.call(partial(self._begin, share, ended, quiesced)):
+            raise Closed("the cache is closed")
 
     def cancel(self, share: RankRead) -> bool:
         """Cancel a share; has no effect on a share that has ended. Does not wait; returns whether the blocks are quiet
@@ -123,8 +114,7 @@ class RankReads(OneProcess):
     def close(self, until: float) -> None:
         """Cancel all shares, and wait for their ends, and for the clearing of tails. Shares that have not ended by
         `until`, on the loop's clock, end as overdue. Idempotent."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         # A client that has ended has ended all shares.
         with suppress(Closed):
             self._loop.run(self._close(until))
@@ -146,6 +136,8 @@ class RankReads(OneProcess):
             await asyncio.wait(tasks, timeout=GIVE_UP)
 
     def _begin(self, share: RankRead, ended: Told, quiesced: Told) -> None:
+        if self._closed:
+            self._interrupt(share, Closed("the cache is closed"))
         self._running.add(share)
         share.task = self._loop.spawn(self._run(share, ended, quiesced), f"read {share.order.read_id}")
 

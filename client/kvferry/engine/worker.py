@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
@@ -356,7 +357,8 @@ class WorkerPort(Closing):
             for step in self._steps.take(read_id):
                 if step.lease_id and isinstance(read.order.lease, SchedulersLease):
                     read.order.lease.lease_id = step.lease_id
-                runtime_of(self.cache).shares.add(read, step.blocks(), step.unfinished, last=step.last)
+                add = partial(read.add, step.blocks(), step.unfinished, last=step.last)
+                runtime_of(self.cache).loop.call(add)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
