@@ -181,16 +181,17 @@ def _order(read: OwnRead, acquired: Acquired) -> RankOrder:
 
 def _result(read: OwnRead) -> ReadResult | TransferFailed:
     share, acquired = read.share, read.acquired
-    if share is None or share.planned is None or acquired is None:
+    if share is None or acquired is None:
         return TransferFailed(f"read {read.read_id} has no result")
+    work = share.work
     return ReadResult(
         request_id=acquired.request_id,
         payload=read.payload,
         bytes=read.bytes,
-        staged_bytes=share.planned.staged_bytes,
-        descriptors=share.planned.descriptors,
-        pieces=share.planned.pieces,
-        source_ranks=share.planned.source_ranks,
+        staged_bytes=work.staged_bytes,
+        descriptors=work.descriptors,
+        pieces=work.pieces,
+        source_ranks=tuple(sorted(share.source_ranks)),
         confirmed=read.confirmed,
         verification=share.verification,
         prompt=read.request.prompt.found,

@@ -23,7 +23,7 @@ from kvferry._memory.access import StillCopying
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
 from kvferry._reads.meters import ShareMeter
-from kvferry._reads.rank_read import Phase, Planned, RankRead
+from kvferry._reads.rank_read import RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._threads import guarded, settle
 from kvferry._tracing import start_span
@@ -173,7 +173,7 @@ class RankReads(OneProcess):
         order = share.order
         engine = self._sources.known(*order.source)
         if engine is None:
-            share.set_phase(Phase.HANDSHAKE)
+            share.set_phase("handshake")
             engine = await self._sources.get(
                 order.home, order.engine_id, order.incarnation, order.reference, order.deadline, order.traceparent
             )
@@ -183,13 +183,13 @@ class RankReads(OneProcess):
             if share.received:
                 await self._move(share, engine)
             if not share.expanded and not share.received:
-                share.set_phase(Phase.STEPS)
+                share.set_phase("steps")
                 await share.news.wait(math.inf)
                 share.check()
         # Set before the long computations: the lease only has to cover the arrival of the bytes.
         transfer = share.transfer
         share.ended_at = self._loop.now() if transfer is None or transfer.ended_at is None else transfer.ended_at
-        share.set_phase(Phase.NOTHING, share.ended_at)
+        share.set_phase(None, share.ended_at)
         if self._verifier is not None:
             share.verification = await self._verifier.verify(share.arrived(engine.plan_of(order.wanted.layers)))
         if order.wanted.tails is Tails.ZERO:
@@ -198,7 +198,7 @@ class RankReads(OneProcess):
     async def _move(self, share: RankRead, engine: SourceEngine) -> None:
         """Move the blocks that were received so far."""
         order = share.order
-        share.set_phase(Phase.PLAN)
+        share.set_phase("plan")
         async with self._turn:
             time = self._loop.now()
             if time >= self._pause_at:
@@ -211,19 +211,19 @@ class RankReads(OneProcess):
                 share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
             expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)
             self._expanded_at = self._loop.now()
-        share.planned = (share.planned or Planned()).plus(Planned.of(expansion))
+        share.count(expansion)
         share.received = []
         if not expansion.sources and not share.complete:
             return
         parts = [(engine.agents[source.source_rank], source) for source in expansion.sources]
-        share.set_phase(Phase.MOVE)
+        share.set_phase("move")
         transfer = share.begin(lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id))
         transfer.add_done_callback(lambda _: share.news.set())
         while not transfer.state.final:
             await share.news.wait(math.inf)
         if transfer.state is TransferState.DONE:
             self._sources.succeeded(*order.source)
-            share.set_phase(Phase.STEPS, transfer.ended_at)
+            share.set_phase("steps", transfer.ended_at)
             return
         if transfer.state is TransferState.FAILED:
             self._sources.failed(*order.source)
@@ -302,7 +302,7 @@ class RankReads(OneProcess):
         if error is not None or not share.ended_at:
             share.ended_at = self._loop.now()
         share.ended, share.error = True, error
-        share.set_phase(Phase.NOTHING, share.ended_at)
+        share.set_phase(None, share.ended_at)
         work = share.work
         self._meter.ended(work, share.bytes)
         share.span.end(
