@@ -27,22 +27,16 @@ from kvferry.planner.plan import ReadPlan, RequestParts
 
 @dataclass(slots=True)
 class SchedulersLease:
-    """A lease that another process, the engine's scheduler, holds. `lease_id` is the scheduler's last known id; the
-    lease has another id after a restart of its home."""
+    """A lease that the engine's scheduler holds, in another process: its last known id. After a restart of its home, a
+    lease has another id."""
 
     lease_id: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The part of a publication that a read wants, and the blocks that it writes to.
-
-    Attributes:
-        blocks: the blocks to read into, by group.
-        tokens: the tokens wanted, ``[a, b)``; None: all published tokens.
-        layers: names of the layers wanted; None: all.
-        tails: whether the bytes behind the last token read are kept or cleared.
-    """
+    """The part of a publication that a read wants, and the blocks that it writes to; see `Cache.read` and
+    `WorkerPort.start`."""
 
     blocks: Mapping[str, Blocks]
     tokens: tuple[int, int] | None = None
@@ -52,11 +46,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOrder:
-    """The order for one rank's share of a read.
+    """The order for one rank's share of a read from the engine `engine_id`, whose home is `home`.
 
     Attributes:
-        home: connection to the source's home.
-        engine_id, incarnation: the source engine.
         reference: the publication's reference, for the handshake with the source.
         lease: if this process holds the lease, the transfer ends with it.
         granted: the source's blocks by group, as far as they were known.
@@ -112,9 +104,8 @@ class RankRead:
         interrupted: the error with which the coroutine was ended early.
         error: why the bytes do not count; None: they count, or the share has not ended.
         ended_at: when the share ended, on the loop's clock; if all bytes have arrived, when the last was seen.
-        source_ranks: the ranks that are read from.
         verification: the result of integrity mode; None: not compared.
-        engine: the source; None: not known yet.
+        engine: the source, once known.
         parts: expands the request; None before the first expansion.
         received: blocks of the source that were not expanded, in the order of their steps.
         unfinished: the source's blocks after those received of which only some layers are complete.

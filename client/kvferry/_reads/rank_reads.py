@@ -79,21 +79,16 @@ class RankReads(OneProcess):
         """Tails that are being cleared: `close` waits for them, since afterwards the memory may be unmapped."""
         self._turn = asyncio.Lock()
         """Held by the share that expands: one at a time."""
-        self._pause_at = 0.0
-        """When the loop gets its turn between two expansions that follow each other."""
-        self._expanded_at = 0.0
-        """When the last expansion ended."""
+        self._pause_at = self._expanded_at = 0.0
+        """When the loop gets its turn between two expansions that follow each other; when the last one ended."""
         self._closed = False
         """Set by `close`, on any thread: shares that reach the loop later are refused there."""
 
     def start(self, share: RankRead, ended: Told, quiesced: Told) -> None:
         """Start a share. Returns at once; later errors end the share.
 
-        Args:
-            share: the share.
-            ended: called once at the end of the share, on the loop. Must not block.
-            quiesced: called once when a share that ended without being quiet is quiet, on a thread of the transport,
-                or on the thread that clears the tails. Must not block.
+        `ended` is called once at the end of the share, on the loop; `quiesced` once when a share that ended without
+        being quiet is quiet, on a thread of the transport, or on the thread that clears the tails. Neither may block.
 
         Raises:
             Closed: the cache is closed.

@@ -189,14 +189,7 @@ class Read(OneProcess):
         return self._read.ended.result()
 
     def exception(self, timeout: float | None = None) -> KvferryError | None:
-        """Wait for the end of the read, and return its error, or None.
-
-        Args:
-            timeout: seconds to wait; None: until the read ends.
-
-        Raises:
-            TimeoutError: the read has not ended yet. It continues.
-        """
+        """Wait for the end of the read, and return its error, or None. `timeout` and `TimeoutError`: see `result`."""
         try:
             error = self._read.ended.exception(timeout)
         except FutureTimeoutError:
@@ -204,11 +197,8 @@ class Read(OneProcess):
         return error if error is None or isinstance(error, KvferryError) else TransferFailed(repr(error))
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
-        """Wait until the destination blocks may be reused; returns whether they may.
-
-        Args:
-            timeout: seconds to wait; None: no limit.
-        """
+        """Wait until the destination blocks may be reused, at most `timeout` seconds (None: no limit); returns whether
+        they may."""
         until = None if timeout is None else now() + timeout
         try:
             self._read.ended.exception(timeout)
@@ -227,18 +217,13 @@ class Read(OneProcess):
     def progress(self) -> ReadProgress:
         """Return the progress of the read."""
         share = self._read.share
-        progress = None if share is None else share.progress()
-        if progress is None:
+        if share is None or (progress := share.progress()) is None:
             return ReadProgress(self.state, 0, 0)
-        complete = share is not None and share.expanded
-        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total, complete)
+        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total, share.expanded)
 
     def cancel(self) -> bool:
-        """Cancel the read. Returns at once; has no effect on a read that has ended.
-
-        Returns:
-            Whether the destination blocks are quiet already.
-        """
+        """Cancel the read, and return whether the destination blocks are quiet already. Does not wait; has no effect on
+        a read that has ended."""
         return self._read.cancel()
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:

@@ -91,11 +91,6 @@ class RankRuntime:
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
     loop; `close` waits.
 
-    Attributes:
-        shares: the rank's shares of reads.
-        holder: holds the leases of `reads`.
-        reads: the reads of `Cache.read`.
-
     Raises:
         MessageTooLarge: the registration of the rank does not fit into one message.
     """
@@ -106,40 +101,33 @@ class RankRuntime:
         self.token = token
         self.rank = rank
         self.homes = client.homes
-        self.loop = client.loop
+        loop, memory, integrity, staging = client.loop, local.memory, client.integrity, client.staging
+        self.loop = loop
         self._closed = False
         self._whole: EngineGeometry | None = None
         self._registration = _registration(local, token)
         self._local = local
-        self._memory = local.memory
         self.transport = local.transport
-        staging = client.staging
         rule = PathRule(
             path=staging.chosen,
             costs=staging.costs or Costs(),
             slot_bytes=staging.slot_bytes,
-            device_memory=self._memory.devices,
+            device_memory=memory.devices,
         )
         costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
-        loop, reader, integrity = client.loop, engine_ref(token), client.integrity
+        reader = engine_ref(token)
         self._sources = SourceEngines(loop, spec, reader, rank.rank, self._geometry, rule, costs.rule_of, self._drop)
-        self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, self._memory, integrity)
-        verifier = Verifier(loop, reader, self._memory, integrity) if integrity.share else None
-        self.shares = RankReads(loop, self.transport, self._sources, self._memory, verifier, client.shares)
+        self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, memory, integrity)
+        verifier = Verifier(loop, reader, memory, integrity) if integrity.share else None
+        self.shares = RankReads(loop, self.transport, self._sources, memory, verifier, client.shares)
         self.holder = client.lease_holder(token, rank.rank)
         self.reads = CacheReads(
             loop, rank.rank, self.holder, self._sources, self.shares, client.max_reads, client.reads
         )
 
     async def register(self, timeout: float) -> float:
-        """Register the rank at the node server; try for `timeout` seconds.
-
-        Returns:
-            Seconds from now during which blocks of memory that survived a restart must not be reused.
-
-        Raises:
-            KvferryError: the node server refused, or could not be reached.
-        """
+        """Register the rank at the node server; try for `timeout` seconds. Returns the seconds from now during which
+        blocks of memory that survived a restart must not be reused."""
         own = self.homes.own
         what = f"the registration of rank {self.rank.rank} of engine {self.spec.engine_id!r} at {own.address}"
         until = self.loop.now() + timeout
@@ -148,9 +136,7 @@ class RankRuntime:
         return from_duration(answer.reuse_after)
 
     async def register_again(self) -> None:
-        """Register the rank again at a home that has lost the rank's record. Idempotent.
-
-        A refusal for good is logged.
+        """Register the rank again at a home that has lost the rank's record; a refusal for good is logged. Idempotent.
 
         Raises:
             Unavailable: the node server cannot register the rank now.

@@ -88,13 +88,8 @@ class _Handshake:
 
 @dataclass(slots=True)
 class _Slot:
-    """An engine with its handshake, of which there is one at a time.
-
-    Attributes:
-        source: the engine, after its handshake.
-        used_at: time of the last read.
-        waiting: deadlines of the reads that wait for a handshake.
-    """
+    """An engine, after its handshake (of which there is one at a time), and the time of its last read. `waiting` are
+    the deadlines of the reads that wait for a handshake."""
 
     source: SourceEngine | None = None
     handshake: _Handshake | None = None
@@ -107,9 +102,7 @@ class SourceEngines:
     """The source engines of one destination rank. Belongs to the client's event loop.
 
     Args:
-        loop: the client's event loop.
-        spec, reader: the destination engine.
-        rank: index of the destination rank.
+        spec, reader, rank: the destination engine, and the index of its rank.
         geometry: called with a deadline; returns the geometry of the whole destination engine. Called at the first
             handshake, when all of the engine's ranks have registered.
         rule: chooses the paths of reads.
@@ -148,9 +141,8 @@ class SourceEngines:
         deadline: float,
         traceparent: str = "",
     ) -> SourceEngine:
-        """Return a source engine; makes the handshake with a new engine, once for all reads that wait.
-
-        `reference` is that of one of its publications, or of the engine; `deadline` is a time on the loop's clock.
+        """Return a source engine; makes the handshake with a new engine, once for all reads that wait. `reference` is
+        that of one of its publications, or of the engine; `deadline` is on the loop's clock.
 
         Raises:
             Incompatible: the source's cache cannot be read; the error has the reason.
@@ -163,7 +155,9 @@ class SourceEngines:
         slot = self._slots.setdefault(key, _Slot())
         slot.used_at = self._loop.now()
         slot.waiting.append(deadline)
-        self._drop_idle()
+        # No message reports an engine that is gone for good.
+        idle_since = self._loop.now() - PEER_IDLE
+        self._drop_where(lambda _, other: other.used_at < idle_since)
         try:
             while True:
                 handshake, mine = slot.handshake, False
@@ -219,7 +213,8 @@ class SourceEngines:
         if source is not None:
             slot.source = source
             handshake.done.set_result(source)
-            self._drop_replaced(key)
+            # Only at the same home: an engine at another home may have the same name.
+            self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
             return
         handshake.done.set_exception(failure)
         # Marks the exception as retrieved: perhaps no read waits any more.
@@ -255,27 +250,15 @@ class SourceEngines:
             slot.breaker.succeeded()
 
     def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """Drop an incarnation that has ended according to its home.
-
-        Only the engine at this home: another home may have, or claim to have, an engine of the same name.
-        """
+        """Drop an incarnation that has ended according to its home. Only the engine at this home: another home may
+        have, or claim to have, an engine of the same name."""
         self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
-    def _drop_idle(self) -> None:
-        """Drop engines without reads for a long time: no message reports an engine that is gone for good."""
-        before = self._loop.now() - PEER_IDLE
-        self._drop_where(lambda _, slot: slot.used_at < before)
-
     def _drop_where(self, chosen: Callable[[tuple[str, str, bytes], _Slot], bool]) -> None:
-        keys = [key for key, slot in self._slots.items() if chosen(key, slot)]
-        dropped = [self._slots.pop(key).source for key in keys]
-        for source in dropped:
+        for key in [key for key, slot in self._slots.items() if chosen(key, slot)]:
+            source = self._slots.pop(key).source
             if source is not None:
                 self._drop(source)
-
-    def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
-        # Only at the same home: an engine at another home may have the same name.
-        self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
     async def _handshake(
         self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float

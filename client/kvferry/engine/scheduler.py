@@ -282,12 +282,8 @@ class SchedulerPort(Closing):
 
     def decline(self, reference: str, *, prompt: Prompt = Prompt.unknown) -> None:
         """Tell the source's home that this engine will not read a publication, after a full prefix hit or a rejected
-        request: see `Client.decline`. The port forgets reads of the publication to which no blocks were attached.
-
-        Args:
-            reference: the reference that came with the request.
-            prompt: the prompt of this request. A publication of another prompt is not declined: its own reader may
-                still come.
+        request: see `Client.decline`. The port forgets reads of the publication to which no blocks were attached. A
+        publication of another `prompt` is not declined: its own reader may still come.
 
         Raises:
             PromptMismatch: according to its reference or to a read, the publication is of another prompt.
