@@ -259,6 +259,14 @@ class _MeasuredCosts:
 
 def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheRequest:
     spec, rank, agent = local.spec, local.rank, local.agent
+    described: geometry_pb2.Agent | None = None
+    if agent is not None:
+        described = geometry_pb2.Agent(
+            name=agent.info.name,
+            metadata=agent.info.metadata,
+            metadata_sha256=agent.info.sha256,
+            regions=[region_to_proto(region) for region in agent.info.regions],
+        )
     registration = pb.RegisterCacheRequest(
         engine=engine_ref(token),
         session_secret=token.session_secret,
@@ -267,7 +275,7 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
         identity=spec.identity,
         groups=[group_to_proto(group) for group in spec.groups],
         rank=rank_to_proto(rank),
-        agent=None if agent is None else _agent_to_proto(agent.info),
+        agent=described,
         agent_key=b"" if agent is None else local.agent_key,
         partial=spec.partial,
     )
@@ -277,12 +285,3 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
     )
     check_size(what, registration, SENT_BYTES)
     return registration
-
-
-def _agent_to_proto(info: AgentInfo) -> geometry_pb2.Agent:
-    return geometry_pb2.Agent(
-        name=info.name,
-        metadata=info.metadata,
-        metadata_sha256=info.sha256,
-        regions=[region_to_proto(region) for region in info.regions],
-    )

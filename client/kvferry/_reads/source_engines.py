@@ -162,7 +162,12 @@ class SourceEngines:
             while True:
                 handshake, mine = slot.handshake, False
                 if handshake is None:
-                    self._check_pause(slot, home, engine_id)
+                    pause = slot.breaker.ask(self._loop.now())
+                    if pause > 0:
+                        message = (
+                            f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
+                        )
+                        raise Unreachable(message, retry_after=pause, address=home.address)
                     if slot.source is not None:
                         return slot.source
                     handshake, mine = self._begin_handshake(slot, home, key, reference, traceparent), True
@@ -178,19 +183,13 @@ class SourceEngines:
             slot.waiting.remove(deadline)
             self._forget_unknown(key, slot)
 
-    def _check_pause(self, slot: _Slot, home: Control, engine_id: str) -> None:
-        pause = slot.breaker.ask(self._loop.now())
-        if pause > 0:
-            message = f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
-            raise Unreachable(message, retry_after=pause, address=home.address)
-
     def _begin_handshake(
         self, slot: _Slot, home: Control, key: tuple[str, str, bytes], reference: str, traceparent: str
     ) -> _Handshake:
         # Reads that wait after a failed handshake make the next one together.
         handshake = slot.handshake = _Handshake(reference, max(slot.waiting), self._loop.future())
-        what = f"the handshake with engine {key[1]}"
-        self._loop.spawn(self._shake_hands(slot, handshake, home, key, traceparent), what)
+        shaking = self._shake_hands(slot, handshake, home, key, traceparent)
+        self._loop.spawn(shaking, f"the handshake with engine {key[1]}")
         return handshake
 
     async def _shake_hands(
