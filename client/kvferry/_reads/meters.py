@@ -38,9 +38,8 @@ class ReadMeter:
 
     def ended(self, read: LeasedRead) -> None:
         times, stats = read.stamps.times(()), self._stats
-        kind = kind_of(read.error)
-        self._count(read, kind)
-        if kind == "done":
+        self._count(read, kind_of(read.error))
+        if read.error is None:
             stats.prompts[read.request.prompt.found] += 1
             stats.wait.add(times.wait)
             stats.grant.add(times.grant)
@@ -84,14 +83,9 @@ class ShareMeter:
     def ended(self, work: ShareWork, arrived: int) -> None:
         """Count a share that has ended, of which `arrived` bytes have arrived."""
         stats = self._stats
-        for seconds, measured in (
-            (work.handshake, stats.handshake),
-            (work.plan, stats.plan),
-            (work.move, stats.move),
-            (work.steps, stats.steps),
-        ):
-            if seconds:
-                measured.add(seconds)
+        for phase in ("handshake", "plan", "move", "steps"):
+            if seconds := getattr(work, phase):
+                getattr(stats, phase).add(seconds)
         stats.bytes += arrived
         # Staged bytes arrive with the rest, or not at all: of a failed share, their number is not known.
         stats.staged_bytes += min(work.staged_bytes, arrived)

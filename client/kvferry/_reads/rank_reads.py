@@ -120,8 +120,7 @@ class RankReads(OneProcess):
 
     async def _close(self, until: float) -> None:
         for share in tuple(self._running):
-            share.stop()
-            self._cancelled(share)
+            self.cancel(share)
         tasks = {share.task for share in self._running if share.task is not None}
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, until - self._loop.now()))
@@ -265,10 +264,8 @@ class RankReads(OneProcess):
 
     def _cancelled(self, share: RankRead) -> None:
         transfer, read_id = share.transfer, share.order.read_id
-        if transfer is not None:
-            transfer.cancel()
         if transfer is None or transfer.state is TransferState.DONE:
-            # Otherwise the end of the transfer wakes the coroutine.
+            # Otherwise the end of the transfer, which was cancelled, wakes the coroutine.
             self._interrupt(share, TransferCancelled(f"read {read_id} was cancelled", read_id=read_id))
 
     def _overdue(self, share: RankRead) -> None:

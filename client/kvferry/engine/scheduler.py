@@ -217,8 +217,8 @@ class SchedulerPort(Closing):
 
     def granted(self, request_id: str) -> Offer | None:
         """Return the source's blocks for a request once its lease is granted; None while the request waits. `attach`
-        makes the `Grant` that workers start. If the request was acquired with ``progressive=True``, the offer may come
-        with the first blocks, and is then not `complete`.
+        makes the `Grant` that workers start. The offer of a ``progressive=True`` request may come with the first
+        blocks, and is then not `complete`.
 
         Raises:
             WrongState: the request was not acquired, or its read has ended.
