@@ -151,7 +151,7 @@ class RankReads(OneProcess):
             error = share.interrupted or TransferCancelled(f"read {order.read_id}: the client is closed")
         except Exception as failure:
             logger.exception("read %s failed", order.read_id)
-            error = TransferFailed(f"read {order.read_id}: {failure!r}")
+            error = TransferFailed(f"read {order.read_id}: {failure!r}", quiet=not share.clearing)
         overdue.cancel()
         self._end(share, error)
         transfer, quiet = share.transfer, share.quiet
@@ -256,11 +256,6 @@ class RankReads(OneProcess):
             self._clearing.discard(cleared)
             share.cleared = None
             raise
-        except KvferryError:
-            raise
-        except Exception as failure:
-            logger.exception("the tails of read %s could not be cleared", order.read_id)
-            raise TransferFailed(f"read {order.read_id}: {failure!r}", quiet=not share.clearing) from failure
 
     def _cancelled(self, share: RankRead) -> None:
         transfer, read_id = share.transfer, share.order.read_id
