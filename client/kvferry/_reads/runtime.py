@@ -3,10 +3,11 @@ module makes them and connects them."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
@@ -114,7 +115,7 @@ class RankRuntime:
             slot_bytes=staging.slot_bytes,
             device_memory=memory.devices,
         )
-        costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
+        costs = _MeasuredCosts(loop, rule, rank, self.transport, measured=staging.costs is None)
         reader = engine_ref(token)
         self._sources = SourceEngines(loop, spec, reader, rank.rank, self._geometry, rule, costs.rule_of, self._drop)
         self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, memory, integrity)
@@ -215,46 +216,48 @@ class RankRuntime:
 
 
 class _MeasuredCosts:
-    """Measures the costs of reads, for the rule by which a rank chooses paths.
+    """Measures the costs of reads, for the rule by which a rank chooses paths. Belongs to the client's event loop.
 
     Measures once per home, assuming that all ranks behind a home are reached in the same way, and one home at a time:
     two measurements would falsify each other, and each could wait for staging memory that the other has borrowed.
     """
 
-    def __init__(self, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
+    def __init__(self, loop: Loop, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
+        self._loop = loop
         self._rule = rule
         # Costs are measured for one plane: the planes of a rank are assumed to lie in memory of the same kind.
         self._plane = rank.planes[0]
         self._transport = transport
         self._measured = measured
-        self._measuring = threading.Lock()
+        self._measuring: asyncio.Task[None] | None = None
+        """The last measurement."""
         self._rules: dict[str, PathRule] = {}
 
-    def rule_of(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
+    async def rule_of(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
         """Return the rule for sources behind this home, measured at one of their agents; None: keep the given rule."""
         if not self._measured:
             return None
         until = min(deadline, now() + MEASURE_TIMEOUT)
-        known = self._rules.get(home)
-        if known is None and self._measuring.acquire(timeout=max(0.0, until - now())):
-            try:
-                known = self._rules.get(home) or self._measure(home, agent, until)
-            finally:
-                self._measuring.release()
-        return known
+        while home not in self._rules and self._measuring is not None and not self._measuring.done():
+            if now() >= until:
+                return None
+            await asyncio.wait([self._measuring], timeout=until - now())
+        if home not in self._rules:
+            measure = self._loop.on_thread(partial(self._measure, home, agent, until), "kvferry-plan-costs")
+            self._measuring = asyncio.ensure_future(measure)
+            await self._measuring
+        return self._rules.get(home)
 
-    def _measure(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
+    def _measure(self, home: str, agent: AgentInfo, deadline: float) -> None:
         try:
             pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
         except KvferryError as error:
             # No memory for staging, or none that stays mapped. Reads that need staging raise this error.
             logger.info("reads from %s are not measured: %s", home, error)
-            return None
+            return
         costs = measure(self._transport, agent, pool, deadline)
-        if costs is None:
-            return None
-        self._rules[home] = replace(self._rule, costs=costs)
-        return self._rules[home]
+        if costs is not None:
+            self._rules[home] = replace(self._rule, costs=costs)
 
 
 def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheRequest:

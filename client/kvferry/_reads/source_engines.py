@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry._control.breaker import Breaker
@@ -106,8 +106,8 @@ class SourceEngines:
         geometry: called with a deadline; returns the geometry of the whole destination engine. Called at the first
             handshake, when all of the engine's ranks have registered.
         rule: chooses the paths of reads.
-        measure: called with a home, an agent behind it and a deadline if costs are to be measured, on a thread; returns
-            a rule with the measured costs, or None.
+        measure: called with a home, an agent behind it and a deadline if costs are to be measured; returns a rule with
+            the measured costs, or None.
         drop: called with each engine that is dropped.
     """
 
@@ -119,7 +119,7 @@ class SourceEngines:
         rank: int,
         geometry: Callable[[float], Awaitable[EngineGeometry]],
         rule: PathRule,
-        measure: Callable[[str, AgentInfo, float], PathRule | None],
+        measure: Callable[[str, AgentInfo, float], Awaitable[PathRule | None]],
         drop: Callable[[SourceEngine], None],
     ) -> None:
         self._loop = loop
@@ -274,14 +274,17 @@ class SourceEngines:
             reference=reference,
         )
         found = await _handshaken(home, request, deadline)
-        # Planning takes long for engines of many ranks, and the costs may have to be measured.
-        return await self._loop.on_thread(
-            partial(self._planned, home, incarnation, destination, found, deadline), f"kvferry-plan-{engine_id}"
-        )
+        # Planning takes long for engines of many ranks.
+        thread = f"kvferry-plan-{engine_id}"
+        source = await self._loop.on_thread(partial(self._planned, incarnation, destination, found), thread)
+        plan = source.plan
+        if any(choice.measurable for choice in plan.paths):
+            rule = await self._measure(home.address, source.agents[plan.source_ranks[0]], deadline)
+            if rule is not None:
+                return replace(source, plan=await self._loop.on_thread(partial(plan.choose_paths, rule), thread))
+        return source
 
-    def _planned(
-        self, home: Control, incarnation: bytes, destination: EngineGeometry, found: Handshaken, deadline: float
-    ) -> SourceEngine:
+    def _planned(self, incarnation: bytes, destination: EngineGeometry, found: Handshaken) -> SourceEngine:
         source, engine_id = found.geometry, found.geometry.engine_id
         plan = plan_read(source, destination, self._rank, rule=self._rule)
         if not found.has_agents:
@@ -294,9 +297,6 @@ class SourceEngines:
                 raise WrongState(message, engine_id=engine_id)
             raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
         agents = {rank: _agent(engine_id, incarnation, rank, found.agents.get(rank)) for rank in plan.source_ranks}
-        if any(choice.measurable for choice in plan.paths):
-            rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)
-            plan = plan if rule is None else plan.choose_paths(rule)
         return SourceEngine(source, agents, plan)
 
 
