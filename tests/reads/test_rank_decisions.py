@@ -156,7 +156,12 @@ def test_closed_rank_reads_begin_nothing_and_cancel_all_shares(world: PlayedRank
 def test_a_share_that_reaches_the_loop_after_a_close_ends_without_a_transfer(world: PlayedRank) -> None:
     world.known_sources[SOURCE] = world.peer()
     held, goes_on = threading.Event(), threading.Event()
-    world.loop.call(lambda: (held.set(), goes_on.wait(30)))
+
+    def hold() -> None:
+        held.set()
+        goes_on.wait(30)
+
+    world.loop.call(hold)
     assert held.wait(30)
     read = world.start("late")
     closing = threading.Thread(target=world.reads.close, args=(now() + 20,))

@@ -1,9 +1,5 @@
-"""Moves one rank's shares of reads: one coroutine takes a share from its order to its end.
-
-The coroutine waits for its source's handshake, expands the published blocks, passes descriptors to the transport, and
-waits for more blocks. Long computations, such as the comparison of checksums, run on threads of their own, so that they
-delay no other read (R10).
-"""
+"""Moves one rank's shares of reads: one coroutine takes a share from its order to its end. Long computations, such as
+the comparison of checksums, run on threads of their own, so that they delay no other read (R10)."""
 
 from __future__ import annotations
 

@@ -27,9 +27,8 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts the publications and reads of one engine.
-
-    The counts up to `bytes` are totals since the start and only rise; the others are current values.
+    """Counts the publications and reads of one engine. The counts up to `bytes` are totals since the start and only
+    rise; the others are current values.
 
     Attributes:
         published, released, refused: publications of this engine; `refused` is the part of `released` that the home did
@@ -315,12 +314,11 @@ class SchedulerPort(Closing):
         return self._reads.take_finished()
 
     def wait_news(self, timeout: float) -> bool:
-        """Wait until a request was granted or refused, a read has gained blocks (`grant_steps`), or a read has ended,
-        become quiet, or is disputed.
+        """Wait, at most `timeout` seconds, until `granted`, `grant_steps` or `finished` has news; returns whether there
+        may be news.
 
         For engines that would otherwise run empty steps: such a loop takes the processor, and Python's lock, from the
-        threads that the reads wait for. Call `granted`, `grant_steps` and `finished` afterwards. Waits at most
-        `timeout` seconds; returns whether there may be news.
+        threads that the reads wait for.
         """
         return self._reads.news.wait(arguments.seconds("timeout", timeout, zero=True))
 
