@@ -11,7 +11,7 @@ from kvferry._control.block_use import BlockUse
 from kvferry._forks import Closing
 from kvferry._prompt import Prompt, check_within
 from kvferry._reads.rank_read import Wanted
-from kvferry._reads.read import Read, ReadTask
+from kvferry._reads.read import OwnRead, Read
 from kvferry._reads.runtime import RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry.errors import Closed, InvalidField, WrongState
@@ -137,7 +137,7 @@ class Cache(Closing):
             progressive=progressive,
             prompt=prompt,
         )
-        started: list[ReadTask] = []
+        started: list[OwnRead] = []
         key = self._writes.begin(
             identifier,
             written(self.spec.groups, None, wanted.blocks, wanted.tokens),

@@ -156,7 +156,7 @@ def test_a_block_is_granted_exactly_when_it_is_not_in_use(seed: int) -> None:
         model.use.unpin(arrays(ids))
     model.use.released(list(model.published))
     for writes in model.writers:
-        writes._sweep()
+        writes._end_quiet(writes._under_way)
         # Else each later check would look at every read.
         assert not any(counts.any() for counts in writes._counts.values())
     # Nothing is left behind.

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry._loop import Loop
 from kvferry._memory.access import StillCopying
 from kvferry._memory.device import DeviceAccess
 from kvferry._memory.rank_memory import RankMemory
@@ -196,8 +197,10 @@ def test_staging_memory_that_does_not_stay_mapped_leaves_costs_unmeasured(
     transport = Transport([MemoryRegion(MemoryKind.VRAM, 0, 1 << 30, SLOT)], memory=memory)
     monkeypatch.setattr("kvferry._memory.device.check_stable", refuse)
     plane = replace(worlds.plane(1 << 30, heads_first=True), memory_kind=MemoryKind.VRAM)
-    costs = _MeasuredCosts(PathRule(), RankGeometry(0, (plane,), {}), transport, measured=True)
-    assert costs.rule_of("home", AgentInfo("source", b"", b"", ()), 0.0) is None
+    loop = Loop()
+    costs = _MeasuredCosts(loop, PathRule(), RankGeometry(0, (plane,), {}), transport, measured=True)
+    assert loop.run(costs.rule_of("home", AgentInfo("source", b"", b"", ()), 0.0)) is None
+    loop.close()
     assert transport.close()
 
 

@@ -162,6 +162,9 @@ class PlayedRank:
         self.reads.start(read, lambda share: self.tell_ended(share), lambda share: self.tell_quiesced(share))
         return read
 
+    def add(self, read: RankRead, blocks: Mapping[str, Blocks], *, last: bool) -> None:
+        self.loop.call(lambda: read.add(blocks, last=last))
+
     def worked(self) -> None:
         """Wait until all that can happen now has happened."""
         self.loop.turn()

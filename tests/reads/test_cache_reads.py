@@ -22,7 +22,7 @@ from kvferry._memory.tails import Tails
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import Wanted
-from kvferry._reads.read import Read, ReadResult, ReadState, ReadTask
+from kvferry._reads.read import OwnRead, Read, ReadResult, ReadState
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import (
@@ -82,7 +82,7 @@ class Reading(PlayedRank):
             self.gone_sources.append(source)
             self.changed.notify_all()
 
-    def read(self, reference: str = "a", within: float = LONG) -> ReadTask:
+    def read(self, reference: str = "a", within: float = LONG) -> OwnRead:
         home = Control(SOURCE[0], None, self.loop)
         parsed = pb.Reference(home=SOURCE[0], engine_id=SOURCE[1], incarnation=SOURCE[2], publication=7)
         request = AcquireRequest(home, parsed, reference, f"read-{reference}", 1, 0, self.loop.now() + within)
@@ -92,7 +92,7 @@ class Reading(PlayedRank):
         source = pb.EngineRef(engine_id=SOURCE[1], incarnation=SOURCE[2])
         self.home.answer(reference, answer or Acquired(self.lease, source, "theirs", GRANTED, b"payload"))
 
-    def reading(self, within: float = LONG) -> ReadTask:
+    def reading(self, within: float = LONG) -> OwnRead:
         handle = self.read(within=within)
         self.grant()
         self.until(lambda: self.transfers)
@@ -111,7 +111,7 @@ class Reading(PlayedRank):
         super().close()
 
 
-def error_of(task: ReadTask) -> KvferryError | None:
+def error_of(task: OwnRead) -> KvferryError | None:
     """Wait for the end of a read; its error."""
     return Read(task).exception(30)
 
@@ -165,7 +165,7 @@ def test_a_successful_read_returns_its_bytes_and_whether_its_home_confirmed_it(w
     assert (report.rank, report.outcome, report.bytes) == (RANK, pb.RANK_OUTCOME_DONE, 10)
     # Nothing is kept of what has ended.
     assert not world.cache._running
-    assert not world.cache._under_way
+    assert not world.meter._under_way
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_failed_read_ends_at_once_and_is_quiet_later(world: Reading) -> None:
     assert error.quiet
     # Nothing is kept of what has ended.
     assert not world.cache._running
-    assert not world.cache._under_way
+    assert not world.meter._under_way
 
 
 def test_a_cancelled_read_stops_its_transfer(world: Reading) -> None:

@@ -6,6 +6,7 @@ Sources and the transport do as a test says, since real ones do not fail at a mo
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sized
 from functools import partial
 from typing import Any
@@ -150,6 +151,29 @@ def test_closed_rank_reads_begin_nothing_and_cancel_all_shares(world: PlayedRank
     world.transfers[0].landed(10)
     # A share that becomes quiet later is reported, too.
     assert world.quiesced == [read]
+
+
+def test_a_share_that_reaches_the_loop_after_a_close_ends_without_a_transfer(world: PlayedRank) -> None:
+    world.known_sources[SOURCE] = world.peer()
+    held, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        goes_on.wait(30)
+
+    world.loop.call(hold)
+    assert held.wait(30)
+    read = world.start("late")
+    closing = threading.Thread(target=world.reads.close, args=(now() + 20,))
+    closing.start()
+    while not world.reads._closed:
+        time.sleep(0.001)
+    goes_on.set()
+    closing.join(30)
+    world.until(lambda: world.ended)
+    assert isinstance(read.error, Closed)
+    assert read.quiet
+    assert world.transfers == []
 
 
 def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_source(world: PlayedRank) -> None:

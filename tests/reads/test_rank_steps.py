@@ -49,7 +49,7 @@ def told(world: PlayedRank) -> list[list[int]]:
 def test_steps_that_come_while_one_moves_are_moved_together_afterwards(world: PlayedRank) -> None:
     read = begun(world)
     for place in (1, 2, 3):
-        world.reads.add(read, {"full": Blocks([2 + place], 16 * place, 16 * place + 16)}, last=False)
+        world.add(read, {"full": Blocks([2 + place], 16 * place, 16 * place + 16)}, last=False)
     world.worked()
     assert (told(world), world.lasts) == ([[2]], [False])
     world.transfers[0].landed(10)
@@ -59,7 +59,7 @@ def test_steps_that_come_while_one_moves_are_moved_together_afterwards(world: Pl
     progress = read.progress()
     assert progress is not None
     assert (progress.bytes_done, progress.bytes_total, read.expanded) == (10, 20, False)
-    world.reads.add(read, {}, last=True)
+    world.add(read, {}, last=True)
     world.transfers[1].landed(10)
     world.until(lambda: len(world.transfers) == 3)
     assert world.lasts == [False, False, True]
@@ -79,7 +79,7 @@ def test_a_step_with_too_few_tokens_starts_no_transfer(world: PlayedRank) -> Non
     assert world.transfers == []
     assert read.progress() is None
     world.reaches = 1
-    world.reads.add(read, {}, last=False)
+    world.add(read, {}, last=False)
     world.until(lambda: world.transfers)
 
 
@@ -88,7 +88,7 @@ def test_steps_that_come_before_the_handshake_are_moved_together() -> None:
     world.first = {"full": Blocks([2], 0, 16)}
     read = world.start(complete=False)
     world.until(lambda: world.asked)
-    world.reads.add(read, more(1), last=True)
+    world.add(read, more(1), last=True)
     world.worked()
     world.answer("a")
     world.until(lambda: world.transfers)
@@ -98,13 +98,13 @@ def test_steps_that_come_before_the_handshake_are_moved_together() -> None:
 
 def test_a_step_that_fails_ends_the_share_and_nothing_more_is_moved(world: PlayedRank) -> None:
     read = begun(world)
-    world.reads.add(read, more(1), last=True)
+    world.add(read, more(1), last=True)
     world.worked()
     world.transfers[0].fail(TransferFailed("the source is gone"))
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferFailed)
     assert not read.quiet
-    world.reads.add(read, {}, last=True)
+    world.add(read, {}, last=True)
     world.worked()
     assert len(world.transfers) == 1
     world.transfers[0].fenced()
@@ -125,7 +125,7 @@ def test_a_share_cancelled_between_two_steps_ends_at_once_and_is_quiet(world: Pl
 def test_blocks_that_do_not_follow_end_the_share_before_they_are_touched(world: PlayedRank) -> None:
     read = begun(world)
     world.transfers[0].landed(10)
-    world.reads.add(read, more(2), last=True)
+    world.add(read, more(2), last=True)
     world.until(lambda: world.ended)
     assert "tokens from 16" in str(read.error)
     assert len(world.transfers) == 1
@@ -146,7 +146,7 @@ def test_a_share_at_its_deadline_names_what_is_late(world: PlayedRank, moving: b
 def test_blocks_of_all_steps_are_compared_at_the_end(careful: PlayedRank) -> None:
     read = begun(careful)
     careful.transfers[0].landed(10)
-    careful.reads.add(read, {"full": Blocks([5], 16, 32)}, last=True)
+    careful.add(read, {"full": Blocks([5], 16, 32)}, last=True)
     careful.until(lambda: len(careful.transfers) == 2)
     assert careful.verified == []
     careful.transfers[1].landed(10)

@@ -67,7 +67,9 @@ class Engines(SourceEngines):
         self.loop = loop
         self.dropped: list[SourceEngine] = []
         reader = pb.EngineRef(engine_id="decode", incarnation=b"d" * 16)
-        super().__init__(loop, SPEC, reader, 0, self._here, PathRule(), lambda *_: None, self.dropped.append)
+        super().__init__(loop, SPEC, reader, 0, self._here, PathRule(), self._unmeasured, self.dropped.append)
+
+    async def _unmeasured(self, *_: object) -> None: ...
 
     async def _here(self, _: float) -> EngineGeometry:
         return HERE

@@ -43,7 +43,7 @@ def test_a_share_that_is_stopped_while_a_later_step_begins_may_write(world: Play
         return begin(*parts, **how)
 
     world.transfer = cancelled_meanwhile  # type: ignore[method-assign]
-    world.reads.add(read, SECOND, last=False)
+    world.add(read, SECOND, last=False)
     world.until(lambda: world.ended)
     assert quiet == [False]
     assert [transfer.state for transfer in world.transfers] == [TransferState.DONE, TransferState.CANCELLED]

@@ -4,12 +4,12 @@ the memory that another has borrowed."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from kvferry._clock import now
+from kvferry._loop import Loop
 from kvferry._reads.runtime import _MeasuredCosts
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
@@ -22,6 +22,13 @@ HOMES = 3
 
 
 @pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def sources() -> Iterator[list[Source]]:
     with ExitStack() as stack:
         yield [stack.enter_context(Source(size=16 << 20)) for _ in range(HOMES)]
@@ -29,7 +36,7 @@ def sources() -> Iterator[list[Source]]:
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_sources_that_are_met_at_once_are_all_measured(
-    sources: list[Source], slots: int, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, sources: list[Source], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A busy machine takes its time.
     monkeypatch.setattr("kvferry._reads.runtime.MEASURE_TIMEOUT", SOON)
@@ -37,15 +44,13 @@ def test_sources_that_are_met_at_once_are_all_measured(
     transport = Transport([memory.region], staging=StagingOptions(slots=slots))
     rank = RankGeometry(0, planes(memory.base, heads_first=True))
     rule = PathRule()
-    costs = _MeasuredCosts(rule, rank, transport, measured=True)
+    costs = _MeasuredCosts(loop, rule, rank, transport, measured=True)
     infos = [source.info for source in sources]
-    with ThreadPoolExecutor(2 * HOMES) as threads:
-        # Each home twice: the second does not measure it again.
-        asked = [
-            threads.submit(costs.rule_of, f"home-{at % HOMES}", infos[at % HOMES], now() + SOON)
-            for at in range(2 * HOMES)
-        ]
-        found = [future.result() for future in asked]
+    # Each home twice: the second does not measure it again.
+    asked = [
+        loop.submit(costs.rule_of(f"home-{at % HOMES}", infos[at % HOMES], now() + SOON)) for at in range(2 * HOMES)
+    ]
+    found = [future.result(2 * SOON) for future in asked]
     assert None not in found
     assert len({id(one) for one in found}) == HOMES
     assert all(one is not None and one.costs != rule.costs for one in found)
@@ -54,21 +59,21 @@ def test_sources_that_are_met_at_once_are_all_measured(
 
 
 def test_a_source_that_stops_while_it_is_measured_holds_up_no_other_for_longer_than_its_time(
-    sources: list[Source], monkeypatch: pytest.MonkeyPatch
+    loop: Loop, sources: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry._reads.runtime.MEASURE_TIMEOUT", 0.5)
     memory = Memory(4 << 20)
     transport = Transport([memory.region])
-    costs = _MeasuredCosts(PathRule(), RankGeometry(0, planes(memory.base, heads_first=True)), transport, measured=True)
+    rank = RankGeometry(0, planes(memory.base, heads_first=True))
+    costs = _MeasuredCosts(loop, PathRule(), rank, transport, measured=True)
     stopped, other, _ = sources
     # It does not even answer the first read.
     infos = stopped.info, other.info
     stopped.stop()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(costs.rule_of, "stopped", infos[0], now() + SOON)
-        assert first.result(SOON) is None
+    first = loop.submit(costs.rule_of("stopped", infos[0], now() + SOON))
+    assert first.result(SOON) is None
     # A busy machine takes its time.
     monkeypatch.setattr("kvferry._reads.runtime.MEASURE_TIMEOUT", SOON)
-    assert costs.rule_of("other", infos[1], now() + SOON) is not None
+    assert loop.run(costs.rule_of("other", infos[1], now() + SOON)) is not None
     stopped.resume()
     assert transport.close(SOON)

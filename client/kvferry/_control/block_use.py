@@ -168,18 +168,14 @@ class Writes:
         quiet: Callable[[], bool] | None = None,
         allow_overlap: bool = False,
     ) -> int:
-        """Claim blocks for a read that is about to write to them, until it is quiet.
+        """Claim blocks of some layers (None: all) for a read that is about to write to them, until it is quiet. Returns
+        the key for `end`.
 
         Args:
-            read_id: name of the read, for errors.
             ids: block ids by group, of existing groups and in range.
-            layers: names of the layers that the read writes to; None: all.
             quiet: returns whether no write to the blocks is possible any more; None: the caller calls `end` then.
             allow_overlap: accept blocks that are published, or that another read writes to; otherwise they raise
                 `BadBlock`.
-
-        Returns:
-            The key for `end`.
         """
         mine = _Write(read_id, ids, layers, quiet)
         with self.use.lock:
@@ -216,7 +212,7 @@ class Writes:
             if not counts[claimed].any():
                 continue
             # A conflict is rare, and so is a block that two reads may write to: this may search all reads.
-            self._sweep()
+            self._end_quiet(self._under_way)
             pool = self.use.pool(group)
             for write in self._under_way.values():
                 if layers is not None and write.layers is not None and not layers & write.layers:
@@ -231,9 +227,6 @@ class Writes:
         if pool not in self._last:
             self._last[pool] = np.zeros(len(self.use.counts(self._counts, group)), np.int64)
         return self._last[pool]
-
-    def _sweep(self) -> None:
-        self._end_quiet(self._under_way)
 
     def _end_quiet(self, keys: Iterable[int]) -> None:
         """End the claims of those of these reads that are quiet; the others are asked again after all others."""

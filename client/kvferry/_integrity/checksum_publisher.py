@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,7 +14,7 @@ import numpy as np
 from kvferry._control.connection import Control
 from kvferry._control.retrying import retrying
 from kvferry._engine_spec import EngineSpec
-from kvferry._integrity.summed_blocks import IntegrityOptions, source_blocks
+from kvferry._integrity.summed_blocks import IntegrityOptions, divided, source_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
@@ -50,7 +49,7 @@ class _Order:
 
 class Checksummer:
     """Sums the published blocks of one rank. `submit` and `close` may be called from any thread; the rest belongs to
-    the client's event loop, and threads compute the sums, one at a time.
+    the client's event loop, and threads compute the sums, one page at a time.
 
     Publications do not wait for each other: while the home does not take the sums of one publication, those of others
     are sent. The sums of one publication are sent in the order of the calls: the last page is marked as the last.
@@ -73,12 +72,11 @@ class Checksummer:
         self._rank = rank
         self._memory = memory
         self._share = options.share
-        self._waiting: dict[int, deque[_Order]] = {}
-        """The orders of each publication: the first is being sent."""
         self._senders: set[asyncio.Task[None]] = set()
-        self._computing = asyncio.Lock()
+        self._last: dict[int, asyncio.Task[None]] = {}
+        """The sender of each publication's last order: the next one waits for its end."""
         self._page: asyncio.Task[pb.PublishChecksums | None] | None = None
-        """The page that is being computed, or was computed last."""
+        """The last page to be computed: the next one waits for its end."""
         self._closing = False
         """Set by `close`, on any thread: orders that reach the loop later are dropped there."""
 
@@ -88,8 +86,7 @@ class Checksummer:
             nothing: Future[int] = Future()
             nothing.set_result(0)
             return nothing
-        planes = [self._planes(name, listed) for name, listed in blocks.items()]
-        parts = [part for found in planes for part in found]
+        parts = [part for name, listed in blocks.items() for part in self._planes(name, listed)]
         order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
         if self._closing or not self._loop.call(partial(self._queue, publication, order)):
             raise self._closed()
@@ -105,10 +102,9 @@ class Checksummer:
                 self._loop.run(self._end())
 
     async def _end(self) -> None:
-        senders = tuple(self._senders)
-        for sender in senders:
+        running = (*self._senders, *([] if self._page is None else [self._page]))
+        for sender in self._senders:
             sender.cancel()
-        running = (*senders, *([] if self._page is None else [self._page]))
         if running:
             await asyncio.wait(running)
 
@@ -116,49 +112,42 @@ class Checksummer:
         if self._closing:
             self._drop(order)
             return
-        if publication in self._waiting:
-            self._waiting[publication].append(order)
-            return
-        self._waiting[publication] = deque([order])
-        sender = self._loop.spawn(self._send_all(publication), f"the sums of publication {publication}")
+        sending = self._send_after(self._last.get(publication), order)
+        sender = self._last[publication] = self._loop.spawn(sending, f"the sums of publication {publication}")
         self._senders.add(sender)
-        sender.add_done_callback(partial(self._sender_ended, publication))
+        sender.add_done_callback(partial(self._sender_ended, publication, order))
 
-    async def _send_all(self, publication: int) -> None:
-        orders = self._waiting[publication]
-        while orders:
-            order = orders[0]
-            result: int | Exception = self._closed()
-            if order.done.set_running_or_notify_cancel():
-                try:
-                    result = await self._send(order)
-                except Exception as error:
-                    result = error
-                # The future's callbacks are the caller's, and may wait.
-                try:
-                    await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
-                except LimitReached:
-                    settle(order.done, result)
-            orders.popleft()
-        # Now, since an order that comes next has to begin another coroutine.
-        del self._waiting[publication]
-
-    def _sender_ended(self, publication: int, sender: asyncio.Task[None]) -> None:
-        """Drop what a coroutine has left that was cancelled, perhaps before its first step."""
+    def _sender_ended(self, publication: int, order: _Order, sender: asyncio.Task[None]) -> None:
         self._senders.discard(sender)
-        if sender.cancelled() or sender.exception() is not None:
-            for order in self._waiting.pop(publication, ()):
-                self._drop(order)
+        if self._last.get(publication) is sender:
+            del self._last[publication]
+        if not order.done.done():
+            # The sender was cancelled, perhaps before its first step.
+            self._drop(order)
+
+    async def _send_after(self, before: asyncio.Task[None] | None, order: _Order) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        if not order.done.set_running_or_notify_cancel():
+            return
+        result: int | Exception
+        try:
+            result = await self._send(order)
+        except Exception as error:
+            result = error
+        # The future's callbacks are the caller's, and may wait.
+        try:
+            await self._loop.on_thread(partial(settle, order.done, result), "kvferry-callbacks")
+        except LimitReached:
+            settle(order.done, result)
 
     async def _send(self, order: _Order) -> int:
         """Send the pages of an order; returns the number of sums."""
         sent = 0
         try:
             while True:
-                async with self._computing:
-                    compute = partial(next, order.pages, None)
-                    self._page = asyncio.ensure_future(self._loop.on_thread(compute, "kvferry-checksums"))
-                    page = await asyncio.shield(self._page)
+                self._page = asyncio.ensure_future(self._compute(self._page, order.pages))
+                page = await asyncio.shield(self._page)
                 if page is None:
                     return sent
                 sent += sum(len(part.sums) for part in page.checksums)
@@ -166,6 +155,15 @@ class Checksummer:
         except (PublicationReleased, PublicationStale):
             # The publication has been released: the sums are no longer needed.
             return sent
+
+    async def _compute(
+        self, before: asyncio.Task[pb.PublishChecksums | None] | None, pages: Iterator[pb.PublishChecksums]
+    ) -> pb.PublishChecksums | None:
+        if before is not None:
+            await asyncio.wait([before])
+        if self._closing:
+            raise self._closed()
+        return await self._loop.on_thread(partial(next, pages, None), "kvferry-checksums")
 
     async def _send_page(self, page: pb.PublishChecksums, deadline: float) -> None:
         request = pb.NotifyRequest(
@@ -220,20 +218,15 @@ class Checksummer:
     def _divided(self, plane: Plane, alike: AlikeBlocks, sums: Sums) -> Iterator[pb.Checksums]:
         """Divide the sums of alike blocks into parts that fit a page; always in the same way, so that sending them
         again is idempotent."""
-        begin, end = plane.units.begin, plane.units.end
-        step = min(end - begin, PAGE_SUMS)
-        rows = PAGE_SUMS // step
-        for unit in range(begin, end, step):
-            units = min(unit + step, end)
-            for first in range(0, len(alike.places), rows):
-                starts, counts = runs_of(alike.places[first : first + rows])
-                part = np.ascontiguousarray(sums[first : first + rows, unit - begin : units - begin])
-                yield pb.Checksums(
-                    rank=self._rank.rank,
-                    plane=plane.name,
-                    unit_begin=unit,
-                    unit_end=units,
-                    place_starts=starts.tolist(),
-                    place_counts=counts.tolist(),
-                    sums=part.ravel().tolist(),
-                )
+        for units, rows in divided(plane.units, alike.places, PAGE_SUMS):
+            starts, counts = runs_of(alike.places[rows])
+            begin, end = units.begin - plane.units.begin, units.end - plane.units.begin
+            yield pb.Checksums(
+                rank=self._rank.rank,
+                plane=plane.name,
+                unit_begin=units.begin,
+                unit_end=units.end,
+                place_starts=starts.tolist(),
+                place_counts=counts.tolist(),
+                sums=np.ascontiguousarray(sums[rows, begin:end]).ravel().tolist(),
+            )

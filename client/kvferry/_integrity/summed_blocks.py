@@ -31,7 +31,7 @@ from kvferry._arguments import described, seconds
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
-from kvferry.geometry.plane import Plane
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.planner.alike_blocks import AlikeBlocks, StateRun, rows_alike, states_in_blocks, whole_granules
 from kvferry.planner.checksum import sampled
 from kvferry.planner.lane import Lane, span
@@ -107,6 +107,16 @@ def source_blocks(
     layout = StateLayout.of(plane, group)
     published = published_states(layout, plane, group, blocks)
     return states_in_blocks(layout, group, blocks, published, lambda indices, _: sampled(publication, indices, share))
+
+
+def divided(units: Interval, indices: Int64s, most: int) -> Iterator[tuple[Interval, slice]]:
+    """Divide the sums of these units and block indices into parts of at most `most` sums: some units, and some rows of
+    `indices`."""
+    step = min(len(units), most)
+    rows = most // step
+    for unit in range(units.begin, units.end, step):
+        for first in range(0, len(indices), rows):
+            yield Interval(unit, min(unit + step, units.end)), slice(first, first + rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
-from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, held_blocks
+from kvferry._integrity.summed_blocks import IntegrityOptions, Verification, divided, held_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
 from kvferry._memory.rank_memory import RankMemory
@@ -50,14 +50,8 @@ class LeaseName(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """A read whose bytes have all arrived.
-
-    Attributes:
-        home: connection to the source's home.
-        granted: the source's blocks by group.
-        blocks, tokens: see `ReadPlan.expand`.
-        deadline: time on the loop's clock after which the comparison does not wait.
-        check: raises `TransferCancelled` if the read was cancelled.
+    """A read whose bytes have all arrived. For `granted`, `blocks` and `tokens` see `ReadPlan.expand`. The comparison
+    does not wait beyond `deadline`, on the loop's clock; `check` raises `TransferCancelled` if the read was cancelled.
     """
 
     home: Control
@@ -89,14 +83,14 @@ class _Page:
     sums: Sums
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Compared:
     """Result of a comparison: the numbers of equal, unknown and wrong sums, and the error for the first wrong one."""
 
-    equal: int
-    unknown: int
-    wrong: int
-    first: DataLoss | None
+    equal: int = 0
+    unknown: int = 0
+    wrong: int = 0
+    first: DataLoss | None = None
 
 
 class Verifier:
@@ -116,25 +110,19 @@ class Verifier:
             TransferCancelled: the read was cancelled.
         """
         give_up = min(read.deadline, self._loop.now() + self._options.patience)
-        tasks, unverified = self._tasks(read)
+        compared = _Compared()
+        tasks, compared.unknown = self._tasks(read)
         by_rank: dict[int, list[_Task]] = {}
         for task in tasks:
             by_rank.setdefault(task.lane.source_rank, []).append(task)
-        verified = wrong = 0
-        first: DataLoss | None = None
         for rank, members in by_rank.items():
             pages = await self._sums_of(read, rank, members, give_up)
-            compare = partial(self._compare_all, read, members, pages)
-            name = f"kvferry-verify-{read.plan.source.engine_id}-{read.publication}"
-            for compared in await self._loop.on_thread(compare, name):
-                verified += compared.equal
-                unverified += compared.unknown
-                wrong += compared.wrong
-                first = first or compared.first
-        if first is not None:
-            first.values["mismatches"] = str(wrong)
-            raise first
-        return Verification(verified, unverified)
+            compare = partial(self._compare_all, read, members, pages, compared)
+            await self._loop.on_thread(compare, f"kvferry-verify-{read.plan.source.engine_id}-{read.publication}")
+        if compared.first is not None:
+            compared.first.values["mismatches"] = str(compared.wrong)
+            raise compared.first
+        return Verification(compared.equal, compared.unknown)
 
     def _tasks(self, read: Arrived) -> tuple[list[_Task], int]:
         """Return the blocks that can be compared, and the number of sums that cannot."""
@@ -154,30 +142,34 @@ class Verifier:
                 tasks += [_Task(lane, moved[name], alike) for alike in held.alike]
         return tasks, unverified
 
-    def _compare_all(self, read: Arrived, tasks: list[_Task], pages: Mapping[str, list[_Page]]) -> list[_Compared]:
-        found = []
+    def _compare_all(
+        self, read: Arrived, tasks: list[_Task], pages: Mapping[str, list[_Page]], found: _Compared
+    ) -> None:
         for task in tasks:
             read.check()
-            found += [self._compare(task, plane, pages.get(plane.source.name, [])) for plane in task.lane.reads]
-        return found
+            for plane in task.lane.reads:
+                self._compare(task, plane, pages.get(plane.source.name, []), found)
 
-    def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page]) -> _Compared:
+    def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page], found: _Compared) -> None:
+        """Add the comparison of one plane to what was found."""
         alike = task.alike
         expected, known = _looked_up(plane.units, alike.places, pages)
         rows = np.flatnonzero(known.any(axis=1))
         summer = self._memory.of(plane.destination)
         if summer is None or len(rows) == 0:
-            return _Compared(0, known.size, 0, None)
+            found.unknown += known.size
+            return
         some = AlikeBlocks(alike.places[rows], alike.runs, alike.ids[rows])
         computed = summer.sums(plane.destination, plane.units, some)
         unequal = np.argwhere(known[rows] & (computed != expected[rows]))
-        first: DataLoss | None = None
-        if len(unequal):
+        if len(unequal) and found.first is None:
             row, unit = unequal[0].tolist()
             sums = int(expected[rows[row], unit]), int(computed[row, unit])
-            first = _data_loss(task, plane, some, row, plane.units.begin + unit, sums)
+            found.first = _data_loss(task, plane, some, row, plane.units.begin + unit, sums)
         compared = int(np.count_nonzero(known))
-        return _Compared(compared - len(unequal), known.size - compared, len(unequal), first)
+        found.equal += compared - len(unequal)
+        found.unknown += known.size - compared
+        found.wrong += len(unequal)
 
     async def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
         """Fetch the sums of one source rank, by plane; returns those that the home has until `give_up`."""
@@ -186,7 +178,10 @@ class Verifier:
             # A read from a hint: its publication announced no sums.
             return found
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
-        requests = [self._request(read, queries) for queries in _packed(rank, tasks)]
+        requests = [
+            pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease.lease_id, queries=queries)
+            for queries in _packed(rank, tasks)
+        ]
         while requests:
             read.check()
             try:
@@ -204,9 +199,6 @@ class Verifier:
                 found.setdefault(plane, []).append(page)
             requests.pop(0)
         return found
-
-    def _request(self, read: Arrived, queries: list[pb.ChecksumQuery]) -> pb.ReadChecksumsRequest:
-        return pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease.lease_id, queries=queries)
 
 
 def _packed(rank: int, tasks: list[_Task]) -> Iterator[list[pb.ChecksumQuery]]:
@@ -234,26 +226,22 @@ def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, 
         for read in lane.reads:
             by_units.setdefault(read.units, []).append(read.source.name)
         for units, names in by_units.items():
-            step = min(len(units), ASKED_SUMS)
-            rows = ASKED_SUMS // step
-            for unit in range(units.begin, units.end, step):
-                unit_end = min(unit + step, units.end)
-                for first in range(0, len(places), rows):
-                    chosen = places[first : first + rows]
-                    starts, counts = (column.tolist() for column in runs_of(chosen))
-                    size = len(chosen) * (unit_end - unit)
-                    together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
-                    for at in range(0, len(names), together):
-                        planes = names[at : at + together]
-                        query = pb.ChecksumQuery(
-                            rank=rank,
-                            planes=planes,
-                            unit_begin=unit,
-                            unit_end=unit_end,
-                            place_starts=starts,
-                            place_counts=counts,
-                        )
-                        yield query, size * len(planes)
+            for some, rows in divided(units, places, ASKED_SUMS):
+                chosen = places[rows]
+                starts, counts = runs_of(chosen)
+                size = len(chosen) * len(some)
+                together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
+                for at in range(0, len(names), together):
+                    planes = names[at : at + together]
+                    query = pb.ChecksumQuery(
+                        rank=rank,
+                        planes=planes,
+                        unit_begin=some.begin,
+                        unit_end=some.end,
+                        place_starts=starts.tolist(),
+                        place_counts=counts.tolist(),
+                    )
+                    yield query, size * len(planes)
 
 
 def _page(part: pb.Checksums) -> _Page:

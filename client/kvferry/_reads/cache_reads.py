@@ -9,30 +9,30 @@ from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._loop import Loop
 from kvferry._reads.callbacks import Callbacks
-from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
+from kvferry._reads.leased_read import ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import RankOrder, RankRead, Wanted
 from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.read import ReadResult, ReadTask
+from kvferry._reads.read import OwnRead, ReadResult
 from kvferry._reads.source_engines import SourceEngines
-from kvferry.errors import Closed, EngineUnknown, KvferryError, LimitReached, PeerRestarted, TransferCancelled
+from kvferry._threads import settle
+from kvferry.errors import (
+    Closed,
+    EngineUnknown,
+    KvferryError,
+    LimitReached,
+    PeerRestarted,
+    TransferCancelled,
+    TransferFailed,
+)
 from kvferry.geometry.blocks import taken_end
-
-
-class OwnRead(LeasedRead):
-    """A read of a cache, and the rank's share of it once it is granted."""
-
-    def __init__(self, loop: Loop, request: AcquireRequest, rank: int, task: ReadTask, wanted: Wanted) -> None:
-        super().__init__(loop, request, frozenset((rank,)))
-        self.task = task
-        self.wanted = wanted
 
 
 class CacheReads(LeasedReads[OwnRead]):
     """The reads of one destination rank. At most `max_reads` run at once; more are refused.
 
-    Threading: `begin_read` and `close` may be called from any thread; only `close` waits.
+    Threading: `begin_read`, `cancel` and `close` may be called from any thread; only `close` waits.
     """
 
     def __init__(
@@ -55,16 +55,14 @@ class CacheReads(LeasedReads[OwnRead]):
         """Reads that have not ended."""
         self._closed = False
 
-    def begin_read(self, request: AcquireRequest, wanted: Wanted) -> ReadTask:
+    def begin_read(self, request: AcquireRequest, wanted: Wanted) -> OwnRead:
         """Start a read. Returns at once.
 
         Raises:
             LimitReached: `max_reads` reads are running.
             Closed: the cache is closed.
         """
-        task = ReadTask(request.read_id, request.text, self._callbacks)
-        read = OwnRead(self._loop, request, self._rank, task, wanted)
-        task.on_cancel = partial(self._loop.call, partial(self._cancelled, read))
+        read = OwnRead(self._loop, request, self._rank, wanted, self._callbacks, self.cancel)
         with self.lock:
             if self._closed:
                 raise Closed("the cache is closed")
@@ -77,22 +75,33 @@ class CacheReads(LeasedReads[OwnRead]):
             except KvferryError:
                 self._running.discard(read)
                 raise
-        return task
+        return read
+
+    def cancel(self, read: OwnRead) -> bool:
+        """See `Read.cancel`."""
+        if read.over:
+            return read.quiet
+        read.cancelled = True
+        # Looked at after `cancelled` is set: a share that is made later finds the cancellation, and does not begin.
+        if read.share is not None:
+            return self._shares.cancel(read.share)
+        self._loop.call(partial(self._refuse_cancelled, read))
+        return True
 
     def close(self, until: float) -> None:
         """Cancel all reads, and wait until they have ended and are quiet, at most until this time on the loop's clock.
         Idempotent."""
         with self.lock:
             self._closed = True
-            tasks = tuple(read.task for read in self._running)
-        for task in tasks:
-            task.cancel()
+            reads = tuple(self._running)
+        for read in reads:
+            self.cancel(read)
         self._shares.close(until)
         with suppress(Closed):
             self._loop.run(self.wait_ended(max(0.001, until - self._loop.now())))
-        for task in tasks:
-            if task.share is not None:
-                task.share.wait_quiet(max(0.0, until - self._loop.now()))
+        for read in reads:
+            if read.share is not None:
+                read.share.wait_quiet(max(0.0, until - self._loop.now()))
         self._callbacks.close(max(0.0, until - self._loop.now()))
 
     def on_granted(self, read: OwnRead) -> None:
@@ -101,9 +110,9 @@ class CacheReads(LeasedReads[OwnRead]):
             return
         self.begin(read)
         share = RankRead(self._loop, _order(read, acquired))
-        # The task must have the share before the share can begin: see `ReadTask.cancel`.
-        read.task.share = share
-        if read.task.cancelled:
+        # Before the share can begin: see `cancel`.
+        read.share = share
+        if read.cancelled:
             share.stop()
         try:
             self._shares.start(share, partial(self._share_ended, read), partial(self._share_quiet, read))
@@ -112,36 +121,29 @@ class CacheReads(LeasedReads[OwnRead]):
             self.share_ended(read, self._rank, ShareEnd(error, quiet=True, bytes=0), share.ended_at)
 
     def on_more(self, read: OwnRead, more: MoreBlocks) -> None:
-        if read.task.share is not None:
-            read.task.share.add(more.blocks, more.unfinished, last=more.complete)
+        if read.share is not None:
+            read.share.add(more.blocks, more.unfinished, last=more.complete)
 
     def on_extended(self, read: OwnRead) -> None:
-        if read.task.share is not None:
-            read.task.share.extend()
+        if read.share is not None:
+            read.share.extend()
 
     def on_refused(self, read: OwnRead) -> None:
         if isinstance(read.error, (PeerRestarted, EngineUnknown)):
             home, reference = read.request.home, read.request.reference
             self._loop.call(partial(self._sources.gone, home.address, reference.engine_id, reference.incarnation))
-        self._forget(read, None)
+        self._forget(read)
 
     def on_stop(self, read: OwnRead) -> None:
-        if read.task.share is not None:
-            self._shares.cancel(read.task.share)
+        if read.share is not None:
+            self._shares.cancel(read.share)
 
     def on_ended(self, read: OwnRead) -> None:
-        self._forget(read, _result(read))
+        self._forget(read)
 
-    def on_disputed(self, read: OwnRead) -> None:
-        read.task.disputed = True
-
-    def _cancelled(self, read: OwnRead) -> None:
-        cancelled = TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id)
+    def _refuse_cancelled(self, read: OwnRead) -> None:
         with self.lock:
-            if read.stage is ReadStage.WAITING:
-                self.refuse(read, cancelled)
-            elif read.task.share is not None:
-                self._shares.cancel(read.task.share)
+            self.refuse(read, TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id))
 
     def _share_ended(self, read: OwnRead, share: RankRead) -> None:
         end = ShareEnd(share.error, share.quiet, share.bytes, share.work)
@@ -152,10 +154,9 @@ class CacheReads(LeasedReads[OwnRead]):
         with self.lock:
             self.share_quiet(read, self._rank)
 
-    def _forget(self, read: OwnRead, result: ReadResult | None) -> None:
-        if read in self._running:
-            self._running.remove(read)
-            read.task.end(result, read.error)
+    def _forget(self, read: OwnRead) -> None:
+        self._running.discard(read)
+        settle(read.ended, read.error or _result(read))
 
 
 def _order(read: OwnRead, acquired: Acquired) -> RankOrder:
@@ -178,18 +179,19 @@ def _order(read: OwnRead, acquired: Acquired) -> RankOrder:
     )
 
 
-def _result(read: OwnRead) -> ReadResult | None:
-    share, acquired = read.task.share, read.acquired
-    if read.error is not None or share is None or share.planned is None or acquired is None:
-        return None
+def _result(read: OwnRead) -> ReadResult | TransferFailed:
+    share, acquired = read.share, read.acquired
+    if share is None or acquired is None:
+        return TransferFailed(f"read {read.read_id} has no result")
+    work = share.work
     return ReadResult(
         request_id=acquired.request_id,
         payload=read.payload,
         bytes=read.bytes,
-        staged_bytes=share.planned.staged_bytes,
-        descriptors=share.planned.descriptors,
-        pieces=share.planned.pieces,
-        source_ranks=share.planned.source_ranks,
+        staged_bytes=work.staged_bytes,
+        descriptors=work.descriptors,
+        pieces=work.pieces,
+        source_ranks=tuple(sorted(share.source_ranks)),
         confirmed=read.confirmed,
         verification=share.verification,
         prompt=read.request.prompt.found,

@@ -33,13 +33,8 @@ class ReadStage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShareEnd:
-    """The end of one rank's share of a read.
-
-    Attributes:
-        error: why the bytes do not count; None: all have arrived.
-        quiet: no write to the blocks is possible any more.
-        bytes: number of bytes that have arrived.
-    """
+    """The end of one rank's share of a read. `error`: why the bytes do not count; None: all have arrived. `quiet`: no
+    write to the blocks is possible any more."""
 
     error: KvferryError | None
     quiet: bool
@@ -52,7 +47,6 @@ class LeasedRead:
 
     Attributes:
         request: the request for the lease; of a router's reference, later that for the publication's own.
-        ranks: the ranks that read a share.
         acquired: the lease with its blocks, once granted; of a progressive read with the first blocks.
         lease: the lease that the bytes need now.
         not_validated: why the home did not validate a read from a hint.
@@ -60,7 +54,7 @@ class LeasedRead:
         until: end of the tokens that are read, once known.
         payload: opaque bytes from the source, once all blocks are known.
         error: why the read fails; None: no failure so far.
-        ends: the ends of the shares, by rank.
+        ends: by rank.
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
         ended_at: when the last share ended, on the loop's clock.
         verdict_by: until when to wait for the home's verdict, once the end was reported.

@@ -4,11 +4,8 @@
                    └───────────┴──► REFUSED
 
 One coroutine takes a read through these stages: `LeasedReads._lead`. A progressive read is GRANTED with the first
-blocks; more come while the read is GRANTED and READING. Its ranks end after the last blocks; there is one verdict, as
-for any other read.
-
-With `Confirm.AFTER` there is no JUDGING: the reader's own deadline decides, and the home's verdict is compared with it
-when it comes.
+blocks; more come while the read is GRANTED and READING. With `Confirm.AFTER` there is no JUDGING: the reader's own
+deadline decides, and the home's verdict is compared with it when it comes.
 
 When a rank's share fails, the lease ends, or the read is cancelled, the other ranks are stopped; the read ends when all
 ranks have reported. The reads of `Cache.read` have one rank, those of `SchedulerPort` all ranks of the engine.
@@ -17,8 +14,6 @@ ranks have reported. The reads of `Cache.read` have one rank, those of `Schedule
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -68,21 +63,19 @@ class LeasedReads(Generic[SomeRead]):
     """The reads of one cache, or of one engine's scheduler: each is a subclass, with methods for changes of a read's
     stage.
 
-    Threading: the coroutines run on the client's event loop. `cancel_lead`, `stages` and `wait_ended` may be called
-    from any thread, and so may the other methods, with `lock` held. Methods of subclasses are called with the lock
-    held, on any thread, and do not block.
+    Threading: the coroutines run on the client's event loop. `cancel_lead` may be called from any thread, and so may
+    the other methods, with `lock` held, which all reads of the client share. Methods of subclasses are called with the
+    lock held, on any thread, and do not block.
     """
 
     def __init__(self, loop: Loop, holder: LeaseHolder, meter: ReadMeter) -> None:
-        self.lock = threading.Lock()
+        self.lock = meter.lock
         self._loop = loop
         self._holder = holder
         self._meter = meter
-        self._under_way: set[SomeRead] = set()
         self._leads: set[asyncio.Task[None]] = set()
         self._unreported: list[tuple[SomeRead, Acquired]] = []
         """Ended reads that wait to be reported: those of one home in one call."""
-        meter.add_owner(self)
 
     # Methods of subclasses.
 
@@ -93,11 +86,10 @@ class LeasedReads(Generic[SomeRead]):
         """Called when the source of a read that is GRANTED or READING has published more blocks."""
 
     def on_extended(self, read: SomeRead) -> None:
-        """Called when the lease of a read has a new deadline."""
+        """Called when the lease of a read that is GRANTED or READING has a new deadline."""
 
     def on_refused(self, read: SomeRead) -> None:
-        """Called when a read is REFUSED: it will not be granted, or its lease has ended before the read began. The
-        reason is in `LeasedRead.error`."""
+        """Called when a read is REFUSED, before it began; `LeasedRead.error` has the reason."""
 
     def on_stop(self, read: SomeRead) -> None:
         """Called when a read has failed and some of its ranks have not ended: stop these."""
@@ -135,7 +127,7 @@ class LeasedReads(Generic[SomeRead]):
         )
         read.acquiring = start_span("kvferry.acquire", read.span.traceparent)
         read.request = replace(request, span=read.acquiring)
-        self._under_way.add(read)
+        self._meter.begun(read)
         try:
             hinted = self._holder.hinted(read.request)
         except KvferryError as error:
@@ -145,13 +137,13 @@ class LeasedReads(Generic[SomeRead]):
             self._granted(read, hinted)
 
     def begin(self, read: SomeRead) -> None:
-        """Mark a granted read as READING; its ranks are about to start."""
+        """Mark a granted read as READING: its ranks are about to start."""
         read.stage, read.stamps.begun = ReadStage.READING, self._loop.now()
         read.news.set()
 
     def takes(self, read: SomeRead, until: int) -> KvferryError | None:
-        """Compare the prompt of a granted read with the marks up to `until`, the end of the tokens that are read.
-        Returns why the read is REFUSED; None: it may begin."""
+        """Compare the prompt of a granted read with the marks up to `until`, the end of its tokens. Returns why the
+        read is REFUSED; None: it may begin."""
         read.until = until
         self._compare_prompt(read)
         if read.error is not None:
@@ -159,10 +151,9 @@ class LeasedReads(Generic[SomeRead]):
         return read.error
 
     def withdraw(self, read: SomeRead) -> None:
-        """End a read that is no longer wanted and that no rank has started. The lease is given back."""
+        """End a read that no rank has started, and give its lease back."""
         read.stage = ReadStage.ENDED
-        self._under_way.discard(read)
-        self._meter.withdrawn()
+        self._meter.withdrawn(read)
         read.acquiring.end()
         read.span.end(outcome="cancelled")
         self.cancel_lead(read)
@@ -197,10 +188,10 @@ class LeasedReads(Generic[SomeRead]):
         if read.stage is ReadStage.ENDED:
             # The read was given up before this rank reported.
             self._settle(read)
-            return
-        if end.error is not None:
-            self.fail(read, end.error)
-        read.news.set()
+        else:
+            if end.error is not None:
+                self.fail(read, end.error)
+            read.news.set()
 
     def share_quiet(self, read: SomeRead, rank: int) -> None:
         """Record that a rank's share, which had ended without being quiet, is quiet."""
@@ -212,11 +203,6 @@ class LeasedReads(Generic[SomeRead]):
     def cancel_lead(self, read: SomeRead) -> None:
         """End the coroutine of a read, which gives the lease back."""
         self._loop.call(partial(_cancel, read))
-
-    def stages(self) -> Counter[ReadStage]:
-        """Count the reads in progress by stage."""
-        with self.lock:
-            return Counter(read.stage for read in self._under_way)
 
     async def wait_ended(self, timeout: float) -> None:
         """Wait until the coroutines of all reads have ended, and with them their leases."""
@@ -243,7 +229,7 @@ class LeasedReads(Generic[SomeRead]):
         try:
             acquired = await acquisition.first()
         except KvferryError as error:
-            self._not_granted(read, error)
+            self._not_granted(read, error.with_traceback(None))
             return
         except Exception as error:
             logger.exception("read %s could not be acquired", read.read_id)
@@ -328,8 +314,11 @@ class LeasedReads(Generic[SomeRead]):
     def _never_heard(self, read: SomeRead) -> None:
         """Refuse a read whose acquisition has not ended by its deadline: gRPC may get no thread to report the end."""
         read_id = read.read_id
+        self._not_granted(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
+
+    def _not_granted(self, read: SomeRead, error: KvferryError) -> None:
         with self.lock:
-            self.refuse(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
+            self.refuse(read, error)
 
     def _lead_ended(self, read: SomeRead, lead: asyncio.Task[None]) -> None:
         """End a read whose coroutine has ended early: the client or its port was closed, or there is a bug."""
@@ -351,16 +340,15 @@ class LeasedReads(Generic[SomeRead]):
     async def _follow(self, read: SomeRead, acquisition: Acquisition) -> None:
         """Take the blocks that the source publishes after the first ones."""
         while not read.complete:
-            found: MoreBlocks | KvferryError
             try:
                 found = await acquisition.more()
             except KvferryError as error:
-                found = error.with_traceback(None)
+                with self.lock:
+                    if read.stage in BEGUN:
+                        self.fail(read, error.with_traceback(None))
+                return
             with self.lock:
                 if read.stage not in BEGUN or read.error is not None:
-                    return
-                if isinstance(found, KvferryError):
-                    self.fail(read, found)
                     return
                 read.complete, read.payload = found.complete, found.payload
                 if read.stage is ReadStage.READING:
@@ -379,7 +367,7 @@ class LeasedReads(Generic[SomeRead]):
                     self._check_time(read, time)
                 if read.stage is ReadStage.GRANTED and read.error is not None:
                     self._refuse(read, read.error)
-                if read.stage is not ReadStage.READING and read.stage is not ReadStage.GRANTED:
+                if read.stage not in BEGUN:
                     return False
                 if read.stage is ReadStage.READING and not read.silent:
                     return True
@@ -477,11 +465,6 @@ class LeasedReads(Generic[SomeRead]):
                 read.answered, read.verdict = True, verdict
                 read.news.set()
 
-    def _not_granted(self, read: SomeRead, error: KvferryError) -> None:
-        with self.lock:
-            if read.stage is ReadStage.WAITING:
-                self._refuse(read, error.with_traceback(None))
-
     # Call these with the lock held.
 
     def _granted(self, read: SomeRead, acquired: Acquired) -> None:
@@ -514,7 +497,6 @@ class LeasedReads(Generic[SomeRead]):
 
     def _refuse(self, read: SomeRead, error: KvferryError) -> None:
         read.error, read.stage = error, ReadStage.REFUSED
-        self._under_way.discard(read)
         log_end(read, "was not granted")
         self._meter.refused(read)
         read.acquiring.end(error)
@@ -558,7 +540,6 @@ class LeasedReads(Generic[SomeRead]):
 
     def _end(self, read: SomeRead) -> None:
         read.stage = ReadStage.ENDED
-        self._under_way.discard(read)
         if read.error is not None and read.acquired is not None and read.acquired.hinted:
             # A router may have written it.
             read.payload = b""

@@ -24,13 +24,8 @@ from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedMemory:
-    """The memory that a rank registers, and the objects that own it.
-
-    Attributes:
-        regions: the regions that contain the rank's planes.
-        tensors: the tensors of the regions in device memory.
-        keep: owner of the memory; kept referenced as long as a write to the memory is possible.
-    """
+    """The memory that a rank registers: regions that contain the rank's planes, and the tensors of those in device
+    memory. `keep` owns the memory, and is kept referenced as long as a write to it is possible."""
 
     regions: tuple[MemoryRegion, ...]
     tensors: Sequence[Tensor]
@@ -45,8 +40,6 @@ class LocalRank:
     Threading: every method may be called from any thread; `close` waits.
 
     Attributes:
-        memory: by address space.
-        transport: reads into the memory.
         agent: the serving agent; None: other ranks cannot read the memory.
         agent_key: the key that the serving agent is named after. Secret.
 

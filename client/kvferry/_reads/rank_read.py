@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from kvferry._clock import now
 from kvferry._control.connection import Control
@@ -27,22 +27,16 @@ from kvferry.planner.plan import ReadPlan, RequestParts
 
 @dataclass(slots=True)
 class SchedulersLease:
-    """A lease that another process, the engine's scheduler, holds. `lease_id` is the scheduler's last known id; the
-    lease has another id after a restart of its home."""
+    """A lease that the engine's scheduler holds, in another process: its last known id. After a restart of its home, a
+    lease has another id."""
 
     lease_id: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The part of a publication that a read wants, and the blocks that it writes to.
-
-    Attributes:
-        blocks: the blocks to read into, by group.
-        tokens: the tokens wanted, ``[a, b)``; None: all published tokens.
-        layers: names of the layers wanted; None: all.
-        tails: whether the bytes behind the last token read are kept or cleared.
-    """
+    """The part of a publication that a read wants, and the blocks that it writes to; see `Cache.read` and
+    `WorkerPort.start`."""
 
     blocks: Mapping[str, Blocks]
     tokens: tuple[int, int] | None = None
@@ -52,11 +46,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOrder:
-    """The order for one rank's share of a read.
+    """The order for one rank's share of a read from the engine `engine_id`, whose home is `home`.
 
     Attributes:
-        home: connection to the source's home.
-        engine_id, incarnation: the source engine.
         reference: the publication's reference, for the handshake with the source.
         lease: if this process holds the lease, the transfer ends with it.
         granted: the source's blocks by group, as far as they were known.
@@ -93,42 +85,8 @@ class RankOrder:
         return self.lease.deadline if isinstance(self.lease, ReaderLease) and self.lease.lease_id else None
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Sums over a share's expansions; see `ReadResult`."""
-
-    staged_bytes: int = 0
-    descriptors: int = 0
-    pieces: int = 0
-    source_ranks: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, expansion: Expansion) -> Planned:
-        return cls(
-            staged_bytes=sum(staged.total_bytes for source in expansion.sources for staged in source.staged),
-            descriptors=expansion.descriptors,
-            pieces=expansion.pieces,
-            source_ranks=tuple(sorted({source.source_rank for source in expansion.sources})),
-        )
-
-    def plus(self, other: Planned) -> Planned:
-        return Planned(
-            staged_bytes=self.staged_bytes + other.staged_bytes,
-            descriptors=self.descriptors + other.descriptors,
-            pieces=self.pieces + other.pieces,
-            source_ranks=tuple(sorted({*self.source_ranks, *other.source_ranks})),
-        )
-
-
-class Phase(enum.Enum):
-    """The phases of a share whose times are measured; see `ShareWork`."""
-
-    NOTHING = enum.auto()
-    HANDSHAKE = enum.auto()
-    PLAN = enum.auto()
-    MOVE = enum.auto()
-    STEPS = enum.auto()
-
+Phase: TypeAlias = Literal["handshake", "plan", "move", "steps"]
+"""The phases of a share that are measured, named like their fields in `ShareWork`."""
 
 _NOTHING = TransferProgress(TransferState.DONE, True, 0, 0, 0, 0, 0)
 
@@ -146,9 +104,8 @@ class RankRead:
         interrupted: the error with which the coroutine was ended early.
         error: why the bytes do not count; None: they count, or the share has not ended.
         ended_at: when the share ended, on the loop's clock; if all bytes have arrived, when the last was seen.
-        planned: sums over the expansions so far; None before the first.
         verification: the result of integrity mode; None: not compared.
-        engine: the source; None: not known yet.
+        engine: the source, once known.
         parts: expands the request; None before the first expansion.
         received: blocks of the source that were not expanded, in the order of their steps.
         unfinished: the source's blocks after those received of which only some layers are complete.
@@ -160,13 +117,11 @@ class RankRead:
     def __init__(self, loop: Loop, order: RankOrder) -> None:
         self.order = order
         self.task: asyncio.Task[None] | None = None
-        self.entered = False
-        self.cancelled = False
+        self.entered = self.cancelled = self.ended = False
         self.interrupted: KvferryError | None = None
-        self.ended = False
         self.error: KvferryError | None = None
         self.ended_at = 0.0
-        self.planned: Planned | None = None
+        self.source_ranks: frozenset[int] = frozenset()
         self.verification: Verification | None = None
         self.span: Span = NO_SPAN
         self.engine: SourceEngine | None = None
@@ -177,8 +132,10 @@ class RankRead:
         self.cleared: Future[bool] | None = None
         self.news = Signal(loop)
         self._loop = loop
-        self._phase, self._since = Phase.NOTHING, 0.0
-        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._phase: Phase | None = None
+        self._since = 0.0
+        self._seconds: dict[Phase, float] = {}
+        self._pieces = self._descriptors = self._staged_bytes = 0
         self._starting = False
         """The transfer is being started: it may write already, and `transfer` is not known yet."""
         self._moving: tuple[Transfer | None, TransferProgress] = None, _NOTHING
@@ -208,18 +165,15 @@ class RankRead:
 
     @property
     def work(self) -> ShareWork:
-        """The work of a share that has ended."""
-        planned = self.planned or Planned()
+        """The work of the share so far."""
+        compared = self.verification or Verification(0, 0)
         return ShareWork(
-            handshake=self._seconds[Phase.HANDSHAKE],
-            plan=self._seconds[Phase.PLAN],
-            move=self._seconds[Phase.MOVE],
-            steps=self._seconds[Phase.STEPS],
-            pieces=planned.pieces,
-            descriptors=planned.descriptors,
-            staged_bytes=planned.staged_bytes,
-            verified=0 if self.verification is None else self.verification.verified,
-            unverified=0 if self.verification is None else self.verification.unverified,
+            **self._seconds,
+            pieces=self._pieces,
+            descriptors=self._descriptors,
+            staged_bytes=self._staged_bytes,
+            verified=compared.verified,
+            unverified=compared.unverified,
         )
 
     @property
@@ -227,11 +181,20 @@ class RankRead:
         """Whether the transfers so far, the present one included, move the whole share."""
         return self.complete and not self.received
 
-    def set_phase(self, phase: Phase, at: float | None = None) -> None:
-        """Begin a phase now, or at `at`; for metrics."""
+    def set_phase(self, phase: Phase | None, at: float | None = None) -> None:
+        """Begin a phase now, or at `at`; None: the share does nothing that is measured."""
         at = self._loop.now() if at is None else at
-        self._seconds[self._phase] += max(0.0, at - self._since)
+        if self._phase is not None:
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + max(0.0, at - self._since)
         self._phase, self._since = phase, at
+
+    def count(self, expansion: Expansion) -> None:
+        """Add an expansion to the work."""
+        self._pieces += expansion.pieces
+        self._descriptors += expansion.descriptors
+        for source in expansion.sources:
+            self._staged_bytes += sum(staged.total_bytes for staged in source.staged)
+            self.source_ranks |= {source.source_rank}
 
     def progress(self) -> TransferProgress | None:
         """Return the progress of all transfers together; None before the first began."""

@@ -1,16 +1,11 @@
-"""Moves one rank's shares of reads: one coroutine takes a share from its order to its end.
-
-The coroutine waits for its source's handshake, expands the published blocks, passes descriptors to the transport, and
-waits for more blocks. Long computations, such as the comparison of checksums, run on threads of their own, so that they
-delay no other read (R10).
-"""
+"""Moves one rank's shares of reads: one coroutine takes a share from its order to its end. Long computations, such as
+the comparison of checksums, run on threads of their own, so that they delay no other read (R10)."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -24,7 +19,7 @@ from kvferry._memory.access import StillCopying
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
 from kvferry._reads.meters import ShareMeter
-from kvferry._reads.rank_read import Phase, Planned, RankRead
+from kvferry._reads.rank_read import RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._threads import guarded, settle
 from kvferry._tracing import start_span
@@ -39,7 +34,7 @@ from kvferry.errors import (
     TransferFailed,
     TransferStuck,
 )
-from kvferry.geometry.blocks import Blocks, Unfinished, joined
+from kvferry.geometry.blocks import joined
 from kvferry.planner.request_blocks import needed
 
 logger = Log(__name__)
@@ -56,7 +51,7 @@ Told: TypeAlias = Callable[[RankRead], None]
 class RankReads(OneProcess):
     """The shares of one destination rank.
 
-    Threading: `start`, `add`, `cancel` and `close` may be called from any thread; only `close` waits (R11). Without a
+    Threading: `start`, `cancel` and `close` may be called from any thread; only `close` waits (R11). Without a
     `verifier`, integrity mode is off.
     """
 
@@ -80,36 +75,24 @@ class RankReads(OneProcess):
         """Tails that are being cleared: `close` waits for them, since afterwards the memory may be unmapped."""
         self._turn = asyncio.Lock()
         """Held by the share that expands: one at a time."""
-        self._pause_at = 0.0
-        """When the loop gets its turn between two expansions that follow each other."""
-        self._expanded_at = 0.0
-        """When the last expansion ended."""
-        self._lock = threading.Lock()
-        """So that `close` finds all shares that were started."""
+        self._pause_at: float | None = None
+        """When the loop gets its turn, so that one expansion after the other does not keep it; None: it has just had
+        one."""
         self._closed = False
+        """Set by `close`, on any thread: shares that reach the loop later are refused there."""
 
     def start(self, share: RankRead, ended: Told, quiesced: Told) -> None:
         """Start a share. Returns at once; later errors end the share.
 
-        Args:
-            share: the share.
-            ended: called once at the end of the share, on the loop. Must not block.
-            quiesced: called once when a share that ended without being quiet is quiet, on a thread of the transport,
-                or on the thread that clears the tails. Must not block.
+        `ended` is called once at the end of the share, on the loop; `quiesced` once when a share that ended without
+        being quiet is quiet, on a thread of the transport, or on the thread that clears the tails. Neither may block.
 
         Raises:
             Closed: the cache is closed.
             LimitReached: the system refused the loop's thread.
         """
-        with self._lock:
-            if self._closed or not self._loop.call(partial(self._begin, share, ended, quiesced)):
-                raise Closed("the cache is closed")
-
-    def add(
-        self, share: RankRead, blocks: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool
-    ) -> None:
-        """Add blocks to a share; see `RankRead.add`. Returns at once."""
-        self._loop.call(partial(share.add, blocks, unfinished, last=last))
+        if self._closed or not self._loop.call(partial(self._begin, share, ended, quiesced)):
+            raise Closed("the cache is closed")
 
     def cancel(self, share: RankRead) -> bool:
         """Cancel a share; has no effect on a share that has ended. Does not wait; returns whether the blocks are quiet
@@ -123,8 +106,7 @@ class RankReads(OneProcess):
     def close(self, until: float) -> None:
         """Cancel all shares, and wait for their ends, and for the clearing of tails. Shares that have not ended by
         `until`, on the loop's clock, end as overdue. Idempotent."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         # A client that has ended has ended all shares.
         with suppress(Closed):
             self._loop.run(self._close(until))
@@ -135,8 +117,7 @@ class RankReads(OneProcess):
 
     async def _close(self, until: float) -> None:
         for share in tuple(self._running):
-            share.stop()
-            self._cancelled(share)
+            self.cancel(share)
         tasks = {share.task for share in self._running if share.task is not None}
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, until - self._loop.now()))
@@ -146,6 +127,8 @@ class RankReads(OneProcess):
             await asyncio.wait(tasks, timeout=GIVE_UP)
 
     def _begin(self, share: RankRead, ended: Told, quiesced: Told) -> None:
+        if self._closed:
+            self._interrupt(share, Closed("the cache is closed"))
         self._running.add(share)
         share.task = self._loop.spawn(self._run(share, ended, quiesced), f"read {share.order.read_id}")
 
@@ -165,7 +148,7 @@ class RankReads(OneProcess):
             error = share.interrupted or TransferCancelled(f"read {order.read_id}: the client is closed")
         except Exception as failure:
             logger.exception("read %s failed", order.read_id)
-            error = TransferFailed(f"read {order.read_id}: {failure!r}")
+            error = TransferFailed(f"read {order.read_id}: {failure!r}", quiet=not share.clearing)
         overdue.cancel()
         self._end(share, error)
         transfer, quiet = share.transfer, share.quiet
@@ -181,7 +164,7 @@ class RankReads(OneProcess):
         order = share.order
         engine = self._sources.known(*order.source)
         if engine is None:
-            share.set_phase(Phase.HANDSHAKE)
+            share.set_phase("handshake")
             engine = await self._sources.get(
                 order.home, order.engine_id, order.incarnation, order.reference, order.deadline, order.traceparent
             )
@@ -191,13 +174,13 @@ class RankReads(OneProcess):
             if share.received:
                 await self._move(share, engine)
             if not share.expanded and not share.received:
-                share.set_phase(Phase.STEPS)
+                share.set_phase("steps")
                 await share.news.wait(math.inf)
                 share.check()
         # Set before the long computations: the lease only has to cover the arrival of the bytes.
         transfer = share.transfer
         share.ended_at = self._loop.now() if transfer is None or transfer.ended_at is None else transfer.ended_at
-        share.set_phase(Phase.NOTHING, share.ended_at)
+        share.set_phase(None, share.ended_at)
         if self._verifier is not None:
             share.verification = await self._verifier.verify(share.arrived(engine.plan_of(order.wanted.layers)))
         if order.wanted.tails is Tails.ZERO:
@@ -206,36 +189,38 @@ class RankReads(OneProcess):
     async def _move(self, share: RankRead, engine: SourceEngine) -> None:
         """Move the blocks that were received so far."""
         order = share.order
-        share.set_phase(Phase.PLAN)
+        share.set_phase("plan")
         async with self._turn:
-            time = self._loop.now()
-            if time >= self._pause_at:
-                if time - self._expanded_at <= EXPAND_FOR:
-                    # The loop does all else that is due in between: thousands of shares may wait for one handshake, and
-                    # leases have to be renewed meanwhile.
-                    await asyncio.sleep(0)
+            if self._pause_at is not None and self._loop.now() >= self._pause_at:
+                # The loop does all else that is due in between: thousands of shares may wait for one handshake, and
+                # leases have to be renewed meanwhile.
+                await asyncio.sleep(0)
+            if self._pause_at is None:
                 self._pause_at = self._loop.now() + EXPAND_FOR
+                self._loop.soon(self._had_turn)
             if share.parts is None:
                 share.parts = engine.plan_of(order.wanted.layers).in_parts(order.wanted.blocks, order.wanted.tokens)
             expansion = share.parts.next(joined(share.received), share.unfinished, last=share.complete)
-            self._expanded_at = self._loop.now()
-        share.planned = (share.planned or Planned()).plus(Planned.of(expansion))
+        share.count(expansion)
         share.received = []
         if not expansion.sources and not share.complete:
             return
         parts = [(engine.agents[source.source_rank], source) for source in expansion.sources]
-        share.set_phase(Phase.MOVE)
+        share.set_phase("move")
         transfer = share.begin(lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id))
         transfer.add_done_callback(lambda _: share.news.set())
         while not transfer.state.final:
             await share.news.wait(math.inf)
         if transfer.state is TransferState.DONE:
             self._sources.succeeded(*order.source)
-            share.set_phase(Phase.STEPS, transfer.ended_at)
+            share.set_phase("steps", transfer.ended_at)
             return
         if transfer.state is TransferState.FAILED:
             self._sources.failed(*order.source)
         raise transfer.error or TransferFailed(f"read {order.read_id} failed")
+
+    def _had_turn(self) -> None:
+        self._pause_at = None
 
     async def _clear_tails(self, share: RankRead, engine: SourceEngine) -> None:
         """Clear the tails on a thread, which may have to wait for a device. A share that ends meanwhile is quiet when
@@ -270,18 +255,11 @@ class RankReads(OneProcess):
             self._clearing.discard(cleared)
             share.cleared = None
             raise
-        except KvferryError:
-            raise
-        except Exception as failure:
-            logger.exception("the tails of read %s could not be cleared", order.read_id)
-            raise TransferFailed(f"read {order.read_id}: {failure!r}", quiet=not share.clearing) from failure
 
     def _cancelled(self, share: RankRead) -> None:
         transfer, read_id = share.transfer, share.order.read_id
-        if transfer is not None:
-            transfer.cancel()
         if transfer is None or transfer.state is TransferState.DONE:
-            # Otherwise the end of the transfer wakes the coroutine.
+            # Otherwise the end of the transfer, which was cancelled, wakes the coroutine.
             self._interrupt(share, TransferCancelled(f"read {read_id} was cancelled", read_id=read_id))
 
     def _overdue(self, share: RankRead) -> None:
@@ -310,7 +288,7 @@ class RankReads(OneProcess):
         if error is not None or not share.ended_at:
             share.ended_at = self._loop.now()
         share.ended, share.error = True, error
-        share.set_phase(Phase.NOTHING, share.ended_at)
+        share.set_phase(None, share.ended_at)
         work = share.work
         self._meter.ended(work, share.bytes)
         share.span.end(

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry._clock import now
+from kvferry._control.acquisition import AcquireRequest
 from kvferry._forks import OneProcess
 from kvferry._integrity.summed_blocks import Verification
+from kvferry._loop import Loop
 from kvferry._reads.callbacks import Callbacks
-from kvferry._reads.rank_read import RankRead
-from kvferry._threads import guarded, settle
+from kvferry._reads.leased_read import LeasedRead, ReadStage
+from kvferry._reads.rank_read import RankRead, Wanted
+from kvferry._threads import guarded
 from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 
 
@@ -80,25 +83,30 @@ class ReadProgress:
     complete: bool = False
 
 
-class ReadTask:
-    """The internal side of a `Read`, for `CacheReads`. Thread-safe.
+class OwnRead(LeasedRead):
+    """A read of a cache: the internal side of a `Read`. `CacheReads` changes it; any thread may read it.
 
     Attributes:
         share: the rank's share; None until the read is granted.
-        on_cancel: called when the read is cancelled.
-        disputed: see `Read.disputed`.
+        cancelled: the caller has cancelled the read; `cancel` cancels it.
         ended: the result or error, once the read has ended.
     """
 
-    def __init__(self, read_id: str, reference: str, callbacks: Callbacks) -> None:
-        self.read_id = read_id
-        self.reference = reference
+    def __init__(
+        self,
+        loop: Loop,
+        request: AcquireRequest,
+        rank: int,
+        wanted: Wanted,
+        callbacks: Callbacks,
+        cancel: Callable[[OwnRead], bool],
+    ) -> None:
+        super().__init__(loop, request, frozenset((rank,)))
+        self.wanted = wanted
         self.callbacks = callbacks
+        self.cancel = partial(cancel, self)
         self.share: RankRead | None = None
-        self.cancelled = self.disputed = False
-        self.done = False
-        """Whether it has ended. Each read asks this of all others: `Future.done` takes a lock."""
-        self.on_cancel: Callable[[], object] = bool
+        self.cancelled = False
         self.ended: Future[ReadResult] = Future()
         # Callers cancel the read, not its future.
         self.ended.set_running_or_notify_cancel()
@@ -114,27 +122,14 @@ class ReadTask:
         return ReadState.WAITING if share is None or share.progress() is None else ReadState.READING
 
     @property
+    def over(self) -> bool:
+        """Whether the read has ended. Each read asks this of others: `Future.done` takes a lock."""
+        return self.stage is ReadStage.ENDED or self.stage is ReadStage.REFUSED
+
+    @property
     def quiet(self) -> bool:
         share = self.share
-        return self.done and (share is None or share.quiet)
-
-    def cancel(self) -> bool:
-        """See `Read.cancel`."""
-        if self.done:
-            return self.quiet
-        self.cancelled = True
-        # Read after `cancelled` is set: a share that is made later finds the cancellation, and does not begin.
-        share = self.share
-        quiet = True if share is None else share.stop()
-        self.on_cancel()
-        return quiet
-
-    def end(self, result: ReadResult | None, error: KvferryError | None) -> None:
-        """End the read with a result or an error."""
-        if error is None and result is None:
-            error = TransferFailed(f"read {self.read_id} has no result")
-        self.done = True
-        settle(self.ended, result if error is None and result is not None else error or TransferFailed(self.read_id))
+        return self.over and (share is None or share.quiet)
 
 
 class Read(OneProcess):
@@ -149,25 +144,25 @@ class Read(OneProcess):
         reference: reference of the publication.
     """
 
-    def __init__(self, task: ReadTask) -> None:
-        self.read_id = task.read_id
-        self.reference = task.reference
-        self._task = task
+    def __init__(self, read: OwnRead) -> None:
+        self.read_id = read.read_id
+        self.reference = read.request.text
+        self._read = read
 
     @property
     def state(self) -> ReadState:
         """The state of the read."""
-        return self._task.state
+        return self._read.state
 
     def done(self) -> bool:
         """Return whether the read has ended, with or without an error."""
-        return self._task.ended.done()
+        return self._read.ended.done()
 
     @property
     def quiet(self) -> bool:
         """Whether the read has ended and no write to its blocks is possible any more. Reuse the blocks only then
         (R4)."""
-        return self._task.quiet
+        return self._read.quiet
 
     @property
     def disputed(self) -> bool:
@@ -175,7 +170,7 @@ class Read(OneProcess):
 
         The bytes may be wrong then. Only with a client's ``confirm="after"``, or if the home did not answer in time.
         """
-        return self._task.disputed
+        return self._read.disputed
 
     def result(self, timeout: float | None = None) -> ReadResult:
         """Wait for the end of the read, and return its result.
@@ -191,60 +186,45 @@ class Read(OneProcess):
         if error is not None:
             # Otherwise the traceback would grow, and keep the frames alive, with every call.
             raise error.with_traceback(None)
-        return self._task.ended.result()
+        return self._read.ended.result()
 
     def exception(self, timeout: float | None = None) -> KvferryError | None:
-        """Wait for the end of the read, and return its error, or None.
-
-        Args:
-            timeout: seconds to wait; None: until the read ends.
-
-        Raises:
-            TimeoutError: the read has not ended yet. It continues.
-        """
+        """Wait for the end of the read, and return its error, or None. `timeout` and `TimeoutError`: see `result`."""
         try:
-            error = self._task.ended.exception(timeout)
+            error = self._read.ended.exception(timeout)
         except FutureTimeoutError:
             raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s") from None
         return error if error is None or isinstance(error, KvferryError) else TransferFailed(repr(error))
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
-        """Wait until the destination blocks may be reused; returns whether they may.
-
-        Args:
-            timeout: seconds to wait; None: no limit.
-        """
+        """Wait until the destination blocks may be reused, at most `timeout` seconds (None: no limit); returns whether
+        they may."""
         until = None if timeout is None else now() + timeout
         try:
-            self._task.ended.exception(timeout)
+            self._read.ended.exception(timeout)
         except FutureTimeoutError:
             return False
-        share = self._task.share
+        share = self._read.share
         return share is None or share.wait_quiet(None if until is None else max(0.0, until - now()))
 
     async def until_quiet(self) -> None:
         """Wait in asyncio until the destination blocks may be reused; see `quiet`."""
-        await self._in_asyncio(self._task.ended.add_done_callback)
-        share = self._task.share
+        await self._in_asyncio(self._read.ended.add_done_callback)
+        share = self._read.share
         if share is not None and share.transfer is not None and not share.quiet:
             await self._in_asyncio(share.transfer.add_quiet_callback)
 
     def progress(self) -> ReadProgress:
         """Return the progress of the read."""
-        share = self._task.share
-        progress = None if share is None else share.progress()
-        if progress is None:
+        share = self._read.share
+        if share is None or (progress := share.progress()) is None:
             return ReadProgress(self.state, 0, 0)
-        complete = share is not None and share.expanded
-        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total, complete)
+        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total, share.expanded)
 
     def cancel(self) -> bool:
-        """Cancel the read. Returns at once; has no effect on a read that has ended.
-
-        Returns:
-            Whether the destination blocks are quiet already.
-        """
-        return self._task.cancel()
+        """Cancel the read, and return whether the destination blocks are quiet already. Does not wait; has no effect on
+        a read that has ended."""
+        return self._read.cancel()
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:
         """Call `callback(read)` when the read has ended.
@@ -257,16 +237,16 @@ class Read(OneProcess):
         """
 
         run = partial(guarded, partial(callback, self), f"a callback of read {self.read_id}")
-        callbacks = self._task.callbacks
+        callbacks = self._read.callbacks
         if self.done():
             run()
         else:
             callbacks.start()
-            self._task.ended.add_done_callback(lambda _: callbacks.do(run))
+            self._read.ended.add_done_callback(lambda _: callbacks.do(run))
 
     def __await__(self) -> Generator[object, None, ReadResult]:
         try:
-            yield from self._in_asyncio(self._task.ended.add_done_callback).__await__()
+            yield from self._in_asyncio(self._read.ended.add_done_callback).__await__()
         except asyncio.CancelledError:
             self.cancel()
             raise

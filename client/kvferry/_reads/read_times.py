@@ -36,17 +36,14 @@ class ShareWork:
 
 @dataclass(frozen=True, slots=True)
 class ReadTimes:
-    """Seconds that the stages of a read took. A stage that was not reached took 0.
+    """Seconds that the stages of a read took; of `handshake`, `plan`, `move` and `steps` (see `ShareWork`) the longest
+    that a rank took. A stage that was not reached took 0.
 
     Attributes:
         wait: from the request until the home promised the blocks; mostly the time that the source still computes.
         grant: from there until all blocks were known; of a progressive read, until the first were.
         attach: from there until the engine attached blocks to read into.
-        handshake: the longest that a rank waited for the handshake with a new source.
-        plan: the longest that a rank made descriptors.
-        move: the longest that a rank's bytes moved.
-        steps: the longest that a rank waited for its source after all published blocks were moved: of a progressive
-            read, the part of the source's computation that moving did not hide.
+        steps: of a progressive read, the part of the source's computation that moving did not hide.
         judge: from the end of the last share until the home's verdict.
     """
 
@@ -61,16 +58,8 @@ class ReadTimes:
 
 
 class Stamps:
-    """When a read has reached its stages, on the loop's clock; 0: not yet.
-
-    Attributes:
-        asked: the lease was asked for.
-        accepted: the home promised the blocks.
-        granted: all blocks were known, or the first of a progressive read.
-        begun: blocks to read into were attached.
-        ended: the last share ended.
-        decided: the verdict came.
-    """
+    """When a read has reached its stages, on the loop's clock; 0: not yet. See `ReadTimes`, which are the times between
+    them; it has `ended` with its last share."""
 
     __slots__ = ("accepted", "asked", "begun", "decided", "ended", "granted")
 
@@ -80,15 +69,16 @@ class Stamps:
 
     def times(self, shares: Collection[ShareWork]) -> ReadTimes:
         """Return the seconds between the stages, with the longest of the shares."""
+        longest = {
+            name: max((getattr(share, name) for share in shares), default=0.0)
+            for name in ("handshake", "plan", "move", "steps")
+        }
         return ReadTimes(
             wait=_between(self.asked, self.accepted),
             grant=_between(self.accepted, self.granted),
             attach=_between(self.granted, self.begun),
-            handshake=max((share.handshake for share in shares), default=0.0),
-            move=max((share.move for share in shares), default=0.0),
             judge=_between(self.ended, self.decided),
-            plan=max((share.plan for share in shares), default=0.0),
-            steps=max((share.steps for share in shares), default=0.0),
+            **longest,
         )
 
 

@@ -3,10 +3,11 @@ module makes them and connects them."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvferry._clock import from_duration, now
 from kvferry._control.batches import SENT_BYTES, check_size
@@ -91,11 +92,6 @@ class RankRuntime:
     Threading: every method may be called from any thread, but for the coroutines, which belong to the client's event
     loop; `close` waits.
 
-    Attributes:
-        shares: the rank's shares of reads.
-        holder: holds the leases of `reads`.
-        reads: the reads of `Cache.read`.
-
     Raises:
         MessageTooLarge: the registration of the rank does not fit into one message.
     """
@@ -106,40 +102,33 @@ class RankRuntime:
         self.token = token
         self.rank = rank
         self.homes = client.homes
-        self.loop = client.loop
+        loop, memory, integrity, staging = client.loop, local.memory, client.integrity, client.staging
+        self.loop = loop
         self._closed = False
         self._whole: EngineGeometry | None = None
         self._registration = _registration(local, token)
         self._local = local
-        self._memory = local.memory
         self.transport = local.transport
-        staging = client.staging
         rule = PathRule(
             path=staging.chosen,
             costs=staging.costs or Costs(),
             slot_bytes=staging.slot_bytes,
-            device_memory=self._memory.devices,
+            device_memory=memory.devices,
         )
-        costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
-        loop, reader, integrity = client.loop, engine_ref(token), client.integrity
+        costs = _MeasuredCosts(loop, rule, rank, self.transport, measured=staging.costs is None)
+        reader = engine_ref(token)
         self._sources = SourceEngines(loop, spec, reader, rank.rank, self._geometry, rule, costs.rule_of, self._drop)
-        self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, self._memory, integrity)
-        verifier = Verifier(loop, reader, self._memory, integrity) if integrity.share else None
-        self.shares = RankReads(loop, self.transport, self._sources, self._memory, verifier, client.shares)
+        self.checksummer = Checksummer(loop, client.homes.home_of(token), spec, token, rank, memory, integrity)
+        verifier = Verifier(loop, reader, memory, integrity) if integrity.share else None
+        self.shares = RankReads(loop, self.transport, self._sources, memory, verifier, client.shares)
         self.holder = client.lease_holder(token, rank.rank)
         self.reads = CacheReads(
             loop, rank.rank, self.holder, self._sources, self.shares, client.max_reads, client.reads
         )
 
     async def register(self, timeout: float) -> float:
-        """Register the rank at the node server; try for `timeout` seconds.
-
-        Returns:
-            Seconds from now during which blocks of memory that survived a restart must not be reused.
-
-        Raises:
-            KvferryError: the node server refused, or could not be reached.
-        """
+        """Register the rank at the node server; try for `timeout` seconds. Returns the seconds from now during which
+        blocks of memory that survived a restart must not be reused."""
         own = self.homes.own
         what = f"the registration of rank {self.rank.rank} of engine {self.spec.engine_id!r} at {own.address}"
         until = self.loop.now() + timeout
@@ -148,9 +137,7 @@ class RankRuntime:
         return from_duration(answer.reuse_after)
 
     async def register_again(self) -> None:
-        """Register the rank again at a home that has lost the rank's record. Idempotent.
-
-        A refusal for good is logged.
+        """Register the rank again at a home that has lost the rank's record; a refusal for good is logged. Idempotent.
 
         Raises:
             Unavailable: the node server cannot register the rank now.
@@ -229,50 +216,60 @@ class RankRuntime:
 
 
 class _MeasuredCosts:
-    """Measures the costs of reads, for the rule by which a rank chooses paths.
+    """Measures the costs of reads, for the rule by which a rank chooses paths. Belongs to the client's event loop.
 
     Measures once per home, assuming that all ranks behind a home are reached in the same way, and one home at a time:
     two measurements would falsify each other, and each could wait for staging memory that the other has borrowed.
     """
 
-    def __init__(self, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
+    def __init__(self, loop: Loop, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
+        self._loop = loop
         self._rule = rule
         # Costs are measured for one plane: the planes of a rank are assumed to lie in memory of the same kind.
         self._plane = rank.planes[0]
         self._transport = transport
         self._measured = measured
-        self._measuring = threading.Lock()
+        self._measuring: asyncio.Task[None] | None = None
+        """The last measurement."""
         self._rules: dict[str, PathRule] = {}
 
-    def rule_of(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
+    async def rule_of(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
         """Return the rule for sources behind this home, measured at one of their agents; None: keep the given rule."""
         if not self._measured:
             return None
         until = min(deadline, now() + MEASURE_TIMEOUT)
-        known = self._rules.get(home)
-        if known is None and self._measuring.acquire(timeout=max(0.0, until - now())):
-            try:
-                known = self._rules.get(home) or self._measure(home, agent, until)
-            finally:
-                self._measuring.release()
-        return known
+        while home not in self._rules and self._measuring is not None and not self._measuring.done():
+            if now() >= until:
+                return None
+            await asyncio.wait([self._measuring], timeout=until - now())
+        if home not in self._rules:
+            measure = self._loop.on_thread(partial(self._measure, home, agent, until), "kvferry-plan-costs")
+            self._measuring = asyncio.ensure_future(measure)
+            await self._measuring
+        return self._rules.get(home)
 
-    def _measure(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
+    def _measure(self, home: str, agent: AgentInfo, deadline: float) -> None:
         try:
             pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
         except KvferryError as error:
             # No memory for staging, or none that stays mapped. Reads that need staging raise this error.
             logger.info("reads from %s are not measured: %s", home, error)
-            return None
+            return
         costs = measure(self._transport, agent, pool, deadline)
-        if costs is None:
-            return None
-        self._rules[home] = replace(self._rule, costs=costs)
-        return self._rules[home]
+        if costs is not None:
+            self._rules[home] = replace(self._rule, costs=costs)
 
 
 def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheRequest:
     spec, rank, agent = local.spec, local.rank, local.agent
+    described: geometry_pb2.Agent | None = None
+    if agent is not None:
+        described = geometry_pb2.Agent(
+            name=agent.info.name,
+            metadata=agent.info.metadata,
+            metadata_sha256=agent.info.sha256,
+            regions=[region_to_proto(region) for region in agent.info.regions],
+        )
     registration = pb.RegisterCacheRequest(
         engine=engine_ref(token),
         session_secret=token.session_secret,
@@ -281,7 +278,7 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
         identity=spec.identity,
         groups=[group_to_proto(group) for group in spec.groups],
         rank=rank_to_proto(rank),
-        agent=None if agent is None else _agent_to_proto(agent.info),
+        agent=described,
         agent_key=b"" if agent is None else local.agent_key,
         partial=spec.partial,
     )
@@ -291,12 +288,3 @@ def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheReque
     )
     check_size(what, registration, SENT_BYTES)
     return registration
-
-
-def _agent_to_proto(info: AgentInfo) -> geometry_pb2.Agent:
-    return geometry_pb2.Agent(
-        name=info.name,
-        metadata=info.metadata,
-        metadata_sha256=info.sha256,
-        regions=[region_to_proto(region) for region in info.regions],
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry._control.breaker import Breaker
@@ -88,13 +88,8 @@ class _Handshake:
 
 @dataclass(slots=True)
 class _Slot:
-    """An engine with its handshake, of which there is one at a time.
-
-    Attributes:
-        source: the engine, after its handshake.
-        used_at: time of the last read.
-        waiting: deadlines of the reads that wait for a handshake.
-    """
+    """An engine, after its handshake (of which there is one at a time), and the time of its last read. `waiting` are
+    the deadlines of the reads that wait for a handshake."""
 
     source: SourceEngine | None = None
     handshake: _Handshake | None = None
@@ -107,14 +102,12 @@ class SourceEngines:
     """The source engines of one destination rank. Belongs to the client's event loop.
 
     Args:
-        loop: the client's event loop.
-        spec, reader: the destination engine.
-        rank: index of the destination rank.
+        spec, reader, rank: the destination engine, and the index of its rank.
         geometry: called with a deadline; returns the geometry of the whole destination engine. Called at the first
             handshake, when all of the engine's ranks have registered.
         rule: chooses the paths of reads.
-        measure: called with a home, an agent behind it and a deadline if costs are to be measured, on a thread; returns
-            a rule with the measured costs, or None.
+        measure: called with a home, an agent behind it and a deadline if costs are to be measured; returns a rule with
+            the measured costs, or None.
         drop: called with each engine that is dropped.
     """
 
@@ -126,7 +119,7 @@ class SourceEngines:
         rank: int,
         geometry: Callable[[float], Awaitable[EngineGeometry]],
         rule: PathRule,
-        measure: Callable[[str, AgentInfo, float], PathRule | None],
+        measure: Callable[[str, AgentInfo, float], Awaitable[PathRule | None]],
         drop: Callable[[SourceEngine], None],
     ) -> None:
         self._loop = loop
@@ -148,9 +141,8 @@ class SourceEngines:
         deadline: float,
         traceparent: str = "",
     ) -> SourceEngine:
-        """Return a source engine; makes the handshake with a new engine, once for all reads that wait.
-
-        `reference` is that of one of its publications, or of the engine; `deadline` is a time on the loop's clock.
+        """Return a source engine; makes the handshake with a new engine, once for all reads that wait. `reference` is
+        that of one of its publications, or of the engine; `deadline` is on the loop's clock.
 
         Raises:
             Incompatible: the source's cache cannot be read; the error has the reason.
@@ -163,12 +155,19 @@ class SourceEngines:
         slot = self._slots.setdefault(key, _Slot())
         slot.used_at = self._loop.now()
         slot.waiting.append(deadline)
-        self._drop_idle()
+        # No message reports an engine that is gone for good.
+        idle_since = self._loop.now() - PEER_IDLE
+        self._drop_where(lambda _, other: other.used_at < idle_since)
         try:
             while True:
                 handshake, mine = slot.handshake, False
                 if handshake is None:
-                    self._check_pause(slot, home, engine_id)
+                    pause = slot.breaker.ask(self._loop.now())
+                    if pause > 0:
+                        message = (
+                            f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
+                        )
+                        raise Unreachable(message, retry_after=pause, address=home.address)
                     if slot.source is not None:
                         return slot.source
                     handshake, mine = self._begin_handshake(slot, home, key, reference, traceparent), True
@@ -184,19 +183,13 @@ class SourceEngines:
             slot.waiting.remove(deadline)
             self._forget_unknown(key, slot)
 
-    def _check_pause(self, slot: _Slot, home: Control, engine_id: str) -> None:
-        pause = slot.breaker.ask(self._loop.now())
-        if pause > 0:
-            message = f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
-            raise Unreachable(message, retry_after=pause, address=home.address)
-
     def _begin_handshake(
         self, slot: _Slot, home: Control, key: tuple[str, str, bytes], reference: str, traceparent: str
     ) -> _Handshake:
         # Reads that wait after a failed handshake make the next one together.
         handshake = slot.handshake = _Handshake(reference, max(slot.waiting), self._loop.future())
-        what = f"the handshake with engine {key[1]}"
-        self._loop.spawn(self._shake_hands(slot, handshake, home, key, traceparent), what)
+        shaking = self._shake_hands(slot, handshake, home, key, traceparent)
+        self._loop.spawn(shaking, f"the handshake with engine {key[1]}")
         return handshake
 
     async def _shake_hands(
@@ -219,7 +212,8 @@ class SourceEngines:
         if source is not None:
             slot.source = source
             handshake.done.set_result(source)
-            self._drop_replaced(key)
+            # Only at the same home: an engine at another home may have the same name.
+            self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
             return
         handshake.done.set_exception(failure)
         # Marks the exception as retrieved: perhaps no read waits any more.
@@ -255,27 +249,15 @@ class SourceEngines:
             slot.breaker.succeeded()
 
     def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """Drop an incarnation that has ended according to its home.
-
-        Only the engine at this home: another home may have, or claim to have, an engine of the same name.
-        """
+        """Drop an incarnation that has ended according to its home. Only the engine at this home: another home may
+        have, or claim to have, an engine of the same name."""
         self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
-    def _drop_idle(self) -> None:
-        """Drop engines without reads for a long time: no message reports an engine that is gone for good."""
-        before = self._loop.now() - PEER_IDLE
-        self._drop_where(lambda _, slot: slot.used_at < before)
-
     def _drop_where(self, chosen: Callable[[tuple[str, str, bytes], _Slot], bool]) -> None:
-        keys = [key for key, slot in self._slots.items() if chosen(key, slot)]
-        dropped = [self._slots.pop(key).source for key in keys]
-        for source in dropped:
+        for key in [key for key, slot in self._slots.items() if chosen(key, slot)]:
+            source = self._slots.pop(key).source
             if source is not None:
                 self._drop(source)
-
-    def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
-        # Only at the same home: an engine at another home may have the same name.
-        self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
     async def _handshake(
         self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float
@@ -292,14 +274,17 @@ class SourceEngines:
             reference=reference,
         )
         found = await _handshaken(home, request, deadline)
-        # Planning takes long for engines of many ranks, and the costs may have to be measured.
-        return await self._loop.on_thread(
-            partial(self._planned, home, incarnation, destination, found, deadline), f"kvferry-plan-{engine_id}"
-        )
+        # Planning takes long for engines of many ranks.
+        thread = f"kvferry-plan-{engine_id}"
+        source = await self._loop.on_thread(partial(self._planned, incarnation, destination, found), thread)
+        plan = source.plan
+        if any(choice.measurable for choice in plan.paths):
+            rule = await self._measure(home.address, source.agents[plan.source_ranks[0]], deadline)
+            if rule is not None:
+                return replace(source, plan=await self._loop.on_thread(partial(plan.choose_paths, rule), thread))
+        return source
 
-    def _planned(
-        self, home: Control, incarnation: bytes, destination: EngineGeometry, found: Handshaken, deadline: float
-    ) -> SourceEngine:
+    def _planned(self, incarnation: bytes, destination: EngineGeometry, found: Handshaken) -> SourceEngine:
         source, engine_id = found.geometry, found.geometry.engine_id
         plan = plan_read(source, destination, self._rank, rule=self._rule)
         if not found.has_agents:
@@ -312,9 +297,6 @@ class SourceEngines:
                 raise WrongState(message, engine_id=engine_id)
             raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
         agents = {rank: _agent(engine_id, incarnation, rank, found.agents.get(rank)) for rank in plan.source_ranks}
-        if any(choice.measurable for choice in plan.paths):
-            rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)
-            plan = plan if rule is None else plan.choose_paths(rule)
         return SourceEngine(source, agents, plan)
 
 

@@ -27,9 +27,8 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts the publications and reads of one engine.
-
-    The counts up to `bytes` are totals since the start and only rise; the others are current values.
+    """Counts the publications and reads of one engine. The counts up to `bytes` are totals since the start and only
+    rise; the others are current values.
 
     Attributes:
         published, released, refused: publications of this engine; `refused` is the part of `released` that the home did
@@ -217,8 +216,8 @@ class SchedulerPort(Closing):
 
     def granted(self, request_id: str) -> Offer | None:
         """Return the source's blocks for a request once its lease is granted; None while the request waits. `attach`
-        makes the `Grant` that workers start. If the request was acquired with ``progressive=True``, the offer may come
-        with the first blocks, and is then not `complete`.
+        makes the `Grant` that workers start. The offer of a ``progressive=True`` request may come with the first
+        blocks, and is then not `complete`.
 
         Raises:
             WrongState: the request was not acquired, or its read has ended.
@@ -282,12 +281,8 @@ class SchedulerPort(Closing):
 
     def decline(self, reference: str, *, prompt: Prompt = Prompt.unknown) -> None:
         """Tell the source's home that this engine will not read a publication, after a full prefix hit or a rejected
-        request: see `Client.decline`. The port forgets reads of the publication to which no blocks were attached.
-
-        Args:
-            reference: the reference that came with the request.
-            prompt: the prompt of this request. A publication of another prompt is not declined: its own reader may
-                still come.
+        request: see `Client.decline`. The port forgets reads of the publication to which no blocks were attached. A
+        publication of another `prompt` is not declined: its own reader may still come.
 
         Raises:
             PromptMismatch: according to its reference or to a read, the publication is of another prompt.
@@ -319,12 +314,11 @@ class SchedulerPort(Closing):
         return self._reads.take_finished()
 
     def wait_news(self, timeout: float) -> bool:
-        """Wait until a request was granted or refused, a read has gained blocks (`grant_steps`), or a read has ended,
-        become quiet, or is disputed.
+        """Wait, at most `timeout` seconds, until `granted`, `grant_steps` or `finished` has news; returns whether there
+        may be news.
 
         For engines that would otherwise run empty steps: such a loop takes the processor, and Python's lock, from the
-        threads that the reads wait for. Call `granted`, `grant_steps` and `finished` afterwards. Waits at most
-        `timeout` seconds; returns whether there may be news.
+        threads that the reads wait for.
         """
         return self._reads.news.wait(arguments.seconds("timeout", timeout, zero=True))
 

@@ -19,7 +19,7 @@ class SchedulerRead(LeasedRead):
         steps: number of the steps that were returned since the attach.
         more: blocks that are neither in the offer nor in a returned step.
         lost: ids of the blocks that the read writes to, by group.
-        withheld: the end of the read, withheld until the read is quiet.
+        withheld: the end of a read that is not quiet yet.
         written: the key of the read's claim on the blocks, see `Writes`.
     """
 
@@ -71,10 +71,10 @@ def latest_offer(read: SchedulerRead) -> Offer | None:
     if not read.more:
         return read.offer
     more, read.more = read.more, []
+    last = more[-1]
     granted = {runs.group: runs for runs in read.offer.granted}
     for runs in runs_of(joined(part.blocks for part in more)):
         granted[runs.group] = granted[runs.group].followed_by(runs) if runs.group in granted else runs
-    last = more[-1]
     read.offer = replace(
         read.offer,
         granted=tuple(granted.values()),
@@ -102,6 +102,10 @@ def step_of(read: SchedulerRead) -> GrantStep:
 def end_of(read: SchedulerRead) -> ReadEnd:
     """Return the end of a read on all ranks together."""
     shares = [share.work for share in read.ends.values()]
+    source: ReadSource | None = None
+    if read.acquired is not None:
+        engine, reference, theirs = read.acquired.source, read.request.reference, read.acquired.request_id
+        source = ReadSource(reference.home, engine.engine_id, engine.incarnation, reference.publication, theirs)
     return ReadEnd(
         request_id=read.request_id,
         read_id=read.read_id,
@@ -112,7 +116,7 @@ def end_of(read: SchedulerRead) -> ReadEnd:
         lost=read.lost if read.error is not None else {},
         confirmed=read.confirmed,
         payload=read.payload,
-        source=None if read.acquired is None else _source(read, read.acquired),
+        source=source,
         times=read.stamps.times(shares),
         descriptors=sum(share.descriptors for share in shares),
         staged_bytes=sum(share.staged_bytes for share in shares),
@@ -120,8 +124,3 @@ def end_of(read: SchedulerRead) -> ReadEnd:
         unverified=sum(share.unverified for share in shares),
         prompt=read.request.prompt.found,
     )
-
-
-def _source(read: SchedulerRead, acquired: Acquired) -> ReadSource:
-    reference, source = read.request.reference, acquired.source
-    return ReadSource(reference.home, source.engine_id, source.incarnation, reference.publication, acquired.request_id)

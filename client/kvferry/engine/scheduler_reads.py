@@ -141,8 +141,7 @@ class Reads(LeasedReads[SchedulerRead]):
             offered = offer.blocks()
             if not offer.complete:
                 if tokens is None:
-                    expected = "the tokens to read, since the offer is not complete"
-                    raise InvalidField("tokens", None, expected)
+                    raise InvalidField("tokens", None, "the tokens to read, since the offer is not complete")
                 offered = promised(self._spec.groups, offered, blocks)
             own = read.request.prompt
             check_within(prompt or own.prompt, tokens)
@@ -197,24 +196,21 @@ class Reads(LeasedReads[SchedulerRead]):
             raise InvalidField("rank", output.rank, f"below {self._spec.num_ranks}")
         with self.lock:
             for end in (*output.ended, *output.failed):
-                read = self._by_id.get(end.read_id)
-                if read is not None:
+                if (read := self._by_id.get(end.read_id)) is not None:
                     share = ShareEnd(end.error(), end.quiet, end.bytes, end.work)
                     self.share_ended(read, output.rank, share, self._loop.now())
             for read_id in output.quiesced:
-                read = self._by_id.get(read_id)
-                if read is not None:
+                if (read := self._by_id.get(read_id)) is not None:
                     self.share_quiet(read, output.rank)
 
     def take_cancels(self) -> list[str]:
         """See `SchedulerPort.cancels`."""
         with self.lock:
             found, self._cancels = self._cancels, []
-            if self._not_quiet:
-                time = self._loop.now()
-                for read in [read for read, at in self._not_quiet.items() if at <= time]:
-                    self._not_quiet[read] = time + CANCEL_AGAIN
-                    found.append(read.read_id)
+            time = self._loop.now()
+            for read in [read for read, at in self._not_quiet.items() if at <= time]:
+                self._not_quiet[read] = time + CANCEL_AGAIN
+                found.append(read.read_id)
         return found
 
     def take_finished(self) -> Finished:
@@ -284,17 +280,17 @@ class Reads(LeasedReads[SchedulerRead]):
         self._cancels.append(read.read_id)
 
     def overdue(self, read: SchedulerRead) -> TransferStuck:
-        read_id = read.read_id
+        read_id, request = read.read_id, f"request {read.request_id!r}"
         if read.stage is ReadStage.GRANTED:
-            message = f"request {read.request_id!r} was granted but not attached in time: attach it, or cancel it"
-            return TransferStuck(message, read_id=read_id)
+            return TransferStuck(
+                f"{request} was granted but not attached in time: attach it, or cancel it", read_id=read_id
+            )
         if not read.silent:
-            message = f"read {read_id} of request {read.request_id!r} ended after its timeout"
-            return TransferStuck(message, read_id=read_id)
+            return TransferStuck(f"read {read_id} of {request} ended after its timeout", read_id=read_id)
         silent = ", ".join(map(str, read.silent))
         message = (
-            f"read {read_id} of request {read.request_id!r} did not end in time: rank {silent} has not reported its "
-            "end; was the grant started there, and is what the worker's `finished` returns collected here?"
+            f"read {read_id} of {request} did not end in time: rank {silent} has not reported its end; was the grant "
+            "started there, and is what the worker's `finished` returns collected here?"
         )
         return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
@@ -324,8 +320,7 @@ class Reads(LeasedReads[SchedulerRead]):
 
     def on_disputed(self, read: SchedulerRead) -> None:
         self.counts["disputed"] += 1
-        problem = f"read {read.read_id}: the home says that its lease had ended"
-        error = TransferExpired(problem, read_id=read.read_id)
+        error = TransferExpired(f"read {read.read_id}: the home says that its lease had ended", read_id=read.read_id)
         self._disputed.append(replace(end_of(read), error=error, lost=read.lost))
         self.news.tell()
 

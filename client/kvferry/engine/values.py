@@ -27,7 +27,7 @@ class _Plain:
     __slots__ = ()
 
     def plain(self) -> Plain:
-        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
+        """Convert to plain dicts and tuples, for encoders such as msgpack."""
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
@@ -161,7 +161,6 @@ class RankEnd:
         quiet: no write to the blocks is possible any more.
         lost: ids of the blocks whose bytes do not count, by group; empty if `ok`.
         error_name, message, values, retry_after: class and contents of the error; empty if `ok`.
-        work: the work of the share, for metrics.
     """
 
     read_id: str
@@ -216,10 +215,8 @@ class WorkerOutput(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
-    """Names the source of a read, as the source's log does. Contains no secret.
-
-    `request_id` is the source's name for the request; for the others see `Offer`.
-    """
+    """Names the source of a read, as the source's log does: see `Offer`; `request_id` is the source's. Contains no
+    secret."""
 
     home: str
     engine_id: str
@@ -237,13 +234,11 @@ class ReadEnd:
         quiet: no write to the blocks is possible any more, on any rank.
         ranks: number of ranks that have reported: all of them, unless the scheduler's port gave up waiting.
         payload: opaque bytes from the source; empty if they came from a reference, and the read failed.
-        bytes: bytes read by all ranks.
         lost: ids of the blocks whose bytes do not count, by group: all blocks of a failed read.
-        confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline
-            decided.
+        confirmed: see `ReadResult`.
         source: None: no home has granted the read.
         times: of the stages, for metrics.
-        descriptors, staged_bytes, verified, unverified: of all ranks; see `ShareWork`.
+        bytes, descriptors, staged_bytes, verified, unverified: of all ranks; see `ShareWork`.
         prompt: whether the source has marked the same prompt; see `ReadStats.prompts`.
     """
 
@@ -287,11 +282,8 @@ class Finished:
 
 
 def _made(cls: type[Value], plain: object) -> Value:
-    """Rebuild a value from the result of its `plain`, in which an encoder may have turned tuples into lists.
-
-    Raises:
-        InvalidField: the fields are not those of the class.
-    """
+    """Rebuild a value from the result of its `plain`, in which an encoder may have turned tuples into lists. Raises
+    `InvalidField`: the fields are not those of the class."""
     name = cls.__name__
     given = mapping(name, plain, f"the result of {name}.plain()")
     try:

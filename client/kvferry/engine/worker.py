@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
@@ -158,13 +159,10 @@ class WorkerPort(Closing):
             KvferryError: see `Client.register_cache`.
         """
         timeout = arguments.seconds("timeout", timeout)
-        if self._local is None or self._cache is not None:
-            announced = self._cache is not None
-            raise self._wrong_state(
-                "was announced already: use WorkerPort.cache"
-                if announced
-                else "has no memory yet: call register_memory first"
-            )
+        if self._cache is not None:
+            raise self._wrong_state("was announced already: use WorkerPort.cache")
+        if self._local is None:
+            raise self._wrong_state("has no memory yet: call register_memory first")
         self._cache = announce(self._client, self._local, self._token if token is None else token, timeout)
         return self._cache
 
@@ -271,13 +269,19 @@ class WorkerPort(Closing):
         arguments.text("read_id", read_id)
         with self._lock:
             read = self._reads.get(read_id)
-            if read is None:
-                # Steps may have come ahead of its grant: an engine that gives up before it starts its reads, again and
-                # again, would fill the memory with them.
-                self._steps.forget(read_id)
-                self._nothing_left(read_id)
-            else:
+            if read is not None:
                 runtime_of(self.cache).shares.cancel(read)
+                return
+            # Steps may have come ahead of its grant: an engine that gives up before it starts its reads, again and
+            # again, would fill the memory with them.
+            self._steps.forget(read_id)
+            if read_id not in self._done:
+                self._remember(read_id, refused=True)
+            # The share has ended and was acknowledged, or it was never started: the rank does not write any more.
+            message = f"read {read_id} was cancelled, and rank {self.rank} has no share of it"
+            cancelled = TransferCancelled.__name__
+            self._ends[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
+            self._news.tell()
 
     def poll(self) -> WorkerOutput:
         """Return the reports that were not acknowledged yet. They stay until `acknowledge`, so that an engine without a
@@ -356,23 +360,14 @@ class WorkerPort(Closing):
             for step in self._steps.take(read_id):
                 if step.lease_id and isinstance(read.order.lease, SchedulersLease):
                     read.order.lease.lease_id = step.lease_id
-                runtime_of(self.cache).shares.add(read, step.blocks(), step.unfinished, last=step.last)
+                add = partial(read.add, step.blocks(), step.unfinished, last=step.last)
+                runtime_of(self.cache).loop.call(add)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
         self._steps.forget(read_id)
         if self._reads.pop(read_id, None) is not None:
             self._remember(read_id, refused=False)
-
-    def _nothing_left(self, read_id: str) -> None:
-        """Report that this rank never writes for a read any more: the share has ended and was acknowledged, or it was
-        never started. Called with the lock held."""
-        if read_id not in self._done:
-            self._remember(read_id, refused=True)
-        message = f"read {read_id} was cancelled, and rank {self.rank} has no share of it"
-        cancelled = TransferCancelled.__name__
-        self._ends[read_id] = RankEnd(read_id, "", False, True, 0, error_name=cancelled, message=message)
-        self._news.tell()
 
     def _remember(self, read_id: str, *, refused: bool) -> None:
         self._done[read_id] = refused

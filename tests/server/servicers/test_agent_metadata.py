@@ -218,7 +218,9 @@ def test_stranger_gets_no_agents_by_any_call(server: tuple[Kvferryd, Authority],
         async def whole(_: float) -> EngineGeometry:
             return geometry
 
-        peers = SourceEngines(home.loop, spec, proto(D), 0, whole, PathRule(), lambda *_: None, lambda _: None)
+        async def unmeasured(*_: object) -> None: ...
+
+        peers = SourceEngines(home.loop, spec, proto(D), 0, whole, PathRule(), unmeasured, lambda _: None)
 
         def get(reference: str) -> SourceEngine:
             until = now() + TIMEOUT
