@@ -19,7 +19,7 @@ from kvferry.errors import (
     ServerDraining,
 )
 from kvferry_server.domain.budgets import check_budget
-from kvferry_server.domain.engine_publications import EnginePublications, Standing
+from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
 from kvferry_server.domain.publications import (
@@ -123,7 +123,7 @@ class Lessor:
         if lease.live and lease.revoked is None:
             publication = lease.publication
             engine = self._records.of_engine(publication.source)
-            if engine.lost_ranks and publication.stage is not PublicationStage.AWAITED:
+            if engine.life.lost_ranks and publication.stage is not PublicationStage.AWAITED:
                 # The reader's network card reports no lost rank. A rank that is back before the renewal lost nothing.
                 self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
             elif not self._records.draining:
@@ -253,7 +253,7 @@ class Lessor:
             raise HomeRecovering(problem, engine_id=engine.source.engine_id)
         if publication.stage is PublicationStage.RELEASED or now >= publication.final_at:
             raise publication.refusal()
-        if engine.standing not in (Standing.LIVE, Standing.LOST) or engine.lost_ranks:
+        if engine.life.dead or engine.life.gone or engine.life.lost_ranks:
             raise PublicationAborted(
                 f"{publication}: its source is lost", engine_id=engine.source.engine_id, publication=number
             )
@@ -265,7 +265,7 @@ class Lessor:
 
     def _extend(self, lease: Lease, engine: EnginePublications, now: float) -> bool:
         """Extend a live lease to a ttl from now, within its limits. Returns whether its engine is live."""
-        publication, live = lease.publication, engine.standing is Standing.LIVE
+        publication, live = lease.publication, engine.life.watched
         awaited = publication.stage is PublicationStage.AWAITED
         latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
         if live:

@@ -9,14 +9,14 @@ place:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import EngineUnknown
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.deadline_queue import NEVER, DeadlineQueue
-from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications, Standing
+from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
@@ -29,29 +29,23 @@ from kvferry_server.domain.publications import (
     PublicationStage,
 )
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
-from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
+from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, RouterKeys, WaitingRead
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.watch_feed import Feed, RankLost
 
-Changed: TypeAlias = PublicationRecord | WaitingRead
-"""A publication, or a read under a router's key, whose waiting calls must look for news again."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Released:
-    """A release event for the source; repeated until the source acknowledges it."""
-
-    publication: PublicationRecord
+Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
+"""A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
 
 
 class Records:
     """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
-    however late the home's timer is. The home's other parts share `memory` and `journal`.
+    however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`.
     """
 
     def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
-        self.times, self.limits = times, limits
+        self.clock, self.times, self.limits = clock, times, limits
         self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
@@ -65,8 +59,7 @@ class Records:
         self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
         self.lease_budget = Budget(limits.leases)  # By source
         self.draining = False
-        self.effects: list[Changed | Released] = []
-        self._clock = clock
+        self.changes: list[Changed] = []
         self._forgot_nothing_from = clock.now() + times.max_ttl
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
@@ -77,22 +70,22 @@ class Records:
         """End and release what is due. Returns the present, in seconds on the home's clock. `most` limits how many
         leases, and how many publications, are acted on (None: all); the others stay due, and looking one up still gives
         its present state."""
-        now = self._clock.now()
+        now = self.clock.now()
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
         self._lease_deadlines.advance(now, self._on_lease_due, most)
         self._publication_deadlines.advance(now, self._on_publication_due, most)
         return now
 
     def settled(self, now: float) -> bool:
-        """Whether nothing is due and there are no effects since `take_effects`."""
-        return not self.effects and self.next_deadline() > now
+        """Whether nothing is due and nothing has changed since `take_changes`."""
+        return not self.changes and self.next_deadline() > now
 
     def next_deadline(self) -> float:
         return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
 
-    def take_effects(self) -> list[Changed | Released]:
-        effects, self.effects = self.effects, []
-        return effects
+    def take_changes(self) -> list[Changed]:
+        changes, self.changes = self.changes, []
+        return changes
 
     def drain(self) -> None:
         """Grant, renew and accept no more (PROTOCOL, Leases 1). Reports, cancels and acknowledgements go on."""
@@ -192,6 +185,16 @@ class Records:
 
     # Adding.
 
+    def open(self, life: Engine, secret: bytes) -> None:
+        """Note that an incarnation is alive. One without records here must send its snapshot."""
+        if life.ref in self.engines:
+            # It was gone, but leases on its publications are live.
+            self.engines[life.ref].life = life
+            return
+        leases, waits = Budget(self.limits.waiting_reads), Budget(self.limits.waiting_reads)
+        router_keys = RouterKeys(life.ref, self.memory, waits, Budget(self.limits.waiting_declines))
+        self.engines[life.ref] = EnginePublications(life, secret, leases, router_keys)
+
     def add_lease(self, lease: Lease) -> None:
         publication = lease.publication
         engine = self.engines[publication.source]
@@ -230,7 +233,7 @@ class Records:
     def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
         publication = engine.publications[number] = PublicationRecord(engine.source, number)
         self.memory.take(engine.source, PUBLICATION_BYTES)
-        self.journal.moved(publication, None, self._clock.now())
+        self.journal.moved(publication, None, self.clock.now())
         return publication
 
     def arrive(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
@@ -257,11 +260,17 @@ class Records:
 
     def changed(self, publication: PublicationRecord) -> None:
         """Note that the waiting calls of a publication's readers must look again."""
-        self.effects.append(publication)
+        self.changes.append(publication)
+
+    def tell(self, life: Engine, event: PublicationRecord | RankLost) -> None:
+        """Add an event to the Watch of an engine's scheduler."""
+        if life.scheduler is not None:
+            life.scheduler.push(event)
+            self.changes.append(life.scheduler)
 
     def wake_waiting(self, engine: EnginePublications, name: str | None = None) -> None:
         """Note that the reads that wait for this router key (None: for any of the engine's) must look again."""
-        self.effects.extend(engine.router_keys.who_waits(name))
+        self.changes.extend(engine.router_keys.who_waits(name))
 
     # Ending.
 
@@ -287,6 +296,18 @@ class Records:
         self.end_if_read(publication, now)
         self._settle(publication, now)
 
+    def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
+        """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
+        readers get the reason."""
+        now = self.advance(MAX_ENDED_AT_ONCE)
+        self.wake_waiting(engine)
+        for publication in list(engine.publications.values()):
+            self.abort(publication, reason, now)
+            unasked = publication.stage is PublicationStage.AWAITED and not publication.leases
+            if unasked or (publication.stage is PublicationStage.RELEASED and engine.life.gone):
+                self.forget(publication)
+        self.close_if_empty(engine)
+
     def end_if_read(self, publication: PublicationRecord, now: float) -> None:
         if publication.complete and publication.valid_reads >= publication.expected_reads:
             self.end(publication, PublicationOutcome.READ, now)
@@ -300,6 +321,11 @@ class Records:
         self.move(publication, PublicationStage.ENDING, now)
         self.changed(publication)
         self._settle(publication, now)
+
+    def abort(self, publication: PublicationRecord, reason: RevokeReason, now: float) -> None:
+        """End a publication whose source cannot hold it; its readers get the reason."""
+        self.revoke(publication, reason)
+        self.end(publication, PublicationOutcome.ABORTED, now)
 
     def revoke(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         """Mark the live leases of a publication as not renewable. They end at the time they had anyway."""
@@ -321,7 +347,7 @@ class Records:
             return
         engine = self.engines[publication.source]
         del engine.publications[publication.number]
-        now = self._clock.now()
+        now = self.clock.now()
         engine.router_keys.forgotten(publication, now, now + self.times.max_wait)
         engine.declined.discard(publication)
         if engine.snapshot is not None:
@@ -334,7 +360,7 @@ class Records:
             if engine.recovering:
                 engine.gone.add(publication.number)
                 size -= NUMBER_BYTES
-        self.move(publication, PublicationStage.FORGOTTEN, self._clock.now())
+        self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.source, size)
         self.close_if_empty(engine)
 
@@ -345,8 +371,8 @@ class Records:
         self.memory.take(engine.source, engine.numbers_size - numbers)
 
     def close_if_empty(self, engine: EnginePublications) -> None:
-        """Forget a replaced incarnation that has no publications left."""
-        if engine.standing is Standing.REPLACED and not engine.publications and engine.source in self.engines:
+        """Forget an incarnation that is gone and has no publications left."""
+        if engine.life.gone and not engine.publications and engine.source in self.engines:
             del self.engines[engine.source]
             engine.router_keys.close()
             self.memory.give(engine.source, engine.numbers_size)
@@ -386,16 +412,16 @@ class Records:
         self.memory.give(engine.source, publication.size + checksum_bytes)
         publication.drop_steps()
         engine.checksum_bytes -= checksum_bytes
-        if engine.standing is Standing.REPLACED:
+        if engine.life.gone:
             # No process acknowledges this release: the blocks belong to the new incarnation, which waited for
             # `reuse_after`.
             self.forget(publication)
         else:
-            self._tell(publication, now)
+            self._tell_released(publication, now)
 
-    def _tell(self, publication: PublicationRecord, now: float) -> None:
+    def _tell_released(self, publication: PublicationRecord, now: float) -> None:
         publication.tell_again_at = now + self.times.max_ttl
-        self.effects.append(Released(publication))
+        self.tell(self.engines[publication.source].life, publication)
 
     def _on_lease_due(self, lease: Lease, now: float) -> None:
         if lease.live:
@@ -414,8 +440,8 @@ class Records:
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:
-            if self.engines[publication.source].standing is Standing.LIVE:
-                self._tell(publication, now)
+            if self.engines[publication.source].life.watched:
+                self._tell_released(publication, now)
             publication.tell_again_at = now + self.times.max_ttl
         elif publication.grantable:
             final = now >= publication.final_at

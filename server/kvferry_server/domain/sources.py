@@ -1,5 +1,5 @@
-"""The sources of a home: calls of engines on their publications, and the end of these when engines come and go
-(PROTOCOL, What the source promises, Endings, Home restart).
+"""The sources of a home: calls of engines on their publications (PROTOCOL, What the source promises, Endings, Home
+restart).
 
     publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
     read or declined early ─► AWAITED ─┘          read as often as expected, declined, aborted, unread, final
@@ -13,16 +13,13 @@ from kvferry.errors import (
     EngineIncomplete,
     HomeRecovering,
     InvalidField,
-    KvferryError,
     PublicationStale,
     ServerDraining,
 )
-from kvferry.geometry.model import Group
-from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.checksum_pages import ChecksumPage
-from kvferry_server.domain.engine_publications import EnginePublications, Standing
+from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
+from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
     PublicationOutcome,
@@ -32,7 +29,6 @@ from kvferry_server.domain.publications import (
 )
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.router_keys import RouterKeys
 from kvferry_server.domain.steps import PublicationStep, check_step
 
 
@@ -44,53 +40,6 @@ class Sources:
         self._times = records.times
         self._limits = records.limits
         self._memory = records.memory
-
-    # Engines come and go.
-
-    def open(self, source: EngineRef, secret: bytes) -> None:
-        """Note that an incarnation's Watch is open. An incarnation without records here must send its snapshot."""
-        self._records.advance(MAX_ENDED_AT_ONCE)
-        if source not in self._records.engines:
-            leases, waits = Budget(self._limits.waiting_reads), Budget(self._limits.waiting_reads)
-            router_keys = RouterKeys(source, self._memory, waits, Budget(self._limits.waiting_declines))
-            self._records.engines[source] = EnginePublications(source, secret, leases, router_keys)
-        self._records.engines[source].standing = Standing.LIVE
-
-    def lose(self, source: EngineRef) -> None:
-        """Note that an engine's Watch is lost: its leases are not renewed until it is back."""
-        self._records.of_engine(source).standing = Standing.LOST
-
-    def end_engine(
-        self, source: EngineRef, standing: Standing, reason: RevokeReason = RevokeReason.SOURCE_LOST
-    ) -> None:
-        """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end at the time they had
-        anyway; their readers get the reason."""
-        engine, now = self._records.begin(source)
-        engine.standing = standing
-        self._records.wake_waiting(engine)
-        for publication in list(engine.publications.values()):
-            self._records.revoke(publication, reason)
-            if publication.stage is not PublicationStage.AWAITED:
-                self._records.end(publication, PublicationOutcome.ABORTED, now)
-            elif not publication.leases:
-                self._records.forget(publication)
-            if publication.stage is PublicationStage.RELEASED and standing is Standing.REPLACED:
-                self._records.forget(publication)
-        self._records.close_if_empty(engine)
-
-    def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
-        """Set the engine's groups, which its first rank has registered. Publications from an earlier snapshot are
-        checked now; those that fail are aborted (R7)."""
-        engine, now = self._records.begin(source)
-        if engine.groups is not None:
-            return
-        engine.groups = {group.name: group for group in groups}
-        for publication in list(engine.publications.values()):
-            try:
-                for step in publication.steps:
-                    check_step(engine.groups, step)
-            except KvferryError:
-                self._abort(publication, now)
 
     # Publications.
 
@@ -236,8 +185,8 @@ class Sources:
                 # The earlier steps are in the snapshot, of which this home may have received a part.
                 engine.check_recovered()
         check_follows(publication, step)
-        if engine.groups is not None:
-            check_step(engine.groups, step)
+        if engine.life.groups is not None:
+            check_step(engine.life.groups, step)
         elif not engine.recovering:
             problem = f"no rank of {engine.source} has registered groups: register its caches before publishing"
             raise EngineIncomplete(problem, engine_id=engine.source.engine_id, missing_ranks="")
@@ -277,8 +226,7 @@ class Sources:
 
     def _abort(self, publication: PublicationRecord, now: float) -> None:
         reason = RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
-        self._records.revoke(publication, reason)
-        self._records.end(publication, PublicationOutcome.ABORTED, now)
+        self._records.abort(publication, reason, now)
 
     def _touch(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
         """Note that the source named a publication: it is part of the current snapshot; at a restarted home, it is not
