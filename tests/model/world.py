@@ -250,7 +250,7 @@ class World:
         over = host.withdrawn | {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
         for publication in records.publications():
             key = (publication.source, publication.number)
-            if publication.grantable and key in over and not host.home.sources.recovering(publication.source):
+            if publication.grantable and key in over and not records.engines[publication.source].recovering:
                 raise Violation(f"{publication} was released or aborted, and is offered again")
             self._check_declined(host, publication, now)
             for lease in publication.leases:

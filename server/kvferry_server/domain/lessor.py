@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from kvferry.errors import (
     BadReference,
-    HomeRecovering,
     LeaseEnded,
     PublicationAborted,
     PublicationStale,
@@ -21,7 +20,7 @@ from kvferry.errors import (
 from kvferry_server.domain.budgets import check_budget
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
+from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import (
     LEASE_BYTES,
     PUBLICATION_BYTES,
@@ -109,7 +108,7 @@ class Lessor:
 
     def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
         """Whether `lease_id` is that of the read's lease, live or ended."""
-        lease = self._records.lease_of_read(read, self._records.advance(MAX_ENDED_AT_ONCE))
+        lease = self._records.lease_of_read(read, self._records.advance())
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
@@ -212,7 +211,7 @@ class Lessor:
         """Stop renewals of a lease, for an operator, and advise its reader to stop. The lease ends by its time or by
         its reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
         Raises `LeaseEnded` if this home has no record of the lease."""
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        now = self._records.advance()
         lease = self._records.lease_of_number(source, lease_number, now)
         if lease is None:
             problem = f"this home has no lease {lease_number} on a publication of {source}"
@@ -245,13 +244,8 @@ class Lessor:
 
     def _still_published(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
         """Return a publication that is complete and not released, so that its bytes have not changed."""
-        publication = self._records.publication(engine, number, now)
-        if publication is None or publication.stage is PublicationStage.AWAITED:
-            engine.check_recovered()
-            engine.check_may_arrive(number, now - self._times.max_ttl)
-            problem = f"publication {number} of {engine.source} has not arrived yet"
-            raise HomeRecovering(problem, engine_id=engine.source.engine_id)
-        if publication.stage is PublicationStage.RELEASED or now >= publication.final_at:
+        publication = self._records.unreleased(engine, number, now)
+        if now >= publication.final_at:
             raise publication.refusal()
         if engine.life.dead or engine.life.gone or engine.life.lost_ranks:
             raise PublicationAborted(
@@ -277,7 +271,7 @@ class Lessor:
     def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
         """Act on what is due; return a lease of this reader (None: no record) and the present. Raises
         `WrongIdentity`."""
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        now = self._records.advance()
         lease = self._records.lease(lease_id, now)
         if lease is None or lease.request.read.reader != reader:
             return None, now

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from kvferry.errors import EngineUnknown
+from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.deadline_queue import NEVER, DeadlineQueue
@@ -58,6 +58,7 @@ class Records:
         # publication 0.
         self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
         self.lease_budget = Budget(limits.leases)  # By source
+        # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
         self.changes: list[Changed] = []
         self._forgot_nothing_from = clock.now() + times.max_ttl
@@ -66,14 +67,13 @@ class Records:
 
     # Time.
 
-    def advance(self, most: int | None = None) -> float:
-        """End and release what is due. Returns the present, in seconds on the home's clock. `most` limits how many
-        leases, and how many publications, are acted on (None: all); the others stay due, and looking one up still gives
-        its present state."""
+    def advance(self) -> float:
+        """End and release what is due: at most `MAX_ENDED_AT_ONCE` leases, and as many publications. The others stay
+        due, and looking one up still gives its present state. Returns the present, in seconds on the home's clock."""
         now = self.clock.now()
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
-        self._lease_deadlines.advance(now, self._on_lease_due, most)
-        self._publication_deadlines.advance(now, self._on_publication_due, most)
+        self._lease_deadlines.advance(now, self._on_lease_due, MAX_ENDED_AT_ONCE)
+        self._publication_deadlines.advance(now, self._on_publication_due, MAX_ENDED_AT_ONCE)
         return now
 
     def settled(self, now: float) -> bool:
@@ -87,10 +87,6 @@ class Records:
         changes, self.changes = self.changes, []
         return changes
 
-    def drain(self) -> None:
-        """Grant, renew and accept no more (PROTOCOL, Leases 1). Reports, cancels and acknowledgements go on."""
-        self.draining = True
-
     def knows_all_live(self, now: float) -> bool:
         """Whether every lease without a record here has ended: leases granted before a restart last for a max_ttl at
         most."""
@@ -100,7 +96,7 @@ class Records:
 
     def begin(self, source: EngineRef) -> tuple[EnginePublications, float]:
         """Act on what is due; return an engine's publications and the present. Raises `EngineUnknown`."""
-        now = self.advance(MAX_ENDED_AT_ONCE)
+        now = self.advance()
         return self.of_engine(source), now
 
     def begin_with(self, source: EngineRef, number: int) -> tuple[EnginePublications, PublicationRecord | None, float]:
@@ -123,6 +119,24 @@ class Records:
         if publication is not None and publication.due() <= now:
             self._on_publication_due(publication, now)
         return engine.publications.get(number)
+
+    def unreleased(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
+        """Return a publication that has arrived and is not released, so that it may have readers.
+
+        Raises:
+            PublicationStale, PublicationReleased: there is no publication with this number any more.
+            HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
+        """
+        publication = self.publication(engine, number, now)
+        if publication is None or publication.stage is PublicationStage.AWAITED:
+            engine.check_recovered()
+            engine.check_may_arrive(number, now - self.times.max_ttl)
+            # A scheduler and its ranks call the home concurrently.
+            problem = f"publication {number} of {engine.source} has not arrived yet"
+            raise HomeRecovering(problem, engine_id=engine.source.engine_id)
+        if publication.stage is PublicationStage.RELEASED:
+            raise publication.refusal()
+        return publication
 
     def lease(self, lease_id: bytes, now: float) -> Lease | None:
         """Return a lease as of the present, even if `advance` has not acted on its deadline yet."""
@@ -220,7 +234,7 @@ class Records:
             self.engines[source].router_keys.begin(waiting)
 
     def remove_waiting(self, waiting: WaitingRead) -> None:
-        """Remove a read that has stopped waiting. The engine may be gone."""
+        """Remove a read that has stopped waiting. To be called once. The engine may be gone."""
         self.journal.waiting -= 1
         waiting.budget.give(waiting.request.holder)
         self.memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
@@ -299,7 +313,7 @@ class Records:
     def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
         """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
         readers get the reason."""
-        now = self.advance(MAX_ENDED_AT_ONCE)
+        now = self.advance()
         self.wake_waiting(engine)
         for publication in list(engine.publications.values()):
             self.abort(publication, reason, now)

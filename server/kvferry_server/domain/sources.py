@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from kvferry.errors import (
     EngineIncomplete,
-    HomeRecovering,
     InvalidField,
     PublicationStale,
     ServerDraining,
@@ -118,21 +117,9 @@ class Sources:
     # Checksums.
 
     def unreleased(self, source: EngineRef, number: int) -> PublicationRecord:
-        """Return a publication that has arrived and is not released, so that it may have readers.
-
-        Raises:
-            PublicationStale, PublicationReleased: there is no publication with this number any more.
-            HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
-        """
-        engine, publication, now = self._records.begin_with(source, number)
-        if publication is None or publication.stage is PublicationStage.AWAITED:
-            engine.check_recovered()
-            engine.check_may_arrive(number, now - self._times.max_ttl)
-            # A scheduler and its ranks call the home concurrently.
-            raise HomeRecovering(f"publication {number} of {source} has not arrived yet", engine_id=source.engine_id)
-        if publication.stage is PublicationStage.RELEASED:
-            raise publication.refusal()
-        return publication
+        """Return a publication that has arrived and is not released. Raises as `Records.unreleased`."""
+        engine, now = self._records.begin(source)
+        return self._records.unreleased(engine, number, now)
 
     def add_checksums(self, source: EngineRef, number: int, page: ChecksumPage) -> None:
         """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent. Raises
@@ -148,9 +135,6 @@ class Sources:
         engine.checksum_bytes += page.size
 
     # Snapshots.
-
-    def recovering(self, source: EngineRef) -> bool:
-        return self._records.of_engine(source).recovering
 
     def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
         """Begin a snapshot, in which the source names all that it holds published. `end_snapshot` must repeat the

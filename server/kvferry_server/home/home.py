@@ -19,7 +19,7 @@ from kvferry.v1 import kv_transfer_pb2
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
+from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.registry import Registry
@@ -52,7 +52,6 @@ class Home(AbstractContextManager[float]):
         self.routing = Routing(self.records)
         self.time_slices = TimeSlices()
         self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
-        self.draining = False  # No new work is accepted
         self.stopping = False  # The node server is about to end, and Watches with it
         self._started = clock.now()
         self._driver = Waker()
@@ -91,11 +90,10 @@ class Home(AbstractContextManager[float]):
         blocks again after the restart, without readers. Idempotent."""
         if self.draining:
             return
-        self.draining = True
+        self.records.draining = True
         live = sum(self.journal.live_leases.values())
         pinned = len(self.journal.pinned)
         self.journal.events.write(logging.INFO, "draining", {"live_leases": live, "pinned": pinned})
-        self.records.drain()
         for engine in self.engines.all_engines():
             for feed in engine.feeds.values():
                 feed.push(Draining())
@@ -105,6 +103,11 @@ class Home(AbstractContextManager[float]):
         """End the Watches of a draining home with DRAINING, once each has sent all its events."""
         self.stopping = True
         self.wakeups.wake_all()
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new work is accepted."""
+        return self.records.draining
 
     @property
     def uptime(self) -> float:
@@ -176,7 +179,7 @@ class Home(AbstractContextManager[float]):
     def need_resync(self, process: Process) -> bool:
         """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""
         if process.role is Role.SCHEDULER:
-            return self.sources.recovering(process.engine)
+            return self.records.of_engine(process.engine).recovering
         engine = self.engines.find(process.engine)
         return process.rank not in engine.ranks or process.rank in engine.lost_ranks
 
@@ -205,7 +208,7 @@ class Home(AbstractContextManager[float]):
         if self.engines.next_deadline() > now and self.records.settled(now):
             return
         self.engines.advance()
-        self.records.advance(MAX_ENDED_AT_ONCE)
+        self.records.advance()
         for changed in self.records.take_changes():
             self.wakeups.wake(changed)
 

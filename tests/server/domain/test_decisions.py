@@ -131,7 +131,7 @@ def test_records_of_a_replaced_incarnation_end_with_its_last_lease() -> None:
     scene.publish()
     scene.grant()
     scene.registry.evict(P)
-    assert not scene.sources.recovering(P)
+    assert not scene.records.of_engine(P).recovering
     scene.wait(scene.times.ttl)
     with pytest.raises(EngineUnknown):
-        scene.sources.recovering(P)
+        scene.records.of_engine(P)

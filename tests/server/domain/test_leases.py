@@ -172,7 +172,7 @@ def test_renewals_after_a_rank_was_lost_are_revoked_except_for_waiting_readers(s
     waiting = scene.grant(2)
     scene.publish()
     lease = scene.grant()
-    scene.records.drain()
+    scene.records.draining = True
     scene.wait(5)
     scene.renew(lease)
     assert lease.revoked is RevokeReason.SOURCE_LOST
@@ -195,7 +195,7 @@ def test_renewals_pause_while_the_watch_of_the_source_is_lost(scene: Scene) -> N
 def test_a_draining_home_answers_renewals_and_takes_reports_and_grants_nothing(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    scene.records.drain()
+    scene.records.draining = True
     scene.wait(10)
     assert scene.renew(lease) == TIMES.ttl - 10
     assert scene.grant() is lease
@@ -461,7 +461,7 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     leases = [scene.grant(1, name=str(number)) for number in range(5 * MAX_ENDED_AT_ONCE)]
     alone = scene.grant(2)
     scene.clock.pass_by(TIMES.ttl)
-    scene.records.advance(MAX_ENDED_AT_ONCE)
+    scene.records.advance()
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
     assert scene.records.next_deadline() <= scene.clock.now()
@@ -472,7 +472,7 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
         scene.grant(1, name=str(5 * MAX_ENDED_AT_ONCE - 1))
     calls = 0
     while scene.records.next_deadline() <= scene.clock.now():
-        scene.records.advance(MAX_ENDED_AT_ONCE)
+        scene.records.advance()
         calls += 1
     assert calls <= 6
     assert {lease.state for lease in leases} == {LeaseState.EXPIRED}
@@ -502,5 +502,5 @@ def test_publication_that_is_due_counts_as_ended_before_the_timer_reaches_it() -
         scene.grant(last)
     with pytest.raises(PublicationReleased):
         scene.sources.unreleased(P, last - 1)
-    scene.records.advance()
+    scene.wait(0)
     assert sorted(number for number, _ in scene.told()) == list(range(1, 4 * MAX_ENDED_AT_ONCE))
