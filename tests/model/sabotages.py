@@ -470,14 +470,14 @@ def an_operator_ends_leases_at_once(patch: pytest.MonkeyPatch) -> None:
 
 @of_an_operator
 def eviction_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
-    original = Home.evict
+    original = registry.Registry.evict
 
-    def evict(self: Home, engine: EngineRef) -> None:
-        original(self, engine)
-        for lease in [lease for lease in self.records.leases() if lease.live and lease.publication.source == engine]:
-            self.records.end_lease(lease, LeaseState.EXPIRED, self.clock.now())
+    def evict(self: registry.Registry, ref: EngineRef) -> None:
+        original(self, ref)
+        for lease in [lease for lease in self._records.leases() if lease.live and lease.publication.source == ref]:
+            self._records.end_lease(lease, LeaseState.EXPIRED, self._clock.now())
 
-    patch.setattr(Home, "evict", evict)
+    patch.setattr(registry.Registry, "evict", evict)
 
 
 # A router's calls before a publication hold when it arrives, and calls of others about it do not count.

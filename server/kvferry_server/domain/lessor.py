@@ -47,9 +47,7 @@ class Lessor:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._times = records.times
-        self._limits = records.limits
-        self._memory = records.memory
+        self._times, self._limits, self._memory = records.times, records.limits, records.memory
         self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:

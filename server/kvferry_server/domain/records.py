@@ -272,15 +272,15 @@ class Records:
         """Note that one of a publication's deadlines may have moved earlier."""
         self._publication_deadlines.put(publication)
 
-    def changed(self, publication: PublicationRecord) -> None:
-        """Note that the waiting calls of a publication's readers must look again."""
-        self.changes.append(publication)
+    def changed(self, changed: Changed) -> None:
+        """Note that the calls that wait for a publication, read or feed must look again."""
+        self.changes.append(changed)
 
     def tell(self, life: Engine, event: PublicationRecord | RankLost) -> None:
         """Add an event to the Watch of an engine's scheduler."""
         if life.scheduler is not None:
             life.scheduler.push(event)
-            self.changes.append(life.scheduler)
+            self.changed(life.scheduler)
 
     def wake_waiting(self, engine: EnginePublications, name: str | None = None) -> None:
         """Note that the reads that wait for this router key (None: for any of the engine's) must look again."""

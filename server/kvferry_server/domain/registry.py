@@ -39,6 +39,7 @@ from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
 from kvferry_server.domain.steps import check_step
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
+from kvferry_server.domain.watch_feed import Process
 
 
 class _Retired:
@@ -107,9 +108,10 @@ class Registry:
         """Yield the engines that are not dead, ordered by engine_id."""
         return (self._engines[ref] for ref in sorted(self._engines) if not self._engines[ref].dead)
 
-    def get(self, ref: EngineRef) -> Engine | None:
-        """Return an engine that is alive or may come back; None: there is none."""
-        return self._engines.get(ref)
+    def has_feed(self, process: Process) -> bool:
+        """Whether a process has, or had, a Watch here."""
+        engine = self._engines.get(process.engine)
+        return engine is not None and process in engine.feeds
 
     def find(self, ref: EngineRef) -> Engine:
         """Return an engine that is alive or may come back.
@@ -205,8 +207,9 @@ class Registry:
             self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
 
     def evict(self, ref: EngineRef) -> None:
-        """End an incarnation for good, alive or not, as if another incarnation had taken its place. Idempotent. Raises
-        `EngineUnknown` or `HomeRecovering` if this home does not have it."""
+        """End an incarnation for good, for an operator, alive or not, as if another had taken its place: its
+        publications end, leases on them run out, and its Watches end. Idempotent. Raises `EngineUnknown` or
+        `HomeRecovering` if this home does not have it."""
         now = self.advance()
         if self._is_retired(ref):
             return
@@ -214,6 +217,9 @@ class Registry:
         if engine is None:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, {}, bad=True)
+        for feed in engine.feeds.values():
+            feed.evicted = True
+            self._records.changed(feed)
         self._forget(engine)
         self._retired.add(ref, now)
 

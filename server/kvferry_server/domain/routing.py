@@ -30,8 +30,7 @@ class Routing:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._times = records.times
-        self._memory = records.memory
+        self._times, self._memory = records.times, records.memory
         self._numbers = itertools.count(1)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:

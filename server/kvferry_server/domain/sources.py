@@ -7,7 +7,7 @@ restart).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from kvferry.errors import (
     EngineIncomplete,
@@ -36,9 +36,7 @@ class Sources:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._times = records.times
-        self._limits = records.limits
-        self._memory = records.memory
+        self._times, self._limits, self._memory = records.times, records.limits, records.memory
 
     # Publications.
 
@@ -106,9 +104,11 @@ class Sources:
             self._abort(publication, now)
         return publication
 
-    def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
+    def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
         """Forget released publications whose release the source acknowledges. Idempotent; other numbers are ignored."""
         engine, _ = self._records.begin(source)
+        if engine.life.scheduler is not None:
+            engine.life.scheduler.acknowledged(numbers)
         for number in numbers:
             publication = engine.publications.get(number)
             if publication is not None and publication.stage is PublicationStage.RELEASED:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Collection
 from contextlib import AbstractContextManager
 
 from kvferry._wire.reference import format_reference
@@ -115,7 +114,7 @@ class Home(AbstractContextManager[float]):
 
     def check_may_watch(self, process: Process) -> None:
         """Raise `ServerDraining` unless a process may open a Watch: in a drain, only processes that had one."""
-        if self.stopping or self._feed(process) is None:
+        if self.stopping or not self.engines.has_feed(process):
             self.check_not_draining()
 
     def check_not_draining(self) -> None:
@@ -127,7 +126,7 @@ class Home(AbstractContextManager[float]):
         memory, and as `Registry.open_engine` and `Registry.open_rank`."""
         is_scheduler = process.role is Role.SCHEDULER
         size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
-        if self._feed(process) is None:
+        if not self.engines.has_feed(process):
             self.memory.check(process.engine, size)
         if is_scheduler:
             engine = self.engines.open_engine(process.engine, secret, host)
@@ -145,23 +144,6 @@ class Home(AbstractContextManager[float]):
             self.engines.close_rank(process.engine, process.rank)
         else:
             self.engines.close_engine(process.engine)
-
-    def evict(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for an operator, within a turn: its publications end, leases on them run out,
-        its Watches end, and its engine_id is free. Idempotent. Raises as `Registry.evict`."""
-        engine = self.engines.get(ref)
-        feeds = list(engine.feeds.values()) if engine else []
-        self.engines.evict(ref)
-        for feed in feeds:
-            feed.evicted = True
-            self.wakeups.wake(feed)
-
-    def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
-        """Forget publications whose release their source acknowledges, within a turn."""
-        self.sources.acknowledge(source, numbers)
-        feed = self._feed(Process(source, Role.SCHEDULER))
-        if feed is not None:
-            feed.acknowledged(numbers)
 
     def reuse_after(self, engine: EngineRef) -> float:
         """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
@@ -211,7 +193,3 @@ class Home(AbstractContextManager[float]):
         self.records.advance()
         for changed in self.records.take_changes():
             self.wakeups.wake(changed)
-
-    def _feed(self, process: Process) -> Feed | None:
-        engine = self.engines.get(process.engine)
-        return engine.feeds.get(process) if engine else None
