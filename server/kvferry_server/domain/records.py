@@ -29,7 +29,7 @@ from kvferry_server.domain.publications import (
     PublicationStage,
 )
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
-from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, RouterKeys, WaitingRead
+from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, RankLost
 
@@ -199,6 +199,15 @@ class Records:
 
     # Adding.
 
+    def list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
+        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
+
+    def unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
+        listed = self.reads_by_source[source]
+        listed.remove(key)
+        if not listed:
+            del self.reads_by_source[source]
+
     def open(self, life: Engine, secret: bytes) -> None:
         """Note that an incarnation is alive. One without records here must send its snapshot."""
         if life.ref in self.engines:
@@ -214,7 +223,7 @@ class Records:
         engine = self.engines[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
         self.leases_by_number[lease.number] = lease
-        self._list_read(publication.source, (publication.number, lease.number), lease)
+        self.list_read(publication.source, (publication.number, lease.number), lease)
         engine.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
@@ -224,25 +233,6 @@ class Records:
             engine.waiting_reads.take(lease.request.holder)
         self._lease_deadlines.put(lease)
         self.journal.lease_granted(lease)
-
-    def add_waiting(self, waiting: WaitingRead) -> None:
-        self.journal.waiting += 1
-        waiting.budget.take(waiting.request.holder)
-        self.memory.take(waiting.sources[0], ROUTER_KEY_BYTES)
-        self._list_read(waiting.sources[0], (0, waiting.number), waiting)
-        for source in waiting.sources:
-            self.engines[source].router_keys.begin(waiting)
-
-    def remove_waiting(self, waiting: WaitingRead) -> None:
-        """Remove a read that has stopped waiting. To be called once. The engine may be gone."""
-        self.journal.waiting -= 1
-        waiting.budget.give(waiting.request.holder)
-        self.memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
-        self._unlist_read(waiting.sources[0], (0, waiting.number))
-        for source in waiting.sources:
-            engine = self.engines.get(source)
-            if engine is not None:
-                engine.router_keys.end(waiting)
 
     def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
         publication = engine.publications[number] = PublicationRecord(engine.source, number)
@@ -399,15 +389,6 @@ class Records:
             self._on_lease_due(lease, now)
         return self.leases_by_id.get(lease.lease_id)
 
-    def _list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
-        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
-
-    def _unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
-        listed = self.reads_by_source[source]
-        listed.remove(key)
-        if not listed:
-            del self.reads_by_source[source]
-
     def _settle(self, publication: PublicationRecord, now: float) -> None:
         """Release or forget a publication that has no live leases."""
         if publication.leases or publication.stage is PublicationStage.FORGOTTEN:
@@ -448,7 +429,7 @@ class Records:
             lease.forget_at = NEVER
             source = lease.publication.source
             self.lease_budget.give(source)
-            self._unlist_read(source, (lease.publication.number, lease.number))
+            self.unlist_read(source, (lease.publication.number, lease.number))
             if lease.publication.stage is PublicationStage.FORGOTTEN:
                 self.memory.give(source, lease.size)
 

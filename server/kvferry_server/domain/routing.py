@@ -56,7 +56,7 @@ class Routing:
         return replace(asked.request, read=read, key=self._records.key(publication))
 
     def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
-        """Note that a read waits, until `Records.remove_waiting`: `Changed` says when it must look again. Raises
+        """Note that a read waits, until `end_wait`: `Changed` says when it must look again. Raises
         `LimitReached` if, at each of the sources, too many reads of this caller wait for publications."""
         now, asked = self._records.advance(), routed.request
 
@@ -69,8 +69,25 @@ class Routing:
         first, budget = unless_all_refuse(sources, budget_with_room)[0]
         at = (first, *(other for other in sources if other != first))
         waiting = WaitingRead(next(self._numbers), at, routed.reference.router_key, asked, now, budget)
-        self._records.add_waiting(waiting)
+        self._records.journal.waiting += 1
+        budget.take(asked.holder)
+        self._memory.take(first, ROUTER_KEY_BYTES)
+        self._records.list_read(first, (0, waiting.number), waiting)
+        for source in at:
+            self._records.engines[source].router_keys.begin(waiting)
         return waiting
+
+    def end_wait(self, waiting: WaitingRead) -> None:
+        """Note that a read has stopped waiting. To be called once. Its engines may be gone."""
+        first = waiting.sources[0]
+        self._records.journal.waiting -= 1
+        waiting.budget.give(waiting.request.holder)
+        self._memory.give(first, ROUTER_KEY_BYTES)
+        self._records.unlist_read(first, (0, waiting.number))
+        for source in waiting.sources:
+            engine = self._records.engines.get(source)
+            if engine is not None:
+                engine.router_keys.end(waiting)
 
     def decline(
         self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False

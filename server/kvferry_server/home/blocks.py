@@ -101,7 +101,7 @@ async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until:
                 with home.turn():
                     found = home.routing.find(_living(home, sources), wanted)
     finally:
-        home.records.remove_waiting(waiting)
+        home.routing.end_wait(waiting)
     with home.turn():
         return home.routing.request(found, request)
 
