@@ -169,7 +169,7 @@ class Host:
         home = self.home
         home.check_not_draining()
         with home.turn():
-            home.register(registration, secret)
+            home.engines.register(registration, secret)
             return from_duration(to_duration(home.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:

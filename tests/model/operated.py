@@ -58,7 +58,7 @@ class OperatedMachine(Machine):
             elif what == "drain":
                 home.drain()
             elif what == "evict":
-                home.evict(world.source.ref)
+                home.engines.evict(world.source.ref)
         if what == "evict":
             # The operator restarts the engine at once, over the same memory.
             world.restart_source()

@@ -16,10 +16,10 @@ from kvferry._control.reader_lease import ReaderVerdict
 from kvferry.errors import PublicationReleased, PublicationStale, WrongSession
 from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain import lessor, registry, router_keys, routing, sources
+from kvferry_server.domain import lessor, records, registry, router_keys, routing, sources
 from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_publications import EnginePublications, Standing
+from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, ReportAnswer, RevokeReason, Verdict
@@ -90,22 +90,21 @@ def abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 
     def abort(self: sources.Sources, publication: PublicationRecord, now: float) -> None:
         original(self, publication, now)
-        _end_leases(self, publication, now)
+        _end_leases(self._records, publication, now)
 
     patch.setattr(sources.Sources, "_abort", abort)
 
 
 @sabotage
 def new_incarnation_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
-    original = sources.Sources.end_engine
+    original = records.Records.end_all
 
-    def end_engine(self: sources.Sources, source: EngineRef, standing: Standing, *reason: RevokeReason) -> None:
-        engine = self._records.of_engine(source)
-        original(self, source, standing, *reason)
+    def end_all(self: records.Records, engine: EnginePublications, reason: RevokeReason) -> None:
+        original(self, engine, reason)
         for publication in list(engine.publications.values()):
-            _end_leases(self, publication, self._records.advance())
+            _end_leases(self, publication, self.advance())
 
-    patch.setattr(sources.Sources, "end_engine", end_engine)
+    patch.setattr(records.Records, "end_all", end_all)
 
 
 @sabotage
@@ -437,7 +436,7 @@ def an_operators_abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 
     def withdraw(self: sources.Sources, source: EngineRef, number: int) -> PublicationRecord:
         publication = original(self, source, number)
-        _end_leases(self, publication, self._records.advance())
+        _end_leases(self._records, publication, self._records.advance())
         return publication
 
     patch.setattr(sources.Sources, "withdraw", withdraw)
@@ -471,14 +470,14 @@ def an_operator_ends_leases_at_once(patch: pytest.MonkeyPatch) -> None:
 
 @of_an_operator
 def eviction_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
-    original = Home.evict
+    original = registry.Registry.evict
 
-    def evict(self: Home, engine: EngineRef) -> None:
-        original(self, engine)
-        for lease in [lease for lease in self.records.leases() if lease.live and lease.publication.source == engine]:
-            self.records.end_lease(lease, LeaseState.EXPIRED, self.clock.now())
+    def evict(self: registry.Registry, ref: EngineRef) -> None:
+        original(self, ref)
+        for lease in [lease for lease in self._records.leases() if lease.live and lease.publication.source == ref]:
+            self._records.end_lease(lease, LeaseState.EXPIRED, self._clock.now())
 
-    patch.setattr(Home, "evict", evict)
+    patch.setattr(registry.Registry, "evict", evict)
 
 
 # A router's calls before a publication hold when it arrives, and calls of others about it do not count.
@@ -549,9 +548,9 @@ def _arrive_undeclined(
     engine.router_keys.arrived(publication, now)
 
 
-def _end_leases(self: sources.Sources, publication: PublicationRecord, now: float) -> None:
+def _end_leases(self: records.Records, publication: PublicationRecord, now: float) -> None:
     for lease in list(publication.leases):
-        self._records.end_lease(lease, LeaseState.EXPIRED, now)
+        self.end_lease(lease, LeaseState.EXPIRED, now)
 
 
 def _evict(self: registry.Registry, engine: Engine, now: float) -> None:

@@ -250,7 +250,7 @@ class World:
         over = host.withdrawn | {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
         for publication in records.publications():
             key = (publication.source, publication.number)
-            if publication.grantable and key in over and not host.home.sources.recovering(publication.source):
+            if publication.grantable and key in over and not records.engines[publication.source].recovering:
                 raise Violation(f"{publication} was released or aborted, and is offered again")
             self._check_declined(host, publication, now)
             for lease in publication.leases:
@@ -331,7 +331,7 @@ class World:
         if publications is None or left:
             raise Violation(f"R3: the home still has publications {left} of {ref}")
         engine = home.engines.find(ref)
-        own = home._feed_sizes[ref] + sum(rank.size for rank in engine.ranks.values()) + publications.numbers_size
+        own = engine.feed_bytes + sum(rank.size for rank in engine.ranks.values()) + publications.numbers_size
         keys = publications.router_keys
         waiting = sum(read.sources[0] == ref for read in keys.who_waits())
         own += ROUTER_KEY_BYTES * (len(keys._past) + len(keys._declined) + waiting)

@@ -11,16 +11,19 @@ from kvferry._wire.blocks_codec import runs_to_proto
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.blocks import BlockRuns
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
-from kvferry_server.domain.records import Records, Released
+from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.watch_feed import Feed, Process, Role
 
 SECRETS: dict[EngineRef, bytes] = {}
 """Session secrets of the engines here."""
@@ -115,17 +118,33 @@ class Scene:
     records: Records
     sources: Sources
     lessor: Lessor
+    registry: Registry
+    engine: Engine
+    feed: Feed
     times: Times
 
     def __init__(self, times: Times = TIMES, limits: Limits | None = None, recovering: bool = False) -> None:
         self.clock, self.times = FakeClock(), times
         self.records = Records(self.clock, times, limits or Limits())
         self.sources, self.lessor = Sources(self.records), Lessor(self.records)
-        self.sources.open(P, SECRETS[P])
+        self.registry = Registry(self.records)
+        self.engine = self.open(P)
+        scheduler = Process(P, Role.SCHEDULER)
+        self.feed = self.engine.feeds[scheduler] = Feed(scheduler, kept=100_000)
+        self._seen = 0
         if not recovering:
             self.sources.begin_snapshot(P)
             self.sources.end_snapshot(P, 0)
-        self.sources.set_groups(P, GROUPS)
+        self.engine.groups = {group.name: group for group in GROUPS}
+
+    def open(self, ref: EngineRef) -> Engine:
+        """Open the scheduler's Watch of an engine."""
+        return self.registry.open_engine(ref, SECRETS[ref])
+
+    def lose(self, ref: EngineRef = P) -> None:
+        """The Watch of an engine is lost until the engine counts as dead."""
+        self.registry.close_engine(ref)
+        self.wait(self.times.engine_ttl)
 
     def publish(self, number: int = 1, step: int = 0, source: EngineRef = P, **changes: Any) -> PublicationRecord:
         return self.sources.publish(source, offer(number, step, **changes))
@@ -145,16 +164,21 @@ class Scene:
     def wait(self, seconds: float) -> None:
         """Time passes, and the timers fire as they become due."""
         until = self.clock.time + seconds
-        while self.records.next_deadline() <= until:
-            self.clock.time = max(self.clock.time, self.records.next_deadline())
-            self.records.advance()
+        while (due := min(self.records.next_deadline(), self.registry.next_deadline())) <= until:
+            self.clock.time = max(self.clock.time, due)
+            self._advance()
         self.clock.time = until
-        self.records.advance()
+        self._advance()
 
     def told(self) -> list[tuple[int, PublicationOutcome | None]]:
         """Releases told since the last call."""
-        effects = self.records.take_effects()
-        return [(e.publication.number, e.publication.outcome) for e in effects if isinstance(e, Released)]
+        told = [numbered.event for numbered in self.feed.after(self._seen)]
+        self._seen = self.feed.sequence
+        return [(event.number, event.outcome) for event in told if isinstance(event, PublicationRecord)]
+
+    def _advance(self) -> None:
+        self.registry.advance()
+        self.records.advance()
 
     def states(self, publication: PublicationRecord) -> list[LeaseState]:
         return [lease.state for lease in publication.reads]

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import EngineIncomplete
+from kvferry.geometry.model import Group
 from kvferry_server.domain.deadline_queue import NEVER
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
 from kvferry_server.domain.registrations import Registration
-from kvferry_server.domain.watch_feed import RankLost
+from kvferry_server.domain.watch_feed import Feed, Process, RankLost, Role
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One incarnation at its home. All times are seconds on the home's clock."""
+    """One incarnation at its home, also after it is `gone` while leases on its publications are live. All times are
+    seconds on the home's clock."""
 
     ref: EngineRef
     ttl: float  # seconds from the loss of a Watch until the engine, or the rank, counts as dead
     retire: float  # seconds for which a dead engine is remembered
     lost_at: float | None = None  # when the scheduler's Watch ended; None while the Watch is open
-    dead: bool = False  # the scheduler's Watch has been lost for `ttl`
+    dead: bool = False  # the scheduler's Watch has been lost for `ttl`; it may still come back and get its releases
+    # It was replaced, has stopped in order, or has been dead for `retire`: no process acknowledges a release any more.
+    gone: bool = False
+    feeds: dict[Process, Feed] = field(default_factory=dict)  # of its processes that have had a Watch
+    feed_bytes: int = 0
+    groups: Mapping[str, Group] | None = None  # by name; None until a rank has registered
     # Kept when a rank is lost, since it may not register other content.
     ranks: dict[int, Registration] = field(default_factory=dict)
     lost_ranks: set[int] = field(default_factory=set)  # registered ranks whose process is gone
@@ -37,6 +45,16 @@ class Engine:
     cache_bytes: int = 0  # of all ranks
     block_bytes: Counter[str] = field(default_factory=Counter)  # of one block of each group, over all ranks
     _description: EngineDescription | None = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether the scheduler's Watch is open."""
+        return self.lost_at is None and not self.gone
+
+    @property
+    def scheduler(self) -> Feed | None:
+        """The feed of the scheduler; None until it has had a Watch here."""
+        return self.feeds.get(Process(self.ref, Role.SCHEDULER))
 
     @property
     def first(self) -> Registration | None:
@@ -106,10 +124,18 @@ class Engine:
         """Add a rank's registration, or note that a lost rank is back."""
         if registration.rank not in self.ranks:
             self.ranks[registration.rank] = registration
+            self.groups = self.groups or {group.name: group for group in registration.groups}
             self.cache_bytes += registration.cache_bytes
             self.block_bytes.update(registration.block_bytes)
             self._description = None
         self.lost_ranks.discard(registration.rank)
+
+    def end(self) -> None:
+        """Note that the incarnation is gone. Only what live leases on its publications need is kept."""
+        self.gone, self.lost_at, self._description = True, None, None
+        self.ranks.clear()
+        self.rank_lost_at.clear()
+        self.feeds.clear()
 
     def due(self) -> float:
         """When the engine or a rank counts as dead, or when the dead engine is forgotten."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import hmac
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry._wire.authority import PublicationKeys, engine_key
 from kvferry.errors import HomeRecovering, PublicationStale, WrongKey
-from kvferry.geometry.model import Group
 from kvferry_server.domain.budgets import Budget
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_SKIPPED
 from kvferry_server.domain.ordered import Ordered
@@ -20,33 +19,17 @@ from kvferry_server.domain.router_keys import RouterKeys
 NUMBER_BYTES = 128  # Bytes that a remembered publication number takes in memory, estimated
 
 
-class Standing(enum.Enum):
-    """Whether an engine is alive, as far as its publications and leases are concerned."""
-
-    LIVE = "live"  # Its Watch is open
-    LOST = "lost"  # Its Watch is lost: nothing is granted or renewed, and nothing is cut short
-    DEAD = "dead"
-    """Its Watch has been lost for an engine_ttl: all its publications end. It may still come back and get their release
-    events."""
-    REPLACED = "replaced"
-    """Another incarnation took its place, or it has been dead for long: no process will acknowledge a release."""
-
-
 @dataclass(slots=True, eq=False)
 class EnginePublications:
     """The publications of one incarnation."""
 
-    source: EngineRef
+    life: Engine  # the incarnation: whether it is alive, and its ranks
     secret: bytes = field(repr=False)  # session secret, from which the keys of references are derived
     waiting_reads: Budget  # live leases on publications that have not arrived, by the reader's host
     router_keys: RouterKeys
     # The engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose records it lost, so
     # every engine sends a snapshot.
     recovering: bool = True
-    standing: Standing = Standing.LIVE
-    groups: Mapping[str, Group] | None = None  # by name; None until a rank has registered
-    block_bytes: Mapping[str, int] = field(default_factory=dict)  # bytes of one block of each group, over all ranks
-    lost_ranks: Collection[int] = ()  # registered ranks whose process is gone
     publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
     listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
     declined: set[PublicationRecord] = field(default_factory=set)  # those declined before they arrived
@@ -64,6 +47,10 @@ class EnginePublications:
         self._keys = PublicationKeys(self.secret)
 
     @property
+    def source(self) -> EngineRef:
+        return self.life.ref
+
+    @property
     def num_arrived(self) -> int:
         return len(self.listed)
 
@@ -72,7 +59,7 @@ class EnginePublications:
 
     def bytes_of(self, publication: PublicationRecord) -> int:
         """Return the bytes that an unreleased publication holds on all ranks that have registered."""
-        return sum(held.blocks * self.block_bytes.get(group, 0) for group, held in publication.extents.items())
+        return sum(held.blocks * self.life.block_bytes[group] for group, held in publication.extents.items())
 
     def key(self, number: int) -> bytes:
         """Return the key in the reference of a publication, arrived or not."""

@@ -12,16 +12,15 @@ from dataclasses import replace
 
 from kvferry.errors import (
     BadReference,
-    HomeRecovering,
     LeaseEnded,
     PublicationAborted,
     PublicationStale,
     ServerDraining,
 )
 from kvferry_server.domain.budgets import check_budget
-from kvferry_server.domain.engine_publications import EnginePublications, Standing
+from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
+from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import (
     LEASE_BYTES,
     PUBLICATION_BYTES,
@@ -48,9 +47,7 @@ class Lessor:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._times = records.times
-        self._limits = records.limits
-        self._memory = records.memory
+        self._times, self._limits, self._memory = records.times, records.limits, records.memory
         self._lease_numbers = itertools.count(1)
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
@@ -109,7 +106,7 @@ class Lessor:
 
     def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
         """Whether `lease_id` is that of the read's lease, live or ended."""
-        lease = self._records.lease_of_read(read, self._records.advance(MAX_ENDED_AT_ONCE))
+        lease = self._records.lease_of_read(read, self._records.advance())
         return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Lease:
@@ -123,7 +120,7 @@ class Lessor:
         if lease.live and lease.revoked is None:
             publication = lease.publication
             engine = self._records.of_engine(publication.source)
-            if engine.lost_ranks and publication.stage is not PublicationStage.AWAITED:
+            if engine.life.lost_ranks and publication.stage is not PublicationStage.AWAITED:
                 # The reader's network card reports no lost rank. A rank that is back before the renewal lost nothing.
                 self._records.revoke_lease(lease, RevokeReason.SOURCE_LOST)
             elif not self._records.draining:
@@ -212,7 +209,7 @@ class Lessor:
         """Stop renewals of a lease, for an operator, and advise its reader to stop. The lease ends by its time or by
         its reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
         Raises `LeaseEnded` if this home has no record of the lease."""
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        now = self._records.advance()
         lease = self._records.lease_of_number(source, lease_number, now)
         if lease is None:
             problem = f"this home has no lease {lease_number} on a publication of {source}"
@@ -245,15 +242,10 @@ class Lessor:
 
     def _still_published(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
         """Return a publication that is complete and not released, so that its bytes have not changed."""
-        publication = self._records.publication(engine, number, now)
-        if publication is None or publication.stage is PublicationStage.AWAITED:
-            engine.check_recovered()
-            engine.check_may_arrive(number, now - self._times.max_ttl)
-            problem = f"publication {number} of {engine.source} has not arrived yet"
-            raise HomeRecovering(problem, engine_id=engine.source.engine_id)
-        if publication.stage is PublicationStage.RELEASED or now >= publication.final_at:
+        publication = self._records.unreleased(engine, number, now)
+        if now >= publication.final_at:
             raise publication.refusal()
-        if engine.standing not in (Standing.LIVE, Standing.LOST) or engine.lost_ranks:
+        if engine.life.dead or engine.life.gone or engine.life.lost_ranks:
             raise PublicationAborted(
                 f"{publication}: its source is lost", engine_id=engine.source.engine_id, publication=number
             )
@@ -265,7 +257,7 @@ class Lessor:
 
     def _extend(self, lease: Lease, engine: EnginePublications, now: float) -> bool:
         """Extend a live lease to a ttl from now, within its limits. Returns whether its engine is live."""
-        publication, live = lease.publication, engine.standing is Standing.LIVE
+        publication, live = lease.publication, engine.life.watched
         awaited = publication.stage is PublicationStage.AWAITED
         latest = lease.granted_at + self._times.max_wait if awaited else publication.final_at
         if live:
@@ -277,7 +269,7 @@ class Lessor:
     def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> tuple[Lease | None, float]:
         """Act on what is due; return a lease of this reader (None: no record) and the present. Raises
         `WrongIdentity`."""
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        now = self._records.advance()
         lease = self._records.lease(lease_id, now)
         if lease is None or lease.request.read.reader != reader:
             return None, now

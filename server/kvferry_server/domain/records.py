@@ -9,14 +9,14 @@ place:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvferry.errors import EngineUnknown
+from kvferry.errors import EngineUnknown, HomeRecovering
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.deadline_queue import NEVER, DeadlineQueue
-from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications, Standing
+from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine_publications import NUMBER_BYTES, EnginePublications
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
@@ -29,29 +29,23 @@ from kvferry_server.domain.publications import (
     PublicationStage,
 )
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
-from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
+from kvferry_server.domain.router_keys import RouterKeys, WaitingRead
 from kvferry_server.domain.times import Times
+from kvferry_server.domain.watch_feed import Feed, RankLost
 
-Changed: TypeAlias = PublicationRecord | WaitingRead
-"""A publication, or a read under a router's key, whose waiting calls must look for news again."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Released:
-    """A release event for the source; repeated until the source acknowledges it."""
-
-    publication: PublicationRecord
+Changed: TypeAlias = PublicationRecord | WaitingRead | Feed
+"""A publication, a read under a router's key, or a feed, whose waiting calls must look for news again."""
 
 
 class Records:
     """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
-    however late the home's timer is. The home's other parts share `memory` and `journal`.
+    however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`.
     """
 
     def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
-        self.times, self.limits = times, limits
+        self.clock, self.times, self.limits = clock, times, limits
         self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
@@ -64,39 +58,34 @@ class Records:
         # publication 0.
         self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
         self.lease_budget = Budget(limits.leases)  # By source
+        # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
-        self.effects: list[Changed | Released] = []
-        self._clock = clock
+        self.changes: list[Changed] = []
         self._forgot_nothing_from = clock.now() + times.max_ttl
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
 
     # Time.
 
-    def advance(self, most: int | None = None) -> float:
-        """End and release what is due. Returns the present, in seconds on the home's clock. `most` limits how many
-        leases, and how many publications, are acted on (None: all); the others stay due, and looking one up still gives
-        its present state."""
-        now = self._clock.now()
+    def advance(self) -> float:
+        """End and release what is due: at most `MAX_ENDED_AT_ONCE` leases, and as many publications. The others stay
+        due, and looking one up still gives its present state. Returns the present, in seconds on the home's clock."""
+        now = self.clock.now()
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
-        self._lease_deadlines.advance(now, self._on_lease_due, most)
-        self._publication_deadlines.advance(now, self._on_publication_due, most)
+        self._lease_deadlines.advance(now, self._on_lease_due, MAX_ENDED_AT_ONCE)
+        self._publication_deadlines.advance(now, self._on_publication_due, MAX_ENDED_AT_ONCE)
         return now
 
     def settled(self, now: float) -> bool:
-        """Whether nothing is due and there are no effects since `take_effects`."""
-        return not self.effects and self.next_deadline() > now
+        """Whether nothing is due and nothing has changed since `take_changes`."""
+        return not self.changes and self.next_deadline() > now
 
     def next_deadline(self) -> float:
         return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
 
-    def take_effects(self) -> list[Changed | Released]:
-        effects, self.effects = self.effects, []
-        return effects
-
-    def drain(self) -> None:
-        """Grant, renew and accept no more (PROTOCOL, Leases 1). Reports, cancels and acknowledgements go on."""
-        self.draining = True
+    def take_changes(self) -> list[Changed]:
+        changes, self.changes = self.changes, []
+        return changes
 
     def knows_all_live(self, now: float) -> bool:
         """Whether every lease without a record here has ended: leases granted before a restart last for a max_ttl at
@@ -107,7 +96,7 @@ class Records:
 
     def begin(self, source: EngineRef) -> tuple[EnginePublications, float]:
         """Act on what is due; return an engine's publications and the present. Raises `EngineUnknown`."""
-        now = self.advance(MAX_ENDED_AT_ONCE)
+        now = self.advance()
         return self.of_engine(source), now
 
     def begin_with(self, source: EngineRef, number: int) -> tuple[EnginePublications, PublicationRecord | None, float]:
@@ -130,6 +119,24 @@ class Records:
         if publication is not None and publication.due() <= now:
             self._on_publication_due(publication, now)
         return engine.publications.get(number)
+
+    def unreleased(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
+        """Return a publication that has arrived and is not released, so that it may have readers.
+
+        Raises:
+            PublicationStale, PublicationReleased: there is no publication with this number any more.
+            HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
+        """
+        publication = self.publication(engine, number, now)
+        if publication is None or publication.stage is PublicationStage.AWAITED:
+            engine.check_recovered()
+            engine.check_may_arrive(number, now - self.times.max_ttl)
+            # A scheduler and its ranks call the home concurrently.
+            problem = f"publication {number} of {engine.source} has not arrived yet"
+            raise HomeRecovering(problem, engine_id=engine.source.engine_id)
+        if publication.stage is PublicationStage.RELEASED:
+            raise publication.refusal()
+        return publication
 
     def lease(self, lease_id: bytes, now: float) -> Lease | None:
         """Return a lease as of the present, even if `advance` has not acted on its deadline yet."""
@@ -192,12 +199,31 @@ class Records:
 
     # Adding.
 
+    def list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
+        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
+
+    def unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
+        listed = self.reads_by_source[source]
+        listed.remove(key)
+        if not listed:
+            del self.reads_by_source[source]
+
+    def open(self, life: Engine, secret: bytes) -> None:
+        """Note that an incarnation is alive. One without records here must send its snapshot."""
+        if life.ref in self.engines:
+            # It was gone, but leases on its publications are live.
+            self.engines[life.ref].life = life
+            return
+        leases, waits = Budget(self.limits.waiting_reads), Budget(self.limits.waiting_reads)
+        router_keys = RouterKeys(life.ref, self.memory, waits, Budget(self.limits.waiting_declines))
+        self.engines[life.ref] = EnginePublications(life, secret, leases, router_keys)
+
     def add_lease(self, lease: Lease) -> None:
         publication = lease.publication
         engine = self.engines[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
         self.leases_by_number[lease.number] = lease
-        self._list_read(publication.source, (publication.number, lease.number), lease)
+        self.list_read(publication.source, (publication.number, lease.number), lease)
         engine.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
@@ -208,29 +234,10 @@ class Records:
         self._lease_deadlines.put(lease)
         self.journal.lease_granted(lease)
 
-    def add_waiting(self, waiting: WaitingRead) -> None:
-        self.journal.waiting += 1
-        waiting.budget.take(waiting.request.holder)
-        self.memory.take(waiting.sources[0], ROUTER_KEY_BYTES)
-        self._list_read(waiting.sources[0], (0, waiting.number), waiting)
-        for source in waiting.sources:
-            self.engines[source].router_keys.begin(waiting)
-
-    def remove_waiting(self, waiting: WaitingRead) -> None:
-        """Remove a read that has stopped waiting. The engine may be gone."""
-        self.journal.waiting -= 1
-        waiting.budget.give(waiting.request.holder)
-        self.memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
-        self._unlist_read(waiting.sources[0], (0, waiting.number))
-        for source in waiting.sources:
-            engine = self.engines.get(source)
-            if engine is not None:
-                engine.router_keys.end(waiting)
-
     def add_awaited(self, engine: EnginePublications, number: int) -> PublicationRecord:
         publication = engine.publications[number] = PublicationRecord(engine.source, number)
         self.memory.take(engine.source, PUBLICATION_BYTES)
-        self.journal.moved(publication, None, self._clock.now())
+        self.journal.moved(publication, None, self.clock.now())
         return publication
 
     def arrive(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
@@ -255,13 +262,19 @@ class Records:
         """Note that one of a publication's deadlines may have moved earlier."""
         self._publication_deadlines.put(publication)
 
-    def changed(self, publication: PublicationRecord) -> None:
-        """Note that the waiting calls of a publication's readers must look again."""
-        self.effects.append(publication)
+    def changed(self, changed: Changed) -> None:
+        """Note that the calls that wait for a publication, read or feed must look again."""
+        self.changes.append(changed)
+
+    def tell(self, life: Engine, event: PublicationRecord | RankLost) -> None:
+        """Add an event to the Watch of an engine's scheduler."""
+        if life.scheduler is not None:
+            life.scheduler.push(event)
+            self.changed(life.scheduler)
 
     def wake_waiting(self, engine: EnginePublications, name: str | None = None) -> None:
         """Note that the reads that wait for this router key (None: for any of the engine's) must look again."""
-        self.effects.extend(engine.router_keys.who_waits(name))
+        self.changes.extend(engine.router_keys.who_waits(name))
 
     # Ending.
 
@@ -287,6 +300,18 @@ class Records:
         self.end_if_read(publication, now)
         self._settle(publication, now)
 
+    def end_all(self, engine: EnginePublications, reason: RevokeReason) -> None:
+        """End all publications of an engine that is dead or gone. Live leases end at the time they had anyway; their
+        readers get the reason."""
+        now = self.advance()
+        self.wake_waiting(engine)
+        for publication in list(engine.publications.values()):
+            self.abort(publication, reason, now)
+            unasked = publication.stage is PublicationStage.AWAITED and not publication.leases
+            if unasked or (publication.stage is PublicationStage.RELEASED and engine.life.gone):
+                self.forget(publication)
+        self.close_if_empty(engine)
+
     def end_if_read(self, publication: PublicationRecord, now: float) -> None:
         if publication.complete and publication.valid_reads >= publication.expected_reads:
             self.end(publication, PublicationOutcome.READ, now)
@@ -300,6 +325,11 @@ class Records:
         self.move(publication, PublicationStage.ENDING, now)
         self.changed(publication)
         self._settle(publication, now)
+
+    def abort(self, publication: PublicationRecord, reason: RevokeReason, now: float) -> None:
+        """End a publication whose source cannot hold it; its readers get the reason."""
+        self.revoke(publication, reason)
+        self.end(publication, PublicationOutcome.ABORTED, now)
 
     def revoke(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         """Mark the live leases of a publication as not renewable. They end at the time they had anyway."""
@@ -321,7 +351,7 @@ class Records:
             return
         engine = self.engines[publication.source]
         del engine.publications[publication.number]
-        now = self._clock.now()
+        now = self.clock.now()
         engine.router_keys.forgotten(publication, now, now + self.times.max_wait)
         engine.declined.discard(publication)
         if engine.snapshot is not None:
@@ -334,7 +364,7 @@ class Records:
             if engine.recovering:
                 engine.gone.add(publication.number)
                 size -= NUMBER_BYTES
-        self.move(publication, PublicationStage.FORGOTTEN, self._clock.now())
+        self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.source, size)
         self.close_if_empty(engine)
 
@@ -345,8 +375,8 @@ class Records:
         self.memory.take(engine.source, engine.numbers_size - numbers)
 
     def close_if_empty(self, engine: EnginePublications) -> None:
-        """Forget a replaced incarnation that has no publications left."""
-        if engine.standing is Standing.REPLACED and not engine.publications and engine.source in self.engines:
+        """Forget an incarnation that is gone and has no publications left."""
+        if engine.life.gone and not engine.publications and engine.source in self.engines:
             del self.engines[engine.source]
             engine.router_keys.close()
             self.memory.give(engine.source, engine.numbers_size)
@@ -358,15 +388,6 @@ class Records:
             # Twice, if the lease ended so long ago that its outcome is due to be forgotten as well.
             self._on_lease_due(lease, now)
         return self.leases_by_id.get(lease.lease_id)
-
-    def _list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
-        self.reads_by_source.setdefault(source, Ordered()).add(key, read)
-
-    def _unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
-        listed = self.reads_by_source[source]
-        listed.remove(key)
-        if not listed:
-            del self.reads_by_source[source]
 
     def _settle(self, publication: PublicationRecord, now: float) -> None:
         """Release or forget a publication that has no live leases."""
@@ -386,16 +407,16 @@ class Records:
         self.memory.give(engine.source, publication.size + checksum_bytes)
         publication.drop_steps()
         engine.checksum_bytes -= checksum_bytes
-        if engine.standing is Standing.REPLACED:
+        if engine.life.gone:
             # No process acknowledges this release: the blocks belong to the new incarnation, which waited for
             # `reuse_after`.
             self.forget(publication)
         else:
-            self._tell(publication, now)
+            self._tell_released(publication, now)
 
-    def _tell(self, publication: PublicationRecord, now: float) -> None:
+    def _tell_released(self, publication: PublicationRecord, now: float) -> None:
         publication.tell_again_at = now + self.times.max_ttl
-        self.effects.append(Released(publication))
+        self.tell(self.engines[publication.source].life, publication)
 
     def _on_lease_due(self, lease: Lease, now: float) -> None:
         if lease.live:
@@ -408,14 +429,14 @@ class Records:
             lease.forget_at = NEVER
             source = lease.publication.source
             self.lease_budget.give(source)
-            self._unlist_read(source, (lease.publication.number, lease.number))
+            self.unlist_read(source, (lease.publication.number, lease.number))
             if lease.publication.stage is PublicationStage.FORGOTTEN:
                 self.memory.give(source, lease.size)
 
     def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
         if publication.stage is PublicationStage.RELEASED:
-            if self.engines[publication.source].standing is Standing.LIVE:
-                self._tell(publication, now)
+            if self.engines[publication.source].life.watched:
+                self._tell_released(publication, now)
             publication.tell_again_at = now + self.times.max_ttl
         elif publication.grantable:
             final = now >= publication.final_at

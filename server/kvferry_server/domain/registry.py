@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvferry._wire.authority import incarnation_of
 from kvferry.errors import (
@@ -23,42 +22,24 @@ from kvferry.errors import (
     EngineUnknown,
     HomeRecovering,
     InvalidField,
+    KvferryError,
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
-from kvferry_server.domain.clock import Clock
+from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.deadline_queue import DeadlineQueue
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
-from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import LOCAL, Journal
-from kvferry_server.domain.limits import Limits, check_limit
+from kvferry_server.domain.journal import LOCAL
+from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.reads import RevokeReason
+from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
-from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, Times
-from kvferry_server.domain.watch_feed import RankLost
-
-
-@dataclass(frozen=True, slots=True)
-class EngineEnded:
-    """An incarnation is `DEAD`: the Watch of its scheduler has been lost for an engine_ttl; or `REPLACED`, so that it
-    cannot come back: it was replaced, has stopped in order, or has been dead for `retire`. Readers get the reason: an
-    engine that has stopped in order keeps its memory as it is until its leases have ended."""
-
-    engine: EngineRef
-    standing: Standing
-    reason: RevokeReason = RevokeReason.SOURCE_LOST
-
-
-@dataclass(frozen=True, slots=True)
-class RankDied:
-    """The Watch of a rank's process has been lost for an engine_ttl."""
-
-    engine: EngineRef
-    lost: RankLost
+from kvferry_server.domain.steps import check_step
+from kvferry_server.domain.times import RECOVERING_RETRY_AFTER
+from kvferry_server.domain.watch_feed import Process
 
 
 class _Retired:
@@ -95,28 +76,18 @@ class _Retired:
 
 
 class Registry:
-    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop. `memory` and `journal` are
-    those of the home; None: new ones."""
+    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop. The publications of an
+    engine, in the home's `records`, end with the engine."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        times: Times,
-        limits: Limits,
-        memory: MemoryBudget | None = None,
-        journal: Journal | None = None,
-    ) -> None:
-        self._clock = clock
-        self._journal = journal or Journal(clock)
-        self._times = times
-        self._limits = limits
-        self._memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
-        self._engines_by_host = Budget(limits.engines)
-        self._started = clock.now()
-        self._engines: dict[EngineRef, Engine] = {}
-        self._retired = _Retired(times.retire, limits.retired)
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._clock, self._times, self._limits = records.clock, records.times, records.limits
+        self._memory, self._journal = records.memory, records.journal
+        self._engines_by_host = Budget(self._limits.engines)
+        self._started = self._clock.now()
+        self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
+        self._retired = _Retired(self._times.retire, self._limits.retired)
         self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
-        self._effects: list[EngineEnded | RankDied] = []
 
     def advance(self) -> float:
         """Act on every deadline that has passed. Returns the present, in seconds on the home's clock."""
@@ -124,16 +95,8 @@ class Registry:
         self._deadlines.advance(now, self._on_due)
         return now
 
-    def settled(self, now: float) -> bool:
-        """Whether nothing is due and nothing has happened since `take_effects`."""
-        return not self._effects and self._deadlines.next_deadline() > now
-
     def next_deadline(self) -> float:
         return self._deadlines.next_deadline()
-
-    def take_effects(self) -> list[EngineEnded | RankDied]:
-        effects, self._effects = self._effects, []
-        return effects
 
     # Looking engines up.
 
@@ -144,6 +107,11 @@ class Registry:
     def engines(self) -> Iterator[Engine]:
         """Yield the engines that are not dead, ordered by engine_id."""
         return (self._engines[ref] for ref in sorted(self._engines) if not self._engines[ref].dead)
+
+    def has_feed(self, process: Process) -> bool:
+        """Whether a process has, or had, a Watch here."""
+        engine = self._engines.get(process.engine)
+        return engine is not None and process in engine.feeds
 
     def find(self, ref: EngineRef) -> Engine:
         """Return an engine that is alive or may come back.
@@ -220,6 +188,7 @@ class Registry:
                 self._retired.add(other.ref, now)
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref] = engine
+            self._records.open(engine, secret)
             self._journal.engine("engine_opened", ref, {"peer": host or LOCAL})
         elif engine.lost_at is not None:
             self._journal.engine("engine_back", ref, {"peer": host or LOCAL, "lost_s": now - engine.lost_at})
@@ -238,8 +207,9 @@ class Registry:
             self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
 
     def evict(self, ref: EngineRef) -> None:
-        """End an incarnation for good, alive or not, as if another incarnation had taken its place. Idempotent. Raises
-        `EngineUnknown` or `HomeRecovering` if this home does not have it."""
+        """End an incarnation for good, for an operator, alive or not, as if another had taken its place: its
+        publications end, leases on them run out, and its Watches end. Idempotent. Raises `EngineUnknown` or
+        `HomeRecovering` if this home does not have it."""
         now = self.advance()
         if self._is_retired(ref):
             return
@@ -247,6 +217,9 @@ class Registry:
         if engine is None:
             raise self._unknown(ref.engine_id)
         self._journal.engine("engine_evicted", ref, {}, bad=True)
+        for feed in engine.feeds.values():
+            feed.evicted = True
+            self._records.changed(feed)
         self._forget(engine)
         self._retired.add(ref, now)
 
@@ -299,7 +272,8 @@ class Registry:
         return self._check_registration(registration, secret).completed_by(registration)
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
-        """Register a rank's cache. Idempotent for the same content.
+        """Register a rank's cache. Idempotent for the same content. With the first rank come the engine's groups;
+        publications from an earlier snapshot are checked against them, and those that fail are aborted (R7).
 
         Raises:
             CacheDiffers: the rank, or its engine, was registered with other content.
@@ -316,7 +290,10 @@ class Registry:
             # The rank is back without a Watch: it has one engine_ttl to open a Watch.
             engine.rank_lost_at[registration.rank] = now
         back = registration.rank in engine.lost_ranks
+        first = engine.groups is None
         engine.add(registration)
+        if first:
+            self._check_publications(engine)
         self._deadlines.put(engine)
         if before is None or back:
             node, ranks = engine.nodes.get(registration.rank), engine.num_ranks
@@ -341,6 +318,15 @@ class Registry:
             raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine uses")
         self._memory.check(engine.ref, registration.size)
         return engine
+
+    def _check_publications(self, engine: Engine) -> None:
+        publications, now = self._records.begin(engine.ref)
+        for publication in list(publications.publications.values()):
+            try:
+                for step in publication.steps:
+                    check_step(engine.groups or {}, step)
+            except KvferryError:
+                self._records.abort(publication, RevokeReason.ABORTED, now)
 
     def _check_not_in_use(self, engine: Engine, now: float) -> None:
         """Raise `EngineIdInUse` if another incarnation may not take the engine_id from this one: unless this one is
@@ -367,11 +353,12 @@ class Registry:
     def _forget(self, engine: Engine, *, stopped: bool = False) -> None:
         del self._engines[engine.ref]
         self._comes_from(engine, "")
-        self._memory.give(engine.ref, sum(registration.size for registration in engine.ranks.values()))
-        engine.lost_at = None
-        engine.rank_lost_at.clear()
+        registered = sum(registration.size for registration in engine.ranks.values())
+        self._memory.give(engine.ref, registered + engine.feed_bytes)
+        engine.end()
+        # An engine that has stopped in order keeps its memory as it is until its leases have ended.
         reason = RevokeReason.ABORTED if stopped else RevokeReason.SOURCE_LOST
-        self._effects.append(EngineEnded(engine.ref, Standing.REPLACED, reason))
+        self._records.end_all(self._records.of_engine(engine.ref), reason)
 
     def _is_retired(self, ref: EngineRef) -> bool:
         return self._retired.has(ref, self._clock.now())
@@ -405,14 +392,14 @@ class Registry:
             if rank in engine.ranks:
                 engine.lost_ranks.add(rank)
                 lost = engine.rank_lost(rank)
-                self._effects.append(RankDied(engine.ref, lost))
+                self._records.tell(engine, lost)
                 fields = {"rank": rank, "node": lost.node or None, "node_lost": lost.node_lost or None}
                 self._journal.engine("rank_lost", engine.ref, fields, bad=True)
         if engine.lost_at is None or engine.lost_at + engine.ttl > now:
             return
         if not engine.dead:
             engine.dead = True
-            self._effects.append(EngineEnded(engine.ref, Standing.DEAD))
+            self._records.end_all(self._records.of_engine(engine.ref), RevokeReason.SOURCE_LOST)
             self._journal.engine("engine_dead", engine.ref, {"lost_s": now - engine.lost_at}, bad=True)
         elif engine.lost_at + engine.ttl + engine.retire <= now:
             self._journal.engine("engine_forgotten", engine.ref, {})

@@ -11,7 +11,6 @@ from typing import TypeVar
 from kvferry.errors import KvferryError, LimitReached, NotPublished, PublicationReleased, ServerDraining, WrongKey
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE
 from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
 from kvferry_server.domain.records import Records
@@ -31,8 +30,7 @@ class Routing:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._times = records.times
-        self._memory = records.memory
+        self._times, self._memory = records.times, records.memory
         self._numbers = itertools.count(1)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
@@ -44,7 +42,7 @@ class Routing:
             PublicationReleased, NotPublished: the publication was released, declined before it arrived, or given up.
             HomeRecovering, ServerDraining: repeat the call later.
         """
-        found = self._find(sources, wanted, self._records.advance(MAX_ENDED_AT_ONCE))
+        found = self._find(sources, wanted, self._records.advance())
         if found is not None:
             return found
         if self._records.draining:
@@ -58,9 +56,9 @@ class Routing:
         return replace(asked.request, read=read, key=self._records.key(publication))
 
     def wait(self, sources: Sequence[EngineRef], routed: RoutedRequest) -> WaitingRead:
-        """Note that a read waits, until `end_wait`: `Changed` says when it must look again. Raises `LimitReached` if,
-        at each of the sources, too many reads of this caller wait for publications."""
-        now, asked = self._records.advance(MAX_ENDED_AT_ONCE), routed.request
+        """Note that a read waits, until `end_wait`: `Changed` says when it must look again. Raises
+        `LimitReached` if, at each of the sources, too many reads of this caller wait for publications."""
+        now, asked = self._records.advance(), routed.request
 
         def budget_with_room(source: EngineRef) -> tuple[EngineRef, Budget]:
             budget = self._records.of_engine(source).router_keys.waits
@@ -71,12 +69,25 @@ class Routing:
         first, budget = unless_all_refuse(sources, budget_with_room)[0]
         at = (first, *(other for other in sources if other != first))
         waiting = WaitingRead(next(self._numbers), at, routed.reference.router_key, asked, now, budget)
-        self._records.add_waiting(waiting)
+        self._records.journal.waiting += 1
+        budget.take(asked.holder)
+        self._memory.take(first, ROUTER_KEY_BYTES)
+        self._records.list_read(first, (0, waiting.number), waiting)
+        for source in at:
+            self._records.engines[source].router_keys.begin(waiting)
         return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
-        """Note that a read has stopped waiting. To be called once."""
-        self._records.remove_waiting(waiting)
+        """Note that a read has stopped waiting. To be called once. Its engines may be gone."""
+        first = waiting.sources[0]
+        self._records.journal.waiting -= 1
+        waiting.budget.give(waiting.request.holder)
+        self._memory.give(first, ROUTER_KEY_BYTES)
+        self._records.unlist_read(first, (0, waiting.number))
+        for source in waiting.sources:
+            engine = self._records.engines.get(source)
+            if engine is not None:
+                engine.router_keys.end(waiting)
 
     def decline(
         self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable, *, not_published: bool = False
@@ -87,7 +98,7 @@ class Routing:
         With `not_published`, readers get the reason that the source's client has given the publication up. Raises
         `WrongKey`, and `LimitReached` if this caller has declined too many publications before they arrived.
         """
-        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        now = self._records.advance()
         full: LimitReached | None = None
         for source in sources:
             # Sources are tried separately: a repeated call must reach a source whose budget was full before.

@@ -1,5 +1,5 @@
-"""The sources of a home: calls of engines on their publications, and the end of these when engines come and go
-(PROTOCOL, What the source promises, Endings, Home restart).
+"""The sources of a home: calls of engines on their publications (PROTOCOL, What the source promises, Endings, Home
+restart).
 
     publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
     read or declined early ─► AWAITED ─┘          read as often as expected, declined, aborted, unread, final
@@ -7,22 +7,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from kvferry.errors import (
     EngineIncomplete,
-    HomeRecovering,
     InvalidField,
-    KvferryError,
     PublicationStale,
     ServerDraining,
 )
-from kvferry.geometry.model import Group
-from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.checksum_pages import ChecksumPage
-from kvferry_server.domain.engine_publications import EnginePublications, Standing
+from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
+from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
     PublicationOutcome,
@@ -32,7 +28,6 @@ from kvferry_server.domain.publications import (
 )
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
-from kvferry_server.domain.router_keys import RouterKeys
 from kvferry_server.domain.steps import PublicationStep, check_step
 
 
@@ -41,56 +36,7 @@ class Sources:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._times = records.times
-        self._limits = records.limits
-        self._memory = records.memory
-
-    # Engines come and go.
-
-    def open(self, source: EngineRef, secret: bytes) -> None:
-        """Note that an incarnation's Watch is open. An incarnation without records here must send its snapshot."""
-        self._records.advance(MAX_ENDED_AT_ONCE)
-        if source not in self._records.engines:
-            leases, waits = Budget(self._limits.waiting_reads), Budget(self._limits.waiting_reads)
-            router_keys = RouterKeys(source, self._memory, waits, Budget(self._limits.waiting_declines))
-            self._records.engines[source] = EnginePublications(source, secret, leases, router_keys)
-        self._records.engines[source].standing = Standing.LIVE
-
-    def lose(self, source: EngineRef) -> None:
-        """Note that an engine's Watch is lost: its leases are not renewed until it is back."""
-        self._records.of_engine(source).standing = Standing.LOST
-
-    def end_engine(
-        self, source: EngineRef, standing: Standing, reason: RevokeReason = RevokeReason.SOURCE_LOST
-    ) -> None:
-        """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end at the time they had
-        anyway; their readers get the reason."""
-        engine, now = self._records.begin(source)
-        engine.standing = standing
-        self._records.wake_waiting(engine)
-        for publication in list(engine.publications.values()):
-            self._records.revoke(publication, reason)
-            if publication.stage is not PublicationStage.AWAITED:
-                self._records.end(publication, PublicationOutcome.ABORTED, now)
-            elif not publication.leases:
-                self._records.forget(publication)
-            if publication.stage is PublicationStage.RELEASED and standing is Standing.REPLACED:
-                self._records.forget(publication)
-        self._records.close_if_empty(engine)
-
-    def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
-        """Set the engine's groups, which its first rank has registered. Publications from an earlier snapshot are
-        checked now; those that fail are aborted (R7)."""
-        engine, now = self._records.begin(source)
-        if engine.groups is not None:
-            return
-        engine.groups = {group.name: group for group in groups}
-        for publication in list(engine.publications.values()):
-            try:
-                for step in publication.steps:
-                    check_step(engine.groups, step)
-            except KvferryError:
-                self._abort(publication, now)
+        self._times, self._limits, self._memory = records.times, records.limits, records.memory
 
     # Publications.
 
@@ -158,9 +104,11 @@ class Sources:
             self._abort(publication, now)
         return publication
 
-    def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
+    def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
         """Forget released publications whose release the source acknowledges. Idempotent; other numbers are ignored."""
         engine, _ = self._records.begin(source)
+        if engine.life.scheduler is not None:
+            engine.life.scheduler.acknowledged(numbers)
         for number in numbers:
             publication = engine.publications.get(number)
             if publication is not None and publication.stage is PublicationStage.RELEASED:
@@ -169,21 +117,9 @@ class Sources:
     # Checksums.
 
     def unreleased(self, source: EngineRef, number: int) -> PublicationRecord:
-        """Return a publication that has arrived and is not released, so that it may have readers.
-
-        Raises:
-            PublicationStale, PublicationReleased: there is no publication with this number any more.
-            HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
-        """
-        engine, publication, now = self._records.begin_with(source, number)
-        if publication is None or publication.stage is PublicationStage.AWAITED:
-            engine.check_recovered()
-            engine.check_may_arrive(number, now - self._times.max_ttl)
-            # A scheduler and its ranks call the home concurrently.
-            raise HomeRecovering(f"publication {number} of {source} has not arrived yet", engine_id=source.engine_id)
-        if publication.stage is PublicationStage.RELEASED:
-            raise publication.refusal()
-        return publication
+        """Return a publication that has arrived and is not released. Raises as `Records.unreleased`."""
+        engine, now = self._records.begin(source)
+        return self._records.unreleased(engine, number, now)
 
     def add_checksums(self, source: EngineRef, number: int, page: ChecksumPage) -> None:
         """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent. Raises
@@ -199,9 +135,6 @@ class Sources:
         engine.checksum_bytes += page.size
 
     # Snapshots.
-
-    def recovering(self, source: EngineRef) -> bool:
-        return self._records.of_engine(source).recovering
 
     def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
         """Begin a snapshot, in which the source names all that it holds published. `end_snapshot` must repeat the
@@ -236,8 +169,8 @@ class Sources:
                 # The earlier steps are in the snapshot, of which this home may have received a part.
                 engine.check_recovered()
         check_follows(publication, step)
-        if engine.groups is not None:
-            check_step(engine.groups, step)
+        if engine.life.groups is not None:
+            check_step(engine.life.groups, step)
         elif not engine.recovering:
             problem = f"no rank of {engine.source} has registered groups: register its caches before publishing"
             raise EngineIncomplete(problem, engine_id=engine.source.engine_id, missing_ranks="")
@@ -277,8 +210,7 @@ class Sources:
 
     def _abort(self, publication: PublicationRecord, now: float) -> None:
         reason = RevokeReason.NOT_PUBLISHED if publication.not_published else RevokeReason.ABORTED
-        self._records.revoke(publication, reason)
-        self._records.end(publication, PublicationOutcome.ABORTED, now)
+        self._records.abort(publication, reason, now)
 
     def _touch(self, engine: EnginePublications, publication: PublicationRecord, now: float) -> None:
         """Note that the source named a publication: it is part of the current snapshot; at a restarted home, it is not

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 
 from kvferry.errors import InvalidField
 
-RECOVERING_RETRY_AFTER = 0.25
-"""Retry delay, in seconds, while a home waits for its engines after a restart."""
+RECOVERING_RETRY_AFTER = 0.25  # Retry delay, in seconds, while a home waits for its engines after a restart
 
 
 @dataclass(frozen=True, slots=True)

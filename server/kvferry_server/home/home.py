@@ -1,7 +1,7 @@
 """The home: engines, publications, leases and feeds on one clock, and the loop that acts on their deadlines.
 
 Every access is a turn, `with home.turn(): ...`. It first acts on deadlines that have passed; then the caller uses
-`engines`, `sources`, `lessor` or `records`; at the end the effects are passed on to feeds and waiting calls. Between
+`engines`, `sources`, `lessor` or `records`; at the end the calls that wait for what has changed are woken. Between
 turns nothing is pending, so these only see settled states.
 """
 
@@ -10,22 +10,18 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Collection
 from contextlib import AbstractContextManager
 
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2
 from kvferry_server.domain.clock import Clock
-from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
-from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
+from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.records import Records, Released
-from kvferry_server.domain.registrations import Registration
-from kvferry_server.domain.registry import RankDied, Registry
+from kvferry_server.domain.records import Records
+from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Times
@@ -49,17 +45,14 @@ class Home(AbstractContextManager[float]):
         # To be used within a `turn`.
         self.records = Records(clock, times, self.limits)
         self.memory, self.journal = self.records.memory, self.records.journal
-        self.engines = Registry(clock, times, self.limits, self.memory, self.journal)
+        self.engines = Registry(self.records)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.routing = Routing(self.records)
         self.time_slices = TimeSlices()
         self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
-        self.draining = False  # No new work is accepted
         self.stopping = False  # The node server is about to end, and Watches with it
         self._started = clock.now()
-        self._feeds: dict[Process, Feed] = {}
-        self._feed_sizes: dict[EngineRef, int] = {}
         self._driver = Waker()
         self._sleeps_until = -math.inf
 
@@ -96,13 +89,13 @@ class Home(AbstractContextManager[float]):
         blocks again after the restart, without readers. Idempotent."""
         if self.draining:
             return
-        self.draining = True
+        self.records.draining = True
         live = sum(self.journal.live_leases.values())
         pinned = len(self.journal.pinned)
         self.journal.events.write(logging.INFO, "draining", {"live_leases": live, "pinned": pinned})
-        self.records.drain()
-        for feed in self._feeds.values():
-            feed.push(Draining())
+        for engine in self.engines.all_engines():
+            for feed in engine.feeds.values():
+                feed.push(Draining())
         self.wakeups.wake_all()
 
     def end_watches(self) -> None:
@@ -111,12 +104,17 @@ class Home(AbstractContextManager[float]):
         self.wakeups.wake_all()
 
     @property
+    def draining(self) -> bool:
+        """Whether no new work is accepted."""
+        return self.records.draining
+
+    @property
     def uptime(self) -> float:
         return self.clock.now() - self._started
 
     def check_may_watch(self, process: Process) -> None:
         """Raise `ServerDraining` unless a process may open a Watch: in a drain, only processes that had one."""
-        if self.stopping or process not in self._feeds:
+        if self.stopping or not self.engines.has_feed(process):
             self.check_not_draining()
 
     def check_not_draining(self) -> None:
@@ -128,54 +126,24 @@ class Home(AbstractContextManager[float]):
         memory, and as `Registry.open_engine` and `Registry.open_rank`."""
         is_scheduler = process.role is Role.SCHEDULER
         size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
-        if process not in self._feeds:
+        if not self.engines.has_feed(process):
             self.memory.check(process.engine, size)
         if is_scheduler:
             engine = self.engines.open_engine(process.engine, secret, host)
-            # A replaced incarnation ends before its successor opens.
-            self.settle()
-            self.sources.open(engine.ref, secret)
         else:
-            self.engines.open_rank(process.engine, secret, process.rank, process.node)
-        feed = self._feeds.get(process)
-        if feed is None:
-            feed = self._feeds[process] = Feed(process, self.limits.watch_queue)
+            engine = self.engines.open_rank(process.engine, secret, process.rank, process.node)
+        if process not in engine.feeds:
+            engine.feeds[process] = Feed(process, self.limits.watch_queue)
+            engine.feed_bytes += size
             self.memory.take(process.engine, size)
-            self._feed_sizes[process.engine] = self._feed_sizes.get(process.engine, 0) + size
-        return feed
+        return engine.feeds[process]
 
     def close_watch(self, process: Process) -> None:
         """Note that a process's Watch ended and that no newer one took over; within a turn."""
         if process.role is Role.RANK:
             self.engines.close_rank(process.engine, process.rank)
-        elif process in self._feeds:
+        else:
             self.engines.close_engine(process.engine)
-            self.sources.lose(process.engine)
-
-    def evict(self, engine: EngineRef) -> None:
-        """End an incarnation for good, for an operator, within a turn: its publications end, leases on them run out,
-        its Watches end, and its engine_id is free. Idempotent. Raises as `Registry.evict`."""
-        feeds = [feed for process, feed in self._feeds.items() if process.engine == engine]
-        self.engines.evict(engine)
-        self.settle()
-        for feed in feeds:
-            feed.evicted = True
-            self.wakeups.wake(feed)
-
-    def register(self, registration: Registration, secret: bytes) -> Engine:
-        """Register a rank's cache, within a turn. Raises as `Registry.register`."""
-        engine = self.engines.register(registration, secret)
-        self.sources.set_groups(registration.engine, registration.groups)
-        publications = self.records.of_engine(registration.engine)
-        publications.block_bytes, publications.lost_ranks = engine.block_bytes, engine.lost_ranks
-        return engine
-
-    def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
-        """Forget publications whose release their source acknowledges, within a turn."""
-        self.sources.acknowledge(source, numbers)
-        feed = self._feeds.get(Process(source, Role.SCHEDULER))
-        if feed is not None:
-            feed.acknowledged(numbers)
 
     def reuse_after(self, engine: EngineRef) -> float:
         """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
@@ -193,7 +161,7 @@ class Home(AbstractContextManager[float]):
     def need_resync(self, process: Process) -> bool:
         """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""
         if process.role is Role.SCHEDULER:
-            return self.sources.recovering(process.engine)
+            return self.records.of_engine(process.engine).recovering
         engine = self.engines.find(process.engine)
         return process.rank not in engine.ranks or process.rank in engine.lost_ranks
 
@@ -217,33 +185,11 @@ class Home(AbstractContextManager[float]):
         )
 
     def settle(self) -> None:
-        """Act on deadlines that have passed and pass on effects: begin or end a turn."""
+        """Act on deadlines that have passed and wake the calls that wait for what has changed: begin or end a turn."""
         now = self.clock.now()
-        if self.engines.settled(now) and self.records.settled(now):
+        if self.engines.next_deadline() > now and self.records.settled(now):
             return
         self.engines.advance()
-        for happened in self.engines.take_effects():
-            if isinstance(happened, RankDied):
-                self._push(Process(happened.engine, Role.SCHEDULER), happened.lost)
-                continue
-            self.sources.end_engine(happened.engine, happened.standing, happened.reason)
-            if happened.standing is Standing.REPLACED:
-                self._drop_feeds(happened.engine)
-        self.records.advance(MAX_ENDED_AT_ONCE)
-        for effect in self.records.take_effects():
-            if isinstance(effect, Released):
-                scheduler = Process(effect.publication.source, Role.SCHEDULER)
-                self._push(scheduler, effect.publication)
-            else:
-                self.wakeups.wake(effect)
-
-    def _push(self, process: Process, event: Event) -> None:
-        feed = self._feeds.get(process)
-        if feed is not None:
-            feed.push(event)
-            self.wakeups.wake(feed)
-
-    def _drop_feeds(self, engine: EngineRef) -> None:
-        for process in [process for process in self._feeds if process.engine == engine]:
-            del self._feeds[process]
-        self.memory.give(engine, self._feed_sizes.pop(engine, 0))
+        self.records.advance()
+        for changed in self.records.take_changes():
+            self.wakeups.wake(changed)

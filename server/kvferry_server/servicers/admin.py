@@ -86,7 +86,7 @@ class Admin(AdminServicer):
         with self._audited("EvictEngine", context, _named(request.engine.engine_id, request.engine.incarnation)):
             engine: EngineRef = checks.engine_ref("engine", request.engine)
             with home.turn() as now:
-                home.evict(engine)
+                home.engines.evict(engine)
                 leases, until = home.records.live_leases(engine)
         remaining = to_duration(max(0.0, until - now))
         return apb.EvictEngineResponse(home_epoch=home.epoch, leases=leases, leases_remaining=remaining)

@@ -55,7 +55,7 @@ class KVTransfer(KVTransferServicer):
             # become the last.
             await self._worker.run(host, size, whole.check_complete)
         with home.turn():
-            engine = home.register(registration, secret)
+            engine = home.engines.register(registration, secret)
             reuse_after = home.reuse_after(registration.engine)
         return pb.RegisterCacheResponse(
             home_epoch=home.epoch,

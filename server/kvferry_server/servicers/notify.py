@@ -144,7 +144,7 @@ def _acknowledge(home: Home, sender: EngineRef, message: pb.ReleasedAck) -> None
     if len(message.publications) > MAX_ACKNOWLEDGED:
         given, most = f"{len(message.publications)}", f"at most {MAX_ACKNOWLEDGED}"
         raise InvalidField("released_ack.publications", given, most)
-    home.acknowledge(sender, frozenset(message.publications))
+    home.sources.acknowledge(sender, frozenset(message.publications))
 
 
 def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:

@@ -6,11 +6,9 @@ import pytest
 
 from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
-from kvferry_server.domain.records import Released
 from tests.support.parties import D, E, P, Scene
 
 
@@ -69,10 +67,9 @@ def test_expiry_of_a_lease_wakes_its_waiting_call() -> None:
     scene = Scene()
     publication = scene.publish()
     scene.grant()
-    scene.records.take_effects()
+    scene.records.take_changes()
     scene.wait(scene.times.ttl)
-    woken = [effect for effect in scene.records.take_effects() if not isinstance(effect, Released)]
-    assert publication in woken
+    assert publication in scene.records.take_changes()
 
 
 def test_a_read_whose_outcome_is_forgotten_is_a_new_read() -> None:
@@ -133,8 +130,8 @@ def test_records_of_a_replaced_incarnation_end_with_its_last_lease() -> None:
     scene = Scene()
     scene.publish()
     scene.grant()
-    scene.sources.end_engine(P, Standing.REPLACED)
-    assert not scene.sources.recovering(P)
+    scene.registry.evict(P)
+    assert not scene.records.of_engine(P).recovering
     scene.wait(scene.times.ttl)
     with pytest.raises(EngineUnknown):
-        scene.sources.recovering(P)
+        scene.records.of_engine(P)

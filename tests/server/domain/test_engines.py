@@ -23,13 +23,15 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
 from kvferry_server.domain.reads import RevokeReason
+from kvferry_server.domain.records import Records
 from kvferry_server.domain.registrations import REGISTRATION_BYTES, Agent, Registration
-from kvferry_server.domain.registry import EngineEnded, RankDied, Registry
-from kvferry_server.domain.watch_feed import RankLost
+from kvferry_server.domain.registry import Registry
+from kvferry_server.domain.sources import Sources
+from kvferry_server.domain.watch_feed import Event, Feed, Process, RankLost, Role
 from tests.support.parties import (
     BASE,
     FULL,
@@ -39,6 +41,8 @@ from tests.support.parties import (
     FakeClock,
     P,
     agent_of,
+    ask,
+    offer,
     rank_geometry,
     registration,
     start,
@@ -52,17 +56,23 @@ class Scene:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.clock = FakeClock()
-        self.registry = Registry(self.clock, TIMES, limits or Limits())
+        self.records = Records(self.clock, TIMES, limits or Limits())
+        self.registry = Registry(self.records)
+        self.feed = Feed(Process(P, Role.SCHEDULER), kept=100)
         self.clock.pass_by(1000)
 
     def open(self, ref: EngineRef = P) -> bytes:
-        self.registry.open_engine(ref, SECRETS[ref])
+        engine = self.registry.open_engine(ref, SECRETS[ref])
+        if ref == P:
+            engine.feeds[self.feed.process] = self.feed
         return SECRETS[ref]
 
-    def wait(self, seconds: float) -> list[object]:
+    def wait(self, seconds: float) -> list[Event]:
+        """Return the events meanwhile for the scheduler of `P`."""
+        seen = self.feed.sequence
         self.clock.pass_by(seconds)
         self.registry.advance()
-        return list(self.registry.take_effects())
+        return [numbered.event for numbered in self.feed.after(seen)]
 
 
 @pytest.fixture
@@ -95,15 +105,19 @@ def test_incarnation_is_refused_while_another_is_watched_or_within_its_ttl(scene
         scene.open(P2)
     assert "registers with its token (token=...)" in str(caught.value)
     assert caught.value.retry_after == TIMES.engine_ttl
+    engine = scene.registry.find(P)
     scene.registry.close_engine(P)
     scene.wait(4)
     with pytest.raises(EngineIdInUse) as caught:
         scene.open(P2)
     assert caught.value.retry_after == TIMES.engine_ttl - 4
     assert caught.value.values["incarnation"] == P.incarnation.hex()
-    assert scene.wait(TIMES.engine_ttl - 4) == [EngineEnded(P, Standing.DEAD)]
+    assert not engine.dead
+    scene.wait(TIMES.engine_ttl - 4)
+    assert engine.dead
+    assert not engine.gone
     scene.open(P2)
-    assert scene.wait(0) == [EngineEnded(P, Standing.REPLACED)]
+    assert engine.gone
 
 
 def test_replaced_incarnation_is_refused_and_cannot_evict_the_live_one(scene: Scene) -> None:
@@ -143,15 +157,17 @@ def test_watch_that_is_back_in_time_changes_nothing(scene: Scene) -> None:
     scene.open()
     scene.registry.close_engine(P)
     scene.wait(TIMES.engine_ttl - 1)
-    scene.registry.open_engine(P, SECRETS[P])
-    assert scene.wait(100) == []
+    engine = scene.registry.open_engine(P, SECRETS[P])
+    scene.wait(100)
+    assert engine.watched
+    assert not engine.dead
 
 
 def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Scene) -> None:
     secret = scene.open()
     scene.registry.register(registration(), secret)
     scene.registry.close_engine(P)
-    assert scene.wait(TIMES.engine_ttl) == [EngineEnded(P, Standing.DEAD)]
+    scene.wait(TIMES.engine_ttl)
     with pytest.raises(EngineUnknown):
         scene.registry.find_live(P.engine_id)
     with pytest.raises(EngineIncomplete):
@@ -160,15 +176,19 @@ def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Sc
     engine = scene.registry.open_engine(P, SECRETS[P])
     engine.check_readable()
     scene.registry.close_engine(P)
-    assert scene.wait(TIMES.engine_ttl) == [EngineEnded(P, Standing.DEAD)]
-    assert scene.wait(TIMES.retire) == [EngineEnded(P, Standing.REPLACED)]
+    scene.wait(TIMES.engine_ttl)
+    assert engine.dead
+    scene.wait(TIMES.retire - 1)
+    assert not engine.gone
+    scene.wait(1)
+    assert engine.gone
     with pytest.raises(EngineUnknown):
         scene.registry.find(P)
 
 
 def test_unknown_engine_is_awaited_at_a_new_home() -> None:
     clock = FakeClock()
-    registry = Registry(clock, TIMES, Limits())
+    registry = Registry(Records(clock, TIMES, Limits()))
     with pytest.raises(HomeRecovering):
         registry.find(P)
     with pytest.raises(HomeRecovering):
@@ -329,7 +349,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.close_rank(P, 1)
     assert scene.wait(TIMES.engine_ttl - 1) == []
     engine.check_readable()
-    assert scene.wait(1) == [RankDied(P, RankLost(1, "", node_lost=False))]
+    assert scene.wait(1) == [RankLost(1, "", node_lost=False)]
     with pytest.raises(EngineIncomplete) as caught:
         engine.check_readable()
     assert caught.value.values["missing_ranks"] == "1"
@@ -339,7 +359,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.register(registration(rank=1, ranks=2), secret)
     engine.check_readable()
     # Without a Watch the rank ends after one ttl.
-    assert scene.wait(TIMES.engine_ttl) == [RankDied(P, RankLost(1, "", node_lost=False))]
+    assert scene.wait(TIMES.engine_ttl) == [RankLost(1, "", node_lost=False)]
 
 
 def test_a_rank_that_comes_back_in_time_is_not_lost(scene: Scene) -> None:
@@ -363,7 +383,7 @@ def test_watch_of_a_rank_that_the_engine_lacks_is_refused(scene: Scene) -> None:
 
 def test_refused_incarnation_retires_no_other() -> None:
     clock = FakeClock()
-    registry = Registry(clock, TIMES, Limits())
+    registry = Registry(Records(clock, TIMES, Limits()))
     # In a new home both incarnations live; then one of them is lost for long.
     for ref in (P, P2):
         registry.open_engine(ref, SECRETS[ref])
@@ -377,7 +397,7 @@ def test_refused_incarnation_retires_no_other() -> None:
 
 def test_a_successor_takes_the_place_of_its_predecessor_in_a_full_home() -> None:
     clock = FakeClock()
-    registry = Registry(clock, TIMES, Limits(engines=4))
+    registry = Registry(Records(clock, TIMES, Limits(engines=4)))
     clock.pass_by(1000)
     other = start("other", "o")
     for ref in (P, other):
@@ -414,9 +434,9 @@ def test_nodes_of_missing_ranks_are_named_and_so_are_lost_nodes(scene: Scene) ->
     for rank in (1, 2, 3):
         scene.registry.close_rank(P, rank)
     died = [
-        RankDied(P, RankLost(1, "one:1", node_lost=True)),
-        RankDied(P, RankLost(2, "two:1", node_lost=False)),
-        RankDied(P, RankLost(3, "", node_lost=False)),
+        RankLost(1, "one:1", node_lost=True),
+        RankLost(2, "two:1", node_lost=False),
+        RankLost(3, "", node_lost=False),
     ]
     assert scene.wait(TIMES.engine_ttl) == died
     with pytest.raises(EngineIncomplete, match=r"nodes: one:1, two:1; nodes lost: one:1$") as caught:
@@ -431,8 +451,8 @@ def test_nodes_of_missing_ranks_are_named_and_so_are_lost_nodes(scene: Scene) ->
         scene.registry.register(registration(rank=rank, ranks=5), secret)
         scene.registry.close_rank(P, rank)
     assert scene.wait(TIMES.engine_ttl) == [
-        RankDied(P, RankLost(1, "", node_lost=False)),
-        RankDied(P, RankLost(2, "two:1", node_lost=True)),
+        RankLost(1, "", node_lost=False),
+        RankLost(2, "two:1", node_lost=True),
     ]
 
 
@@ -511,8 +531,16 @@ def test_regions_of_a_registration_are_limited_by_the_cost_of_their_check(monkey
 def test_an_engine_that_retires_leaves_its_name_and_is_refused(scene: Scene) -> None:
     secret = scene.open()
     scene.registry.register(registration(), secret)
+    sources, engine = Sources(scene.records), scene.registry.find(P)
+    sources.begin_snapshot(P)
+    sources.publish(P, offer())
+    sources.end_snapshot(P, 1)
+    lease = Lessor(scene.records).grant(ask())
     scene.registry.retire(P)
-    assert scene.wait(0) == [EngineEnded(P, Standing.REPLACED, RevokeReason.ABORTED)]
+    assert engine.gone
+    assert not engine.ranks  # Their memory is given back, whatever lease is live.
+    assert lease.live
+    assert lease.revoked is RevokeReason.ABORTED
     scene.open(P2)
     with pytest.raises(PeerRestarted) as caught:
         scene.registry.retire(P)

@@ -95,8 +95,8 @@ def test_last_hundred_reads_are_kept() -> None:
 
 
 def test_expired_lease_is_logged_as_a_warning_with_its_ids(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
+    caplog.set_level(logging.INFO, EVENTS)
     scene.publish(1)
     lease = scene.grant(1)
     scene.wait(scene.times.ttl + 1)
@@ -116,8 +116,8 @@ def test_expired_lease_is_logged_as_a_warning_with_its_ids(caplog: pytest.LogCap
 
 
 def test_successful_requests_are_not_logged_at_info(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
+    caplog.set_level(logging.INFO, EVENTS)
     for number in range(1, 51):
         scene.publish(number)
         lease = scene.grant(number)
@@ -141,8 +141,8 @@ def test_successful_requests_are_not_logged_at_info(caplog: pytest.LogCaptureFix
 
 
 def test_warnings_of_one_kind_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
+    caplog.set_level(logging.INFO, EVENTS)
     for number in range(1, 101):
         scene.publish(number)
         scene.grant(number)
@@ -159,8 +159,8 @@ def test_warnings_of_one_kind_are_logged_at_a_bounded_rate(caplog: pytest.LogCap
 
 
 def test_refused_renewals_and_late_reports_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, EVENTS)
     scene = Scene()
+    caplog.set_level(logging.INFO, EVENTS)
     scene.publish(1)
     lease = scene.grant(1)
     scene.sources.abort(P, 1)

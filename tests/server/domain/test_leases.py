@@ -17,7 +17,6 @@ from kvferry.errors import (
     WrongIdentity,
     WrongKey,
 )
-from kvferry_server.domain.engine_publications import Standing
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
@@ -61,7 +60,7 @@ def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
     assert scene.renew(expired) == 0
     assert (expired.state, expired.expires) == (LeaseState.EXPIRED, expires)
     # Nor after the lease's source is gone.
-    scene.sources.end_engine(P, Standing.REPLACED)
+    scene.registry.evict(P)
     assert scene.renew(expired) == 0
     with pytest.raises(LeaseEnded):
         scene.lessor.renew(b"?" * 16, D)
@@ -140,12 +139,15 @@ def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> 
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
-@pytest.mark.parametrize("standing", [Standing.DEAD, Standing.REPLACED])
-def test_lease_is_not_shortened_by_the_end_of_its_source(scene: Scene, standing: Standing) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_lease_is_not_shortened_by_the_end_of_its_source(scene: Scene, gone: bool) -> None:
     scene.publish()
     lease = scene.grant()
     expires = lease.expires
-    scene.sources.end_engine(P, standing)
+    if gone:
+        scene.registry.evict(P)
+    else:
+        scene.lose()
     scene.wait(5)
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
@@ -156,7 +158,7 @@ def test_lease_and_publication_outlast_a_lost_rank(scene: Scene) -> None:
     publication = scene.publish()
     lease = scene.grant()
     expires = lease.expires
-    scene.records.of_engine(P).lost_ranks = {0}
+    scene.engine.lost_ranks.add(0)
     scene.wait(5)
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
@@ -166,11 +168,11 @@ def test_lease_and_publication_outlast_a_lost_rank(scene: Scene) -> None:
 
 def test_renewals_after_a_rank_was_lost_are_revoked_except_for_waiting_readers(scene: Scene) -> None:
     # A reader that has handshaken once asks for no agents again, and a home that drains has lost the rank as well.
-    scene.records.of_engine(P).lost_ranks = {0}
+    scene.engine.lost_ranks.add(0)
     waiting = scene.grant(2)
     scene.publish()
     lease = scene.grant()
-    scene.records.drain()
+    scene.records.draining = True
     scene.wait(5)
     scene.renew(lease)
     assert lease.revoked is RevokeReason.SOURCE_LOST
@@ -182,18 +184,18 @@ def test_renewals_after_a_rank_was_lost_are_revoked_except_for_waiting_readers(s
 def test_renewals_pause_while_the_watch_of_the_source_is_lost(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    scene.sources.lose(P)
-    scene.wait(10)
-    assert scene.renew(lease) == TIMES.ttl - 10
+    scene.registry.close_engine(P)
+    scene.wait(9)
+    assert scene.renew(lease) == TIMES.ttl - 9
     assert lease.revoked is None
-    scene.sources.open(P, SECRETS[P])
+    scene.open(P)
     assert scene.renew(lease) == TIMES.ttl
 
 
 def test_a_draining_home_answers_renewals_and_takes_reports_and_grants_nothing(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    scene.records.drain()
+    scene.records.draining = True
     scene.wait(10)
     assert scene.renew(lease) == TIMES.ttl - 10
     assert scene.grant() is lease
@@ -459,7 +461,7 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
     leases = [scene.grant(1, name=str(number)) for number in range(5 * MAX_ENDED_AT_ONCE)]
     alone = scene.grant(2)
     scene.clock.pass_by(TIMES.ttl)
-    scene.records.advance(MAX_ENDED_AT_ONCE)
+    scene.records.advance()
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
     assert scene.records.next_deadline() <= scene.clock.now()
@@ -470,7 +472,7 @@ def test_leases_that_are_due_count_as_ended_before_the_timer_reaches_them() -> N
         scene.grant(1, name=str(5 * MAX_ENDED_AT_ONCE - 1))
     calls = 0
     while scene.records.next_deadline() <= scene.clock.now():
-        scene.records.advance(MAX_ENDED_AT_ONCE)
+        scene.records.advance()
         calls += 1
     assert calls <= 6
     assert {lease.state for lease in leases} == {LeaseState.EXPIRED}
@@ -500,5 +502,5 @@ def test_publication_that_is_due_counts_as_ended_before_the_timer_reaches_it() -
         scene.grant(last)
     with pytest.raises(PublicationReleased):
         scene.sources.unreleased(P, last - 1)
-    scene.records.advance()
+    scene.wait(0)
     assert sorted(number for number, _ in scene.told()) == list(range(1, 4 * MAX_ENDED_AT_ONCE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,15 +24,11 @@ from kvferry.errors import (
 from kvferry.geometry.blocks import BlockRuns, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import publications
-from kvferry_server.domain.engine_publications import Standing
-from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
-from kvferry_server.domain.records import Records
-from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import PromptMark
-from tests.support.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
+from tests.support.parties import FULL, P2, SECRETS, TIMES, E, P, Scene, ask, blocks, key, offer, registration
 
 
 @pytest.fixture
@@ -120,9 +117,10 @@ def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
         scene.lessor.decline(P, 1, b"x" * 16)
     scene.lessor.decline(P, 1, key(1))
     scene.lessor.decline(P, 1, key(1))
+    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
     scene.sources.acknowledge(P, [1])
     scene.lessor.decline(P, 1, key(1))
-    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
+    assert not scene.told()
 
 
 def test_decline_before_its_publication_is_remembered(scene: Scene) -> None:
@@ -440,12 +438,10 @@ def test_mark_digests_are_not_in_a_repr(scene: Scene) -> None:
 
 
 def test_blocks_of_unregistered_groups_are_refused() -> None:
-    sources = Sources(Records(FakeClock(), TIMES, Limits()))
-    sources.open(P, SECRETS[P])
-    sources.begin_snapshot(P)
-    sources.end_snapshot(P, 0)
+    scene = Scene()
+    scene.engine.groups = None
     with pytest.raises(EngineIncomplete):
-        sources.publish(P, offer())
+        scene.publish()
 
 
 # Numbers.
@@ -619,19 +615,18 @@ def test_end_of_a_snapshot_that_this_home_saw_no_begin_of_is_refused() -> None:
 
 
 def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> None:
-    clock = FakeClock()
-    records = Records(clock, TIMES, Limits())
-    sources = Sources(records)
-    sources.open(P, SECRETS[P])
+    scene = Scene(recovering=True)
+    scene.engine.groups = None
+    sources = scene.sources
     sources.begin_snapshot(P)
     good = sources.publish(P, offer(1))
     bad = sources.publish(P, offer(2, groups=(blocks(start=FULL.num_blocks),)))
     sources.end_snapshot(P, 2)
-    sources.set_groups(P, GROUPS)
+    scene.registry.register(registration(), SECRETS[P])
     assert good.stage is PublicationStage.PUBLISHED
     assert bad.stage is PublicationStage.ENDING
     with pytest.raises(PublicationAborted):
-        Lessor(records).grant(ask(2))
+        scene.grant(2)
 
 
 # The source's end.
@@ -640,13 +635,25 @@ def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> N
 def test_dead_source_that_comes_back_gets_its_releases(scene: Scene) -> None:
     scene.publish(1)
     lease = scene.grant(2)
-    scene.sources.end_engine(P, Standing.DEAD)
+    scene.lose()
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     assert lease.live
-    scene.sources.open(P, SECRETS[P])
+    scene.open(P)
     assert [publication.number for publication in scene.records.released(P)] == [1]
     scene.wait(TIMES.ttl)
     scene.publish(2)
+
+
+def test_forgotten_source_that_comes_back_under_a_live_lease_gets_its_release() -> None:
+    scene = Scene(replace(TIMES, engine_ttl=2, retire=3))
+    scene.publish()
+    lease = scene.grant()
+    scene.lose()
+    scene.wait(3)
+    assert scene.engine.gone
+    scene.open(P)
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert [publication.number for publication in scene.records.released(P)] == [1]
 
 
 def test_releases_of_a_replaced_incarnation_are_not_sent(scene: Scene) -> None:
@@ -656,8 +663,8 @@ def test_releases_of_a_replaced_incarnation_are_not_sent(scene: Scene) -> None:
     scene.publish(3)
     lease = scene.grant(3)
     scene.told()
-    scene.sources.end_engine(P, Standing.REPLACED)
-    scene.sources.open(P2, SECRETS[P2])
+    scene.registry.evict(P)
+    scene.open(P2)
     assert scene.records.others_until(P2) == lease.expires
     assert [publication.number for publication in scene.records.publications()] == [3]
     assert scene.report(lease, 0).verdict is Verdict.VALID
@@ -668,11 +675,11 @@ def test_releases_of_a_replaced_incarnation_are_not_sent(scene: Scene) -> None:
 
 def test_publication_numbers_are_per_incarnation(scene: Scene) -> None:
     scene.publish(7)
-    scene.sources.end_engine(P, Standing.DEAD)
-    scene.sources.open(P2, SECRETS[P2])
+    scene.lose()
+    scene.open(P2)
     scene.sources.begin_snapshot(P2)
     scene.sources.end_snapshot(P2, 0)
-    scene.sources.set_groups(P2, GROUPS)
+    scene.registry.register(registration(P2), SECRETS[P2])
     scene.publish(1, source=P2)
     assert scene.lessor.grant(ask(1, source=P2)).live
 

@@ -28,7 +28,7 @@ def opened(home: Home) -> Feed:
     feed = home.open_watch(SCHEDULER, SECRETS[P])
     home.sources.begin_snapshot(P)
     home.sources.end_snapshot(P, 0)
-    home.register(registration(), SECRETS[P])
+    home.engines.register(registration(), SECRETS[P])
     return feed
 
 
@@ -135,7 +135,7 @@ async def test_a_rank_that_is_back_before_its_readers_ask_was_not_lost() -> None
         assert home.lessor.renew(other.lease_id, E).revoked is RevokeReason.SOURCE_LOST
     with home.turn():
         home.open_watch(rank, SECRETS[P])
-        home.register(registration(), SECRETS[P])
+        home.engines.register(registration(), SECRETS[P])
         late = home.lessor.grant(ask(reader=E, name="late"))
     clock.pass_by(1.0)
     with home.turn():

@@ -84,7 +84,6 @@ async def test_damaged_requests_end_in_a_typed_status(tmp_path: Path, method: st
     async with running(tmp_path) as node:
         with node.home.turn():
             node.home.engines.open_engine(P, SECRETS[P])
-            node.home.sources.open(P, SECRETS[P])
         await node.source(*snapshot())
         await node.register()
         await node.publish()

@@ -326,7 +326,6 @@ async def test_restarted_home_grants_anew_and_sends_all_steps(tmp_path: Path) ->
         assert isinstance(await raised(node.read(lease_id=old.accepted.lease_id, next_step=1)), KvferryError)
         with node.home.turn():
             node.home.engines.open_engine(P, SECRETS[P])
-            node.home.sources.open(P, SECRETS[P])
         await node.register()
         assert isinstance(await raised(node.read(lease_id=old.accepted.lease_id, next_step=1)), HomeRecovering)
         await node.source(*snapshot(publish_notification(last=False), high_water=1))

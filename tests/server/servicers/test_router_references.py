@@ -282,7 +282,7 @@ async def test_an_engine_that_is_evicted_ends_the_waits(node: Node) -> None:
     await node.register()
     read = await begin(node, made())
     with node.home.turn():
-        node.home.evict(P)
+        node.home.engines.evict(P)
     assert isinstance(await raised(read), PeerRestarted)
     await waiting_at(node, 0)
     assert node.home.memory.used == 0
