@@ -79,22 +79,20 @@ def together(parts: Sequence[Expansion]) -> Expansion:
 
 
 def expand(
-    lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
+    lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[Lane], needed: Mapping[str, GroupRequest]
 ) -> Expansion:
-    """The descriptors of the needed blocks, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
-    through staging memory."""
+    """The descriptors of the needed blocks, by group; see `ReadPlan.expand`. `staged` lanes go through staging
+    memory."""
     collector = _Collector(tables)
-    for index, lane in enumerate(lanes):
+    for lane in lanes:
         wanted = needed.get(lane.group.name)
         if wanted is None:
             continue
-        if index in staged:
+        if lane in staged:
             collector.add_staged(lane, segments(lane, wanted))
-            continue
-        if collector.add_stream(lane, wanted):
-            continue
-        for segment in segments(lane, wanted):
-            collector.add(index, lane, segment)
+        elif not collector.add_stream(lane, wanted):
+            for segment in segments(lane, wanted):
+                collector.add(lane, segment)
     return collector.result()
 
 
@@ -151,7 +149,7 @@ class _Collector:
         self.pieces += (edges - both) * len(lane.reads)
         return True
 
-    def add(self, index: int, lane: Lane, segment: Segment) -> None:
+    def add(self, lane: Lane, segment: Segment) -> None:
         rows = lane.rows(segment.cut)
         blocks = len(segment.source)
         self.pieces += rows.unfused * blocks
@@ -170,16 +168,14 @@ class _Collector:
             expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
             raise InvalidField("number of descriptors of one read", self.descriptors + count, expected)
         if count >= PREPARED_MIN_COUNT:
-            rest = self._add_prepared(index, lane, segment, rest)
+            rest = self._add_prepared(lane, segment, rest)
         if bool(rest.any()):
             self._add_raw(lane, rows, rest, segment.source, segment.destination, np.ones(1, np.int64))
 
-    def _add_prepared(
-        self, index: int, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.bool_]:
+    def _add_prepared(self, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Add the rows that are in a table; returns the others."""
         rest = rest.copy()
-        for found in self._tables.at(index, segment.cut):
+        for found in self._tables.at(lane, segment.cut):
             wanted = rest[found.rows]
             if not bool(wanted.any()):
                 continue

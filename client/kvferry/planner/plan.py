@@ -6,7 +6,7 @@ incarnation; `ReadPlan.expand` then turns the block ids of each request into des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -60,17 +60,17 @@ class ReadPlan:
     tables: Tables
 
     @cached_property
-    def staged(self) -> frozenset[int]:
-        """Indices of the lanes that go through staging memory."""
-        return frozenset(index for index, choice in enumerate(self.paths) if choice.path is Path.STAGED)
+    def staged(self) -> frozenset[Lane]:
+        """The lanes that go through staging memory."""
+        return frozenset(_lanes_by(Path.STAGED, self.lanes, self.paths))
 
     def choose_paths(self, rule: PathRule) -> ReadPlan:
         """The same plan with its paths chosen by another rule."""
         return self._of(self.reads, self.lanes, rule)
 
     def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
-        paths = tuple(choose_path(lane, rule) for lane in lanes)
-        return replace(self, reads=reads, lanes=lanes, paths=paths, rule=rule, tables=_tables(lanes, paths))
+        paths, tables = _paths_and_tables(lanes, rule)
+        return replace(self, reads=reads, lanes=lanes, paths=paths, rule=rule, tables=tables)
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class ReadPlan:
             reads = tuple(read for read in self.reads if read.destination.layer in wanted)
             lanes = self.lanes_of(reads)
             paths = tuple(choose_path(lane, self.rule) for lane in lanes)
-            tables = part_of_tables(self.tables, self._alike_lanes, lanes)
+            tables = part_of_tables(self.tables, self._alike_lanes)
             part = replace(self, reads=reads, lanes=lanes, paths=paths, tables=tables)
             if sum(1 + len(kept.reads) for kept in self._of_layers.values()) + len(reads) >= READS_KEPT:
                 self._of_layers.clear()
@@ -115,8 +115,8 @@ class ReadPlan:
         return part
 
     @cached_property
-    def _alike_lanes(self) -> Mapping[LaneKey, tuple[int, Lane]]:
-        return {lane.alike: (index, lane) for index, lane in enumerate(self.lanes)}
+    def _alike_lanes(self) -> Mapping[LaneKey, Lane]:
+        return {lane.alike: lane for lane in self.lanes}
 
     @cached_property
     def _of_layers(self) -> dict[frozenset[str], ReadPlan]:
@@ -223,15 +223,18 @@ def plan_read(
     lanes = build_lanes(covering.reads, _by_name(source), _by_name(destination))
     _check_size(lanes)
     rule = rule or PathRule()
-    paths = tuple(choose_path(lane, rule) for lane in lanes)
-    tables = _tables(lanes, paths)
+    paths, tables = _paths_and_tables(lanes, rule)
     return ReadPlan(source, destination, mine, covering.reads, covering.uncovered, lanes, paths, rule, tables)
 
 
-def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> Tables:
-    """Tables for the lanes that are read directly; staged rows are read by address."""
-    direct = frozenset(index for index, choice in enumerate(paths) if choice.path is Path.DIRECT)
-    return prepare_tables(lanes, direct)
+def _paths_and_tables(lanes: tuple[Lane, ...], rule: PathRule) -> tuple[tuple[PathChoice, ...], Tables]:
+    """The path of each lane, and tables for those that are read directly; staged rows are read by address."""
+    paths = tuple(choose_path(lane, rule) for lane in lanes)
+    return paths, prepare_tables(_lanes_by(Path.DIRECT, lanes, paths))
+
+
+def _lanes_by(path: Path, lanes: Iterable[Lane], paths: Iterable[PathChoice]) -> Iterator[Lane]:
+    return (lane for lane, choice in zip(lanes, paths, strict=True) if choice.path is path)
 
 
 def _by_name(engine: EngineGeometry) -> dict[str, Group]:

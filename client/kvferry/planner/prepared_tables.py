@@ -6,7 +6,7 @@ into another table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -49,28 +49,25 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The tables of a plan. `at` returns the positions of the rows of a cut of a lane, given the lane's index in the
-    plan; empty: in no table."""
+    """The tables of a plan. `at` returns the positions of the rows of a cut of a lane; empty: in no table."""
 
     tables: tuple[DescriptorTable, ...]
-    at: Callable[[int, Cut], tuple[TableRows, ...]]
+    at: Callable[[Lane, Cut], tuple[TableRows, ...]]
 
 
-def part_of_tables(
-    whole_tables: Tables, whole_lanes: Mapping[LaneKey, tuple[int, Lane]], lanes: Sequence[Lane]
-) -> Tables:
+def part_of_tables(whole_tables: Tables, whole_lanes: Mapping[LaneKey, Lane]) -> Tables:
     """The positions of the rows of a part of a plan in the tables of the whole plan: the part needs no tables of its
-    own, which NIXL would have to prepare. `whole_lanes` are the lanes of the whole plan, with their indices, by
-    `Lane.alike`; each lane of the part has reads of one of these."""
+    own, which NIXL would have to prepare. `whole_lanes` are the lanes of the whole plan by `Lane.alike`; each lane of
+    the part has reads of one of these."""
 
     # Computed when needed: most parts read too little for a table.
     @lru_cache(ROWS_KEPT)
-    def find(lane: int, cut: Cut) -> tuple[TableRows, ...]:
-        index, whole_lane = whole_lanes[lanes[lane].alike]
-        places = whole_tables.at(index, cut)
+    def find(lane: Lane, cut: Cut) -> tuple[TableRows, ...]:
+        whole_lane = whole_lanes[lane.alike]
+        places = whole_tables.at(whole_lane, cut)
         if not places:
             return ()
-        whole, rows = whole_lane.rows(cut), lanes[lane].rows(cut)
+        whole, rows = whole_lane.rows(cut), lane.rows(cut)
         order = np.argsort(whole.source)
         at = order[np.minimum(np.searchsorted(whole.source, rows.source, sorter=order), len(order) - 1)]
         # Rows that the whole plan has fused with rows of other layers are in no table.
@@ -124,13 +121,13 @@ class _Builder:
         return DescriptorTable(self._memory, source, destination, source_first, destination_first, self._entry_bytes)
 
 
-def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> Tables:
-    """The tables of the lanes whose indices are in `direct`; flat indices are checked here, once."""
+def prepare_tables(lanes: Iterable[Lane]) -> Tables:
+    """The tables of lanes that are read directly; flat indices are checked here, once."""
     builders: list[_Builder] = []
     current: dict[tuple[int, MemoryPair, int], int] = {}
-    places: dict[tuple[int, Cut], tuple[TableRows, ...]] = {}
-    for index, lane in enumerate(lanes):
-        for cut in recurring_cuts(lane) if index in direct else ():
+    places: dict[tuple[Lane, Cut], tuple[TableRows, ...]] = {}
+    for lane in lanes:
+        for cut in recurring_cuts(lane):
             rows = lane.rows(cut)
             found = []
             for length in np.unique(rows.length).tolist():
@@ -144,7 +141,7 @@ def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> Tables:
                     fitting, chosen = np.split(chosen, [builder.room(lane)])
                     firsts = builder.add(lane, rows.source[fitting], rows.destination[fitting])
                     found.append(TableRows(current[key], fitting, *firsts))
-            places[index, cut] = tuple(found)
+            places[lane, cut] = tuple(found)
     return Tables(tuple(builder.build() for builder in builders), lambda lane, cut: places.get((lane, cut), ()))
 
 
