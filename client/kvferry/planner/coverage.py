@@ -156,11 +156,8 @@ class Coverer:
         self._effort = 0
 
     def cover(self, rank: RankGeometry) -> Covering:
-        """Cover the planes of one destination rank.
-
-        Raises:
-            BadGeometry: two planes that the reads would write share a byte.
-        """
+        """Cover the planes of one destination rank; raises `BadGeometry` if two planes that the reads would write share
+        a byte."""
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
         mismatches: list[Mismatch] = []

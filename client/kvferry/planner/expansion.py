@@ -52,14 +52,9 @@ class SourceDescriptors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expansion:
-    """One request of one destination rank.
-
-    Attributes:
-        sources: by rising source rank; empty if there is nothing to read. Where layers are read separately, a rank may
-            have several.
-        pieces: contiguous pieces of single planes and blocks, before fusing and merging.
-        descriptors: descriptors after fusing and merging.
-    """
+    """One request of one destination rank. `sources`, by rising source rank, are empty if there is nothing to read;
+    where layers are read separately, a rank may have several. `pieces` are the contiguous pieces of single planes and
+    blocks before fusing and merging, `descriptors` those after it."""
 
     sources: tuple[SourceDescriptors, ...]
     pieces: int
@@ -103,7 +98,6 @@ class _Collector:
         self._tables = tables
         self._raw: dict[tuple[int, MemoryPair], list[tuple[Int64s, Int64s, Int64s]]] = {}
         self._prepared: dict[tuple[int, int], list[tuple[Indices, Indices]]] = {}
-        self._grids: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._staged: dict[int, list[StagedRead]] = {}
         self.pieces = 0
         self.descriptors = 0
@@ -182,9 +176,7 @@ class _Collector:
             # Neither sum can wrap: tables have fewer than 2**31 entries.
             source = found.source[wanted][:, None] + segment.source.astype(np.int32)
             destination = found.destination[wanted][:, None] + segment.destination.astype(np.int32)
-            key = lane.source_rank, found.table
-            self._prepared.setdefault(key, []).append((source.ravel(), destination.ravel()))
-            self._grids.setdefault(key, []).append((source.shape[0], source.shape[1]))
+            self._prepared.setdefault((lane.source_rank, found.table), []).append((source, destination))
             self.descriptors += source.size
             rest[found.rows[wanted]] = False
         return rest
@@ -208,10 +200,12 @@ class _Collector:
             columns = [np.concatenate(column).view(np.uint64) for column in zip(*parts, strict=True)]
             found.setdefault(rank, []).append(RawDescriptors(memory, *columns))
         for (rank, table), pairs in self._prepared.items():
-            source, destination = (np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*pairs, strict=True))
-            prepared = PreparedDescriptors(
-                self._tables.tables[table], source, destination, tuple(self._grids[rank, table])
+            source, destination = (
+                np.concatenate([grid.ravel() for grid in side]) if len(side) > 1 else side[0].ravel()
+                for side in zip(*pairs, strict=True)
             )
+            grids = tuple((len(grid), grid.shape[1]) for grid, _ in pairs)
+            prepared = PreparedDescriptors(self._tables.tables[table], source, destination, grids)
             found.setdefault(rank, []).append(prepared)
         sources = tuple(
             SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))

@@ -153,11 +153,7 @@ class Segment:
 
 
 def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
-    """The segments of a lane.
-
-    Raises:
-        InvalidField: the start lies inside tokens that may not be cut apart.
-    """
+    """The segments of a lane; raises `InvalidField` for a start inside tokens that may not be cut apart."""
     if lane.group.kind is GroupKind.STATE:
         # A request has one block of state, which belongs to one of the stripes.
         begin, end = lane.stripe.blocks(1)
@@ -183,10 +179,7 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
 
 def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
-
-    Raises:
-        InvalidField: see `segments`.
-    """
+    Raises the error of `segments`."""
     per_state, granule, token = lane.tokens_per_state, lane.granule, needed.begin
     if token < needed.required and _first_moved(lane, int(token // per_state)) < needed.floor:
         # The token that is not required cannot be moved alone. All stripes omit it, or they would not meet.

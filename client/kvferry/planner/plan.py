@@ -261,26 +261,18 @@ class RequestParts:
     Where the layers of some blocks are completed one after the other, a part has the layers that are complete. These
     layers are then ahead of the others, until all are complete. Replicas share each part among them, not the whole
     request, so that every part is read from all replicas.
-
-    Args:
-        plan: the rank's plan.
-        destination: the blocks to read into, by group.
-        tokens: the tokens asked, ``[a, b)``; None: all that the source publishes, which then publishes in one step.
-
-    Attributes:
-        granted: the blocks that the source has published so far, by group.
-
-    Raises:
-        InvalidField: a group is not of this engine.
     """
 
     def __init__(self, plan: ReadPlan, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> None:
+        """`tokens` as in `ReadPlan.expand`; if they are None, the source publishes in one step. Raises `InvalidField`
+        for a group that is not of this engine."""
         check_groups(plan.destination.groups, destination)
         self._plan = plan
         self._destination = destination
         self._tokens = token_range(tokens)
         self._begin, self._end = self._tokens or (0, 0)
         self.granted: dict[str, Blocks] = {}
+        """The blocks that the source has published so far, by group."""
         self._moved: dict[str, int] = {}
         """The first token of the next part, by group; absent: nothing of the group was read."""
         self._layers_ahead: frozenset[str] = frozenset()
@@ -290,16 +282,13 @@ class RequestParts:
         self._checked = False
 
     def next(self, steps: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> Expansion:
-        """The reads that are possible now and were not before.
+        """The reads that are possible now and were not before. Raises the errors of `ReadPlan.expand`, and
+        `InvalidField` if the last step has not come and no tokens were asked.
 
         Args:
             steps: the blocks that the source has published since the last call, by group; one step or several.
             unfinished: the blocks after these of which only some layers are complete now; None: there are none.
             last: whether the source publishes no more.
-
-        Raises:
-            InvalidField: the last step has not come, and no tokens were asked.
-            BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
         """
         self.granted = joined((self.granted, steps))
         if last:

@@ -33,13 +33,8 @@ RECURRING_BLOCKS = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableRows:
-    """The positions of a cut's rows in a table.
-
-    Attributes:
-        table: index of the table.
-        rows: indices of the rows within the cut, ``int64[r]``.
-        source, destination: flat index of each row's block 0, ``int32[r]``.
-    """
+    """The positions of a cut's rows in the table of index `table`: `rows` are indices within the cut, ``int64[r]``;
+    `source` and `destination` the flat index of each row's block 0, ``int32[r]``."""
 
     table: int
     rows: Int64s

@@ -22,15 +22,10 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 class Slabs:
     """Slabs that do not overlap, by rising address: ``uint64[n]`` each.
 
-    Where an axis of a plane, its units for example, steps further than from block to block, the same blocks occur
-    again and again in the slab: once per *cycle* of that axis.
-
-    Attributes:
-        begin, end: addresses.
-        stride: bytes from block to block.
-        window: bytes of each stride that belong to the block.
-        span: bytes from the first block to the end of the last, within one cycle.
-        cycles: (bytes of a cycle, used bytes of a cycle) of each such axis, the longest first.
+    Of the `stride` from block to block, `window` bytes belong to the block. Where an axis of a plane, its units for
+    example, steps further than from block to block, the same blocks occur again and again in the slab: once per *cycle*
+    of that axis. `span` is the bytes from the first block to the end of the last, within one cycle; `cycles` has
+    (bytes, used bytes) of a cycle of each such axis, the longest first.
     """
 
     begin: Addresses
