@@ -17,14 +17,11 @@ BlockIds: TypeAlias = npt.NDArray[np.int32]
 AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 MAX_BLOCKS = 1 << 24
-"""Blocks of one list; a request of 10**8 tokens at 16 tokens per block has fewer. Limits the ids that a peer's runs can
-expand to."""
-
+"""Blocks of one list: 10**8 tokens in blocks of 16 need fewer. Limits the ids that a peer's runs can expand to."""
 
 MAX_RUNS = 1 << 17
-"""Runs of block ids in one step of a publication, over all groups. Limits the cost of checking a step and of sending it
-to every reader. Enough for two million tokens in blocks of 16 of which no two are neighbours; more go into further
-steps."""
+"""Runs of block ids in one step of a publication, over all groups: two million tokens in blocks of 16 of which no two
+are neighbours. Limits the cost of checking a step and of sending it to every reader."""
 
 MAX_UNFINISHED = 1 << 17
 """Blocks, over all groups, of which some layers are complete. Each newly named layer costs another look at them."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from kvferry._arguments import integer, text
 from kvferry.errors import BadGeometry
@@ -71,6 +72,11 @@ def _head_width(layer: str, view: TensorView, heads: int) -> int:
     if integer("heads", heads) < 1 or width % heads:
         raise BadGeometry(f"layer {layer}", f"{heads} heads do not divide the content of {view.described}")
     return width // heads
+
+
+def _inside(page: TensorView, begin: int, shape: tuple[int, ...]) -> TensorView:
+    """Contiguous bytes of each page, from byte `begin` on; `page` has the axes (page, byte)."""
+    return replace(page, address=page.address + begin, shape=(page.shape[0], prod(shape))).merge_tail(1, shape)
 
 
 def vllm_attention(
@@ -195,12 +201,7 @@ def vllm_nvfp4(
                 (component, width - scale, 0),
                 (f"{component}_scale", scale, side - heads * tokens * scale),
             ):
-                cells = replace(
-                    page,
-                    address=page.address + begin + offset,
-                    shape=(page.shape[0], heads, tokens, size),
-                    strides=(page.strides[0], tokens * size, size, 1),
-                )
+                cells = _inside(page, begin + offset, (heads, tokens, size))
                 part = Part(name) if size != scale else Part(name, format=scales, token_granule=0)
                 found += planes_of_tensor(cells, ("block", "head", "token", "content"), group, layer, (part,), holding)
     return tuple(found)
@@ -306,12 +307,7 @@ def _rows_then_scales(
             raise BadGeometry(f"layer {layer}", f"rows of {row_bytes} bytes and scales in {view.described}")
         page = view.merge_tail(1, (tokens * width,))
         for part, begin, size in ((parts[0], 0, row_bytes), (parts[1], tokens * row_bytes, width - row_bytes)):
-            rows = replace(
-                page,
-                address=page.address + begin,
-                shape=(page.shape[0], tokens, size),
-                strides=(page.strides[0], size, 1),
-            )
+            rows = _inside(page, begin, (tokens, size))
             found += planes_of_tensor(rows, ("block", "token", "content"), group, layer, (part,), holding)
     return tuple(found)
 

@@ -23,12 +23,10 @@ MAX_CELLS = 1 << 20
 tokens fit; more would fill the memory of the process that plans."""
 
 MAX_RANK_CELLS = 1 << 23
-"""The same for all planes that one rank reads. 1,056 tokens of 8 heads in 96 layers, keys and values, need a fifth of
-this."""
+"""The same for all planes that one rank reads: five times 1,056 tokens of 8 heads in 96 layers, keys and values."""
 
 MAX_EFFORT = 1 << 21
-"""Steps of dividing one rank's planes among source ranks; some steps take a microsecond. A thousand ranks that hold a
-unit each need half of this."""
+"""Steps of dividing one rank's planes among source ranks: twice those of a thousand ranks that hold a unit each."""
 
 MAX_LISTED = 32
 """Ranks, or intervals of units, that a message lists; it gives the number of the others."""

@@ -29,7 +29,6 @@ RAW_MIN_RUN = 4
 PREPARED_MIN_COUNT = 256
 """Fewer short descriptors than this are not worth preparing a table at the peer."""
 
-
 MAX_DESCRIPTORS = 1 << 25
 """Descriptors of one read: 800 MB of arrays, and more than a minute for NIXL."""
 

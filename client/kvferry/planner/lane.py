@@ -41,9 +41,7 @@ from kvferry.planner.rows import (
 from kvferry.planner.token_line import Line, StateLayout
 
 ROWS_KEPT = 1024
-"""Cuts whose rows a lane keeps. Requests have few different cuts; a caller that asks for ever new token ranges must not
-fill the memory."""
-
+"""Cuts whose rows a lane keeps: a caller that asks for ever new token ranges must not fill the memory."""
 
 LaneKey: TypeAlias = tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction]
 

@@ -25,13 +25,11 @@ from kvferry.planner.prepared_tables import RECURRING_LIMIT, Tables, part_of_tab
 from kvferry.planner.request_blocks import GroupRequest, check_groups, missing, needed, promised, written
 
 MAX_SIZE = 1 << 14
-"""Lanes of a plan and pieces of their periods, together. A rank with the same reads from 4,096 ranks needs half of
-this."""
+"""Lanes of a plan and pieces of their periods, together: twice those of the same reads from each of 4,096 ranks."""
 
 READS_KEPT = 1 << 16
-"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. A source names its layers in
-the same order each time, so there are about as many parts as steps of a chunk. There are more only where a reader is
-late, or where a source never names the same layers twice."""
+"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. There are as many parts as
+steps of a chunk; more only where a reader is late, or where a source never names the same layers twice."""
 
 
 @dataclass(frozen=True, eq=False)

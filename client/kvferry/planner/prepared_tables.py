@@ -21,8 +21,7 @@ TABLE_LIMIT = 1 << 31
 """Entries of a table, on either side, stay below this."""
 
 RECURRING_LIMIT = 512
-"""Pieces per period up to which a lane's cuts get table rows. For block sizes with more pieces (an lcm far above both)
-descriptors are made by address."""
+"""Pieces per period up to which a lane's cuts get table rows. With more, descriptors are made by address."""
 
 RECURRING_CELLS = 1 << 23
 """States times units per period, over all planes of a lane, up to which its cuts get table rows."""

@@ -93,14 +93,8 @@ def _arrays(slabs: Sequence[_Slab]) -> Slabs:
     # A slab with fewer cycles than another gets some that never end.
     cycles = zip_longest(*(slab.used for slab in slabs), fillvalue=(ADDRESS_LIMIT, ADDRESS_LIMIT))
     columns = (zip(*column, strict=True) for column in cycles)
-    return Slabs(
-        begin,
-        end,
-        stride,
-        window,
-        span,
-        tuple((np.array(steps, np.uint64), np.array(used, np.uint64)) for steps, used in columns),
-    )
+    pairs = tuple((np.array(steps, np.uint64), np.array(used, np.uint64)) for steps, used in columns)
+    return Slabs(begin, end, stride, window, span, pairs)
 
 
 @dataclass(frozen=True, slots=True)
