@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import lcm
-from typing import TypeAlias
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group, GroupKind
@@ -43,8 +42,6 @@ from kvferry.planner.token_line import Line, StateLayout
 ROWS_KEPT = 1024
 """Cuts whose rows a lane keeps: a caller that asks for ever new token ranges must not fill the memory."""
 
-LaneKey: TypeAlias = tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction]
-
 
 @dataclass(frozen=True, eq=False)
 class Lane:
@@ -60,12 +57,6 @@ class Lane:
     granule: int
     tokens_per_state: Fraction
     reads: tuple[PlaneRead, ...]
-
-    @property
-    def alike(self) -> LaneKey:
-        """The values that all reads of the lane share, different from those of the plan's other lanes."""
-        layouts = (self.source, self.destination)
-        return (self.source_rank, self.group, self.stripe, self.memory, *layouts, self.granule, self.tokens_per_state)
 
     @cached_property
     def line(self) -> Line:
@@ -129,7 +120,7 @@ def build_lanes(
     reads: Iterable[PlaneRead], source_groups: Mapping[str, Group], groups: Mapping[str, Group]
 ) -> tuple[Lane, ...]:
     """Gather plane reads into lanes, ordered by source rank."""
-    gathered: dict[LaneKey, list[PlaneRead]] = {}
+    gathered: dict[tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction], list[PlaneRead]] = {}
     for read in reads:
         a, b = read.source, read.destination
         group = groups[b.group]

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import GroupKind
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.lane import Lane
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, sample
-from kvferry.planner.rows import Int64s
-from kvferry.planner.token_line import Pieces
 
 
 class Path(enum.Enum):
@@ -146,22 +143,14 @@ def _only_direct(lane: Lane, rule: PathRule) -> str:
 
 def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
     """The work of a typical part of a lane, of about `most` pieces at most."""
-    found: tuple[Pieces, ...]
-    if lane.group.kind is GroupKind.STATE:
-        end = 1
-        found, step = (Pieces(lane.whole_block, _NOUGHT, _NOUGHT),), 1
-    else:
-        end = sample(lane, most)
-        found, step = lane.line.pieces(0, end), lane.line.destination_step
+    end = sample(lane, most)
+    found = lane.line.pieces(0, end)
     rows = [(lane.rows(alike.cut), len(alike.source_block)) for alike in found]
     return Work(
         states=end,
-        step=step,
+        step=lane.line.destination_step,
         bytes=max(1, sum(int(row.length.sum()) * count for row, count in rows)),
         descriptors=sum(len(row) * count for row, count in rows),
         runs=sum(row.unfused * count for row, count in rows),
         source_blocks=len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0,
     )
-
-
-_NOUGHT: Int64s = np.zeros(1, np.int64)

@@ -19,7 +19,7 @@ from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand, together
 from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
-from kvferry.planner.lane import Lane, LaneKey, build_lanes
+from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, Tables, part_of_tables, prepare_tables
 from kvferry.planner.request_blocks import GroupRequest, check_groups, missing, needed, promised, written
@@ -87,8 +87,18 @@ class ReadPlan:
         Such parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each
         byte once.
         """
+        reads, lanes = self._part(wanted)
+        return self._of(reads, tuple(lanes), self.rule)
+
+    def _part(self, wanted: Callable[[Plane], bool]) -> tuple[tuple[PlaneRead, ...], dict[Lane, Lane]]:
+        """The reads of some destination planes, and their lanes, with the lane of this plan that each is a part of."""
         reads = tuple(read for read in self.reads if wanted(read.destination))
-        return self._of(reads, self.lanes_of(reads), self.rule)
+        lanes = {}
+        for lane in self.lanes:
+            members = tuple(read for read in lane.reads if wanted(read.destination))
+            if members:
+                lanes[replace(lane, reads=members)] = lane
+        return reads, lanes
 
     @cached_property
     def layers(self) -> frozenset[str]:
@@ -102,26 +112,18 @@ class ReadPlan:
             return self
         part = self._of_layers.get(wanted)
         if part is None:
-            reads = tuple(read for read in self.reads if read.destination.layer in wanted)
-            lanes = self.lanes_of(reads)
+            reads, lanes = self._part(lambda plane: plane.layer in wanted)
             paths = tuple(choose_path(lane, self.rule) for lane in lanes)
-            tables = part_of_tables(self.tables, self._alike_lanes)
-            part = replace(self, reads=reads, lanes=lanes, paths=paths, tables=tables)
+            tables = part_of_tables(self.tables, lanes)
+            part = replace(self, reads=reads, lanes=tuple(lanes), paths=paths, tables=tables)
             if sum(1 + len(kept.reads) for kept in self._of_layers.values()) + len(reads) >= READS_KEPT:
                 self._of_layers.clear()
             self._of_layers[wanted] = part
         return part
 
     @cached_property
-    def _alike_lanes(self) -> Mapping[LaneKey, Lane]:
-        return {lane.alike: lane for lane in self.lanes}
-
-    @cached_property
     def _of_layers(self) -> dict[frozenset[str], ReadPlan]:
         return {}
-
-    def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
-        return build_lanes(reads, *self.groups_by_name)
 
     @cached_property
     def groups_by_name(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:

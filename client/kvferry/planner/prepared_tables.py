@@ -12,9 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvferry.geometry.model import GroupKind
 from kvferry.planner.descriptors import Addresses, DescriptorTable, Indices, MemoryPair
-from kvferry.planner.lane import ROWS_KEPT, Lane, LaneKey
+from kvferry.planner.lane import ROWS_KEPT, Lane
 from kvferry.planner.rows import Cut, Int64s
 
 TABLE_LIMIT = 1 << 31
@@ -49,15 +48,14 @@ class Tables:
     at: Callable[[Lane, Cut], tuple[TableRows, ...]]
 
 
-def part_of_tables(whole_tables: Tables, whole_lanes: Mapping[LaneKey, Lane]) -> Tables:
+def part_of_tables(whole_tables: Tables, whole_lanes: Mapping[Lane, Lane]) -> Tables:
     """The positions of the rows of a part of a plan in the tables of the whole plan: the part needs no tables of its
-    own, which NIXL would have to prepare. `whole_lanes` are the lanes of the whole plan by `Lane.alike`; each lane of
-    the part has reads of one of these."""
+    own, which NIXL would have to prepare. `whole_lanes` has, for each lane of the part, the lane of the whole plan."""
 
     # Computed when needed: most parts read too little for a table.
     @lru_cache(ROWS_KEPT)
     def find(lane: Lane, cut: Cut) -> tuple[TableRows, ...]:
-        whole_lane = whole_lanes[lane.alike]
+        whole_lane = whole_lanes[lane]
         places = whole_tables.at(whole_lane, cut)
         if not places:
             return ()
@@ -141,8 +139,6 @@ def prepare_tables(lanes: Iterable[Lane]) -> Tables:
 
 def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:
     """The cuts of the whole blocks of a long request; empty if there are too many cuts."""
-    if lane.group.kind is GroupKind.STATE:
-        return (lane.whole_block,)
     if not _recurs(lane) or max(lane.source.num_blocks, lane.destination.num_blocks) > RECURRING_BLOCKS:
         return ()
     return tuple(alike.cut for alike in lane.line.period_pieces)
