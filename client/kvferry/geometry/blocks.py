@@ -193,11 +193,9 @@ class Unfinished:
     """Published blocks of which only some layers are complete. Once all layers are, the source publishes the same
     blocks as complete ones.
 
-    Attributes:
-        groups: the blocks; each begins where the group's complete blocks end. Empty in a step that a source publishes:
-            the blocks of the step before.
-        layers: names of the layers that are complete in all of these blocks. In a step that a source publishes: those
-            that the steps before did not name for the same blocks.
+    The blocks of each group begin where the group's complete blocks end; `layers` names the layers that are complete in
+    all of these blocks. In a step that a source publishes, empty `groups` are the blocks of the step before, and
+    `layers` are those that the steps before did not name for the same blocks.
     """
 
     groups: tuple[BlockRuns, ...]

@@ -34,14 +34,10 @@ class NeededBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRequest:
-    """The part of one group that a request moves.
-
-    Attributes:
-        begin, end: tokens; 0 and 1 for state groups.
-        required: the first token without which the read is refused: `begin`, or the token after it.
-        floor: first token that may be written; below `begin` only where a window begins later than the asked tokens.
-        source, destination: the blocks that hold the tokens.
-    """
+    """The part of one group that a request moves: the tokens from `begin` to `end`, 0 and 1 for state groups, and the
+    blocks that hold them. `required` is the first token without which the read is refused: `begin`, or the token after
+    it. `floor` is the first token that may be written; below `begin` only where a window begins later than the asked
+    tokens."""
 
     begin: int
     end: int
