@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from kvferry.geometry.model import GroupKind
 from kvferry.planner.descriptors import Addresses, DescriptorTable, Indices, MemoryPair
 from kvferry.planner.lane import ROWS_KEPT, Lane
 from kvferry.planner.rows import Cut, Int64s
@@ -139,6 +140,8 @@ def prepare_tables(lanes: Iterable[Lane]) -> Tables:
 
 def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:
     """The cuts of the whole blocks of a long request; empty if there are too many cuts."""
+    if lane.group.kind is GroupKind.STATE:
+        return (lane.whole_block,)
     if not _recurs(lane) or max(lane.source.num_blocks, lane.destination.num_blocks) > RECURRING_BLOCKS:
         return ()
     return tuple(alike.cut for alike in lane.line.period_pieces)
