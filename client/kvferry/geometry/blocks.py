@@ -17,14 +17,11 @@ BlockIds: TypeAlias = npt.NDArray[np.int32]
 AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 MAX_BLOCKS = 1 << 24
-"""Blocks of one list; a request of 10**8 tokens at 16 tokens per block has fewer. Limits the ids that a peer's runs can
-expand to."""
-
+"""Blocks of one list: 10**8 tokens in blocks of 16 need fewer. Limits the ids that a peer's runs can expand to."""
 
 MAX_RUNS = 1 << 17
-"""Runs of block ids in one step of a publication, over all groups. Limits the cost of checking a step and of sending it
-to every reader. Enough for two million tokens in blocks of 16 of which no two are neighbours; more go into further
-steps."""
+"""Runs of block ids in one step of a publication, over all groups: two million tokens in blocks of 16 of which no two
+are neighbours. Limits the cost of checking a step and of sending it to every reader."""
 
 MAX_UNFINISHED = 1 << 17
 """Blocks, over all groups, of which some layers are complete. Each newly named layer costs another look at them."""
@@ -68,11 +65,7 @@ class Blocks:
     ) -> None:
         first, state = integer("first_token", first_token), integer("state_token", state_token)
         end = None if end_token is None else integer("end_token", end_token)
-        if first < 0 or state < 0 or (end is not None and end < first):
-            raise InvalidField("tokens", (first, end, state), "0 <= first_token <= end_token")
-        for name, token in (("first_token", first), ("end_token", end), ("state_token", state)):
-            if token is not None and token >= TOKEN_LIMIT:
-                raise InvalidField(name, token, "a token's position, below 2**62")
+        _check_tokens("blocks", first, end, state)
         object.__setattr__(self, "ids", _checked_ids(ids))
         object.__setattr__(self, "first_token", first)
         object.__setattr__(self, "end_token", end)
@@ -94,6 +87,14 @@ class Blocks:
         """The ids as runs of consecutive ids: first ids and counts, ``int64[r]`` each."""
         starts, counts = split_runs(self.ids)
         return self.ids[starts].astype(np.int64), counts
+
+
+def _check_tokens(where: str, first: int, end: int | None, state: int) -> None:
+    end = first if end is None else end
+    if not 0 <= first <= end < TOKEN_LIMIT:
+        raise InvalidField(where, (first, end), "0 <= first_token <= end_token < 2**62")
+    if not 0 <= state < TOKEN_LIMIT:
+        raise InvalidField(f"{where}.state_token", state, "0 <= state_token < 2**62")
 
 
 def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
@@ -143,13 +144,7 @@ class BlockRuns:
 
     def check(self, where: str) -> None:
         """Check everything that needs no group, before any ids are made: a few bytes of runs can expand to any number.
-
-        Args:
-            where: the name of these blocks in errors.
-
-        Raises:
-            InvalidField: a number is out of range, or starts and counts differ in number.
-        """
+        Raises `InvalidField`, in which `where` names these blocks."""
         if len(self.starts) != len(self.counts):
             given = f"{len(self.starts)} starts, {len(self.counts)} counts"
             raise InvalidField(where, given, "as many run_starts as run_counts")
@@ -161,11 +156,7 @@ class BlockRuns:
             largest = max(start + count - 1 for start, count in zip(self.starts, self.counts, strict=True))
         if min(self.starts, default=0) < 0 or largest >= 2**31:
             raise InvalidField(where, largest, "block ids below 2**31")
-        end = self.first_token if self.end_token is None else self.end_token
-        if not 0 <= self.first_token <= end < TOKEN_LIMIT:
-            raise InvalidField(where, (self.first_token, end), "0 <= first_token <= end_token < 2**62")
-        if not 0 <= self.state_token < TOKEN_LIMIT:
-            raise InvalidField(f"{where}.state_token", self.state_token, "below 2**62")
+        _check_tokens(where, self.first_token, self.end_token, self.state_token)
 
     def blocks(self) -> Blocks:
         """The runs as `Blocks`; raises `InvalidField`, see `check`."""
@@ -202,11 +193,9 @@ class Unfinished:
     """Published blocks of which only some layers are complete. Once all layers are, the source publishes the same
     blocks as complete ones.
 
-    Attributes:
-        groups: the blocks; each begins where the group's complete blocks end. Empty in a step that a source publishes:
-            the blocks of the step before.
-        layers: names of the layers that are complete in all of these blocks. In a step that a source publishes: those
-            that the steps before did not name for the same blocks.
+    The blocks of each group begin where the group's complete blocks end; `layers` names the layers that are complete in
+    all of these blocks. In a step that a source publishes, empty `groups` are the blocks of the step before, and
+    `layers` are those that the steps before did not name for the same blocks.
     """
 
     groups: tuple[BlockRuns, ...]
@@ -238,11 +227,8 @@ def without_nulls(group: Group, blocks: Blocks) -> Blocks:
 
 
 def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
-    """The blocks of consecutive steps as those of one step.
-
-    Raises:
-        BlocksShort: a group does not continue where its step before ended.
-    """
+    """The blocks of consecutive steps as those of one step; raises `BlocksShort` if a group does not continue where its
+    step before ended."""
     parts: dict[str, list[Blocks]] = {}
     for step in steps:
         for name, blocks in step.items():
@@ -263,13 +249,9 @@ def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
 
 
 def taken_end(offered: Mapping[str, Blocks], wanted: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> int:
-    """The end of the tokens that a read takes, or that a state which the read takes has seen.
-
-    Args:
-        offered: the source's blocks, by group.
-        wanted: the destination's blocks, by group.
-        tokens: the tokens asked; None: the source's tokens, up to the end that the destination's blocks give, if any.
-    """
+    """The end of the tokens that a read of the source's `offered` into the destination's `wanted` blocks takes, or that
+    a state which the read takes has seen. `tokens`: those asked; None: the source's, up to the end that the
+    destination's blocks give, if any."""
     ends = [0 if tokens is None else tokens[1]]
     for name, mine in wanted.items():
         ends.append(mine.state_token)
@@ -306,11 +288,7 @@ def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
 def split_runs(*columns: npt.NDArray[np.signedinteger[Any]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Split positions into runs in which every column rises by one.
 
-    Args:
-        columns: ``int[n]`` each.
-
-    Returns:
-        First positions and lengths of the runs, ``int64[r]`` each; empty for ``n = 0``.
+    Returns first positions and lengths of the runs, ``int64[r]`` each; empty for empty columns.
     """
     count = len(columns[0])
     if count == 0:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from kvferry._arguments import integer, text
 from kvferry.errors import BadGeometry
@@ -42,12 +43,14 @@ FP8_DS_BYTES = 656
 _CPU_NATURAL_VALUES = ("vec", "vec16")
 
 
-def _with_axes(layer: str, tensor: Tensor, count: int) -> TensorView:
-    """The memory of a tensor of `count` axes; raises `BadGeometry`."""
-    view = view_of(tensor)
-    if len(view.shape) != count:
-        raise BadGeometry(f"layer {layer}", f"{count} axes are expected of {view.described}")
-    return view
+def _views(tensors: Layers, *counts: int) -> dict[str, TensorView]:
+    """The memory of each layer's tensor; raises `BadGeometry` unless it has one of these numbers of axes."""
+    views = {layer: view_of(tensor) for layer, tensor in named_tensors(tensors).items()}
+    for layer, view in views.items():
+        if len(view.shape) not in counts:
+            expected = " or ".join(map(str, counts))
+            raise BadGeometry(f"layer {layer}", f"{expected} axes are expected of {view.described}")
+    return views
 
 
 def _halves(layer: str, view: TensorView, width: int) -> dict[str, int]:
@@ -73,6 +76,11 @@ def _head_width(layer: str, view: TensorView, heads: int) -> int:
     return width // heads
 
 
+def _inside(page: TensorView, begin: int, shape: tuple[int, ...]) -> TensorView:
+    """Contiguous bytes of each page, from byte `begin` on; `page` has the axes (page, byte)."""
+    return replace(page, address=page.address + begin, shape=(page.shape[0], prod(shape))).merge_tail(1, shape)
+
+
 def vllm_attention(
     kv_caches: Layers, group: Group, holding: Holding | None = None, key_dim: int | None = None
 ) -> tuple[Plane, ...]:
@@ -91,8 +99,7 @@ def vllm_attention(
     Not for NVFP4 (`vllm_nvfp4`), nor for the CPU's kernel (`vllm_cpu`).
     """
     found: list[Plane] = []
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = _with_axes(layer, tensor, 4)
+    for layer, view in _views(kv_caches, 4).items():
         width = view.shape[3]
         if key_dim is not None and not 0 < integer("key_dim", key_dim) < width:
             raise BadGeometry(f"layer {layer}", f"keys of {key_dim} elements in the content of {view.described}")
@@ -112,10 +119,8 @@ def vllm_two_slots(kv_caches: Layers, group: Group, heads: int, holding: Holding
     Source: vllm-project/vllm 0.32.0, ``B12xPagedAttentionImpl._kv_cache_views`` in vllm/v1/attention/backends/b12x.py
     and ``RocmSegmentedAttentionImpl._split_kv_cache`` in rocm_segmented_attn.py. Not for `vllm_tiles`.
     """
-    split: dict[str, Tensor] = {}
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = _with_axes(layer, tensor, 4)
-        split[layer] = view.split(3, _head_width(layer, view, heads))
+    views = _views(kv_caches, 4)
+    split = {layer: view.split(3, _head_width(layer, view, heads)) for layer, view in views.items()}
     return planes_of(split, ("block", "kv", "token", "head", "content"), group, None, holding)
 
 
@@ -136,10 +141,10 @@ def vllm_tiles(
     ``reshape_and_cache_shuffle_kernel`` in vllm/v1/attention/backends/rocm_aiter_fa.py (V ``[heads, tokens / x,
     head_dim, x]``).
     """
-    tiles: dict[str, Tensor] = {}
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = _with_axes(layer, tensor, 4)
-        tiles[layer] = view.merge_tail(2, (heads, view.shape[2], _head_width(layer, view, heads)))
+    tiles = {
+        layer: view.merge_tail(2, (heads, view.shape[2], _head_width(layer, view, heads)))
+        for layer, view in _views(kv_caches, 4).items()
+    }
     parts = [Part(name, kv=kv, format=format, token_granule=0) for kv, name in enumerate(("key", "value"))]
     return planes_of(tiles, ("block", "kv", "head", "token", "content"), group, parts, holding)
 
@@ -157,8 +162,7 @@ def vllm_cells(kv_caches: Layers, group: Group, format: str, holding: Holding | 
     """
     found: list[Plane] = []
     named = replace(holding or Holding(), format=format)
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = view_of(tensor)
+    for layer, view in _views(kv_caches, 3, 4).items():
         axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
         found += planes_of_tensor(view, axes, group, layer, ("kv",), named)
     return tuple(found)
@@ -182,8 +186,7 @@ def vllm_nvfp4(
     ``nvfp4_split_data_scale`` in vllm/utils/torch_utils.py.
     """
     found: list[Plane] = []
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = _with_axes(layer, tensor, 4)
+    for layer, view in _views(kv_caches, 4).items():
         _, slots, tokens, width = view.shape
         scale = width // 9
         if view.itemsize != 1 or slots != 2 * heads or width % 9:
@@ -195,12 +198,7 @@ def vllm_nvfp4(
                 (component, width - scale, 0),
                 (f"{component}_scale", scale, side - heads * tokens * scale),
             ):
-                cells = replace(
-                    page,
-                    address=page.address + begin + offset,
-                    shape=(page.shape[0], heads, tokens, size),
-                    strides=(page.strides[0], tokens * size, size, 1),
-                )
+                cells = _inside(page, begin + offset, (heads, tokens, size))
                 part = Part(name) if size != scale else Part(name, format=scales, token_granule=0)
                 found += planes_of_tensor(cells, ("block", "head", "token", "content"), group, layer, (part,), holding)
     return tuple(found)
@@ -217,8 +215,7 @@ def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding 
     block_size, kv_lora_rank + pe_dim]``); ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py, 0.32.0.
     """
     found: list[Plane] = []
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = view_of(tensor)
+    for layer, view in _views(kv_caches, 3, 4).items():
         axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
         found += planes_of_tensor(view, axes, group, layer, _latent_parts(layer, view.shape[-1], latent_dim), holding)
     return tuple(found)
@@ -239,8 +236,7 @@ def vllm_mla_fp8_ds(kv_caches: Layers, group: Group, holding: Holding | None = N
     Source: vllm-project/vllm, ``concat_and_cache_ds_mla_kernel`` in csrc/cache_kernels.cu: 512 bytes of fp8, 4 float32
     scales, 64 bfloat16.
     """
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = view_of(tensor)
+    for layer, view in _views(kv_caches, 3, 4).items():
         if view.tail_bytes(len(view.shape) - 1) != FP8_DS_BYTES:
             raise BadGeometry(f"layer {layer}", f"rows of {FP8_DS_BYTES} bytes are expected of {view.described}")
     return vllm_cells(kv_caches, group, "vllm-fp8-ds-mla", holding)
@@ -299,19 +295,13 @@ def _rows_then_scales(
     kv_caches: Layers, group: Group, row_bytes: int, parts: tuple[Part, Part], holding: Holding | None
 ) -> tuple[Plane, ...]:
     found: list[Plane] = []
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = view_of(tensor)
+    for layer, view in _views(kv_caches, 3, 4).items():
         tokens, width = view.shape[-2:]
-        if view.itemsize != 1 or len(view.shape) not in (3, 4) or not 0 < row_bytes < width:
+        if view.itemsize != 1 or not 0 < row_bytes < width:
             raise BadGeometry(f"layer {layer}", f"rows of {row_bytes} bytes and scales in {view.described}")
         page = view.merge_tail(1, (tokens * width,))
         for part, begin, size in ((parts[0], 0, row_bytes), (parts[1], tokens * row_bytes, width - row_bytes)):
-            rows = replace(
-                page,
-                address=page.address + begin,
-                shape=(page.shape[0], tokens, size),
-                strides=(page.strides[0], size, 1),
-            )
+            rows = _inside(page, begin, (tokens, size))
             found += planes_of_tensor(rows, ("block", "token", "content"), group, layer, (part,), holding)
     return tuple(found)
 
@@ -343,11 +333,10 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
             Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0),
             Part("value", kv=1, token_granule=0),
         ]
-    pages: dict[str, Tensor] = {}
-    for layer, tensor in named_tensors(kv_caches).items():
-        view = _with_axes(layer, tensor, 4)
-        width = _halves(layer, view, view.shape[3])["key"]
-        pages[layer] = view.merge_tail(2, (2, view.shape[2], width))
+    pages = {
+        layer: view.merge_tail(2, (2, view.shape[2], _halves(layer, view, view.shape[3])["key"]))
+        for layer, view in _views(kv_caches, 4).items()
+    }
     return planes_of(pages, ("block", "head", "kv", "token", "content"), group, parts, holding)
 
 
@@ -364,12 +353,11 @@ def sglang_mha(k_buffer: Layers, v_buffer: Layers, group: Group, holding: Holdin
     python/sglang/srt/mem_cache/memory_pool.py. Not for its ``vectorized_5d`` layout.
     """
     found: list[Plane] = []
-    keys, values = named_tensors(k_buffer), named_tensors(v_buffer)
+    keys, values = _views(k_buffer, 3, 4), _views(v_buffer, 3, 4)
     for layer, key in keys.items():
         if layer not in values:
             raise BadGeometry(f"layer {layer}", "it has a K buffer and no V buffer")
-        for component, tensor in (("key", key), ("value", values[layer])):
-            view = view_of(tensor)
+        for component, view in (("key", key), ("value", values[layer])):
             axes = ("slot", "head", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
             found += planes_of_tensor(view, axes, group, layer, (component,), holding)
     return tuple(found)
@@ -386,8 +374,7 @@ def sglang_mla(kv_buffer: Layers, group: Group, latent_dim: int, holding: Holdin
     python/sglang/srt/mem_cache/memory_pool.py.
     """
     found: list[Plane] = []
-    for layer, tensor in named_tensors(kv_buffer).items():
-        view = _with_axes(layer, tensor, 3)
+    for layer, view in _views(kv_buffer, 3).items():
         parts = _latent_parts(layer, view.shape[-1], latent_dim)
         found += planes_of_tensor(view, ("slot", "head", "content"), group, layer, parts, holding)
     return tuple(found)
@@ -414,7 +401,7 @@ def trtllm_pool(
     and ``KVBlockArray::getKVLocalIdx`` in cpp/tensorrt_llm/kernels/kvCacheUtils.h (``[numHeads, tokensPerBlock,
     hiddenSizePerHead]``), 0ccf9032 (2025). Not for FP4 pools, nor for recurrent states, whose layers come first.
     """
-    view = _with_axes("pool", pool, 4)
+    view = _views({"pool": pool}, 4)["pool"]
     size, cells = view.shape[3], integer("heads", heads) * group.block_tokens
     if heads < 1 or cells < 1 or size % cells:
         raise BadGeometry(

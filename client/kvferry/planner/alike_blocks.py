@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvferry.geometry.blocks import AnyIds, BlockIds, Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
-from kvferry.planner.rows import Int64s
+from kvferry.planner.rows import Int64s, places_by_value
 from kvferry.planner.token_line import StateLayout
 
 
@@ -25,13 +25,9 @@ class StateRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikeBlocks:
-    """Source blocks whose summed states have the same positions on one side.
-
-    Attributes:
-        places: block indices of the source's blocks, rising, ``int64[n]``.
-        runs: the positions of the states, in their order.
-        ids: the block of this side that holds each run, ``int32`` or ``int64[n, runs]``; only ever an index.
-    """
+    """Source blocks whose summed states have the same positions on one side: `places` are the source's block indices,
+    rising, ``int64[n]``; `runs` the positions of the states, in their order; `ids` the block of this side that holds
+    each run, ``int32`` or ``int64[n, runs]``, only ever an index."""
 
     places: Int64s
     runs: tuple[StateRun, ...]
@@ -77,5 +73,4 @@ def rows_alike(rows: Int64s) -> list[npt.NDArray[np.int64]]:
     if bool((rows == rows[0]).all()):
         return [np.arange(len(rows), dtype=np.int64)]
     _, kinds = np.unique(rows, axis=0, return_inverse=True)
-    order = np.argsort(kinds.reshape(-1), kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(kinds.reshape(-1)[order])) + 1)
+    return places_by_value(kinds.reshape(-1))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from kvferry.errors import BadGeometry, Mismatch
 from kvferry.geometry.model import EngineGeometry, GroupKind
 from kvferry.geometry.plane import Interval, TokenShard
-from kvferry.planner.coverage import Coverer, Indexed, held_in_words, some
+from kvferry.planner.coverage import Coverer, Holdings, Indexed, some
 from kvferry.planner.line_rule import RankHolding
 
 
@@ -81,13 +81,13 @@ def check_complete(engine: Indexed) -> None:
     """
     if engine.engine.partial:
         return
-    known: dict[tuple[int, int], tuple[Interval, ...]] = {}
+    known: dict[tuple[Holdings, int], tuple[Interval, ...]] = {}
     lacking: list[tuple[str, int, tuple[Interval, ...]]] = []
     for name, named in engine.named.items():
         size = max(plane.axis_size for _, plane in named.kinds)
-        key = id(named.holdings), size
+        key = named.holdings, size
         if key not in known:
-            known[key] = _lacking(named.holdings, size)
+            known[key] = _lacking(named.holdings.ranks, size)
         if known[key]:
             lacking.append((name, size, known[key]))
     if not lacking:
@@ -97,7 +97,7 @@ def check_complete(engine: Indexed) -> None:
     raise BadGeometry(
         f"engine {engine.engine.engine_id!r}, plane {name}{alike}",
         f"units {some(missing)} of {size} are held by no rank for all tokens; held are "
-        f"{held_in_words(engine.named[name].holdings)}. Does each rank declare its own heads? An engine that holds a "
+        f"{engine.named[name].holdings.in_words}. Does each rank declare its own heads? An engine that holds a "
         "part of the model only says partial=True",
     )
 

@@ -6,11 +6,11 @@ ranks declare are divided among the readers (`kvferry.planner.line_rule`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter
-from typing import Any
 
 from kvferry.errors import Mismatch
 from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
@@ -23,12 +23,10 @@ MAX_CELLS = 1 << 20
 tokens fit; more would fill the memory of the process that plans."""
 
 MAX_RANK_CELLS = 1 << 23
-"""The same for all planes that one rank reads. 1,056 tokens of 8 heads in 96 layers, keys and values, need a fifth of
-this."""
+"""The same for all planes that one rank reads: five times 1,056 tokens of 8 heads in 96 layers, keys and values."""
 
 MAX_EFFORT = 1 << 21
-"""Steps of dividing one rank's planes among source ranks; some steps take a microsecond. A thousand ranks that hold a
-unit each need half of this."""
+"""Steps of dividing one rank's planes among source ranks: twice those of a thousand ranks that hold a unit each."""
 
 MAX_LISTED = 32
 """Ranks, or intervals of units, that a message lists; it gives the number of the others."""
@@ -78,26 +76,38 @@ _signature = attrgetter(
 hash."""
 
 
-class _Named:
-    """The planes of one name in one engine, by rank, and the ranks' holdings. `kinds` has one (rank, plane) for each of
-    the `signatures`."""
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """The parts of a tensor that an engine's ranks hold. One object for all names with equal holdings, compared by
+    identity: comparing many ranks' holdings plane by plane takes longer than dividing them."""
 
-    def __init__(self, planes: dict[int, Plane], known: dict[object, Any]) -> None:
-        self.planes = planes
-        kinds: dict[object, tuple[int, Plane]] = {}
-        for rank, plane in planes.items():
-            kinds.setdefault(_signature(plane), (rank, plane))
-        self.kinds = tuple(kinds.values())
-        signatures = tuple(kinds)
-        self.signatures: tuple[object, ...] = known.setdefault(signatures, signatures)
-        # One object for all names with equal holdings, because comparing many ranks' holdings plane by plane takes
-        # longer than dividing them. Found by the identity of values that decoded planes share: their hash is slow.
-        alike = tuple((rank, id(plane.units), id(plane.token_shard)) for rank, plane in planes.items())
-        found = known.get(alike)
-        if found is None:
-            found = tuple(RankHolding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
-            found = known[alike] = known.setdefault(found, found)
-        self.holdings: tuple[RankHolding, ...] = found
+    ranks: tuple[RankHolding, ...]
+
+    @cached_property
+    def in_words(self) -> str:
+        """The ranks and their holdings, for people."""
+        holders: dict[str, list[str]] = {}
+        for holding in self.ranks:
+            holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))
+        parts = [
+            f"{what} by rank{'s' if len(ranks) > 1 else ''} {' '.join(ranks[:MAX_LISTED])}"
+            + (f" and {len(ranks) - MAX_LISTED} more" if len(ranks) > MAX_LISTED else "")
+            for what, ranks in islice(holders.items(), MAX_LISTED)
+        ]
+        if len(holders) > MAX_LISTED:
+            parts.append(f"and {len(holders) - MAX_LISTED} parts more")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Named:
+    """The planes of one name in one engine, by rank, and the ranks' holdings. `kinds` has one (rank, plane) for each
+    signature; names with the same signatures have the same number `alike`."""
+
+    planes: Mapping[int, Plane]
+    kinds: tuple[tuple[int, Plane], ...]
+    alike: int
+    holdings: Holdings
 
 
 class Indexed:
@@ -108,8 +118,24 @@ class Indexed:
         planes: dict[str, dict[int, Plane]] = {}
         for rank, plane in engine.planes():
             planes.setdefault(plane.name, {})[rank.rank] = plane
-        known: dict[object, Any] = {}
-        self.named = {name: _Named(of, known) for name, of in planes.items()}
+        numbers: dict[tuple[object, ...], int] = {}
+        known: dict[tuple[object, ...], Holdings] = {}
+        self.named = {name: _named(of, numbers, known) for name, of in planes.items()}
+
+
+def _named(
+    planes: Mapping[int, Plane], numbers: dict[tuple[object, ...], int], known: dict[tuple[object, ...], Holdings]
+) -> _Named:
+    kinds: dict[object, tuple[int, Plane]] = {}
+    for rank, plane in planes.items():
+        kinds.setdefault(_signature(plane), (rank, plane))
+    # Found by the identity of values that decoded planes share: their hash is slow.
+    shared = tuple((rank, id(plane.units), id(plane.token_shard)) for rank, plane in planes.items())
+    if shared not in known:
+        ranks = tuple(RankHolding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
+        known[shared] = known.setdefault(ranks, Holdings(ranks))
+    number = numbers.setdefault(tuple(kinds), len(numbers))
+    return _Named(planes, tuple(kinds.values()), number, known[shared])
 
 
 class Coverer:
@@ -125,15 +151,11 @@ class Coverer:
         self._readers = Indexed(destination).named
         self._fine: set[tuple[int, object]] = set()
         self._shared: dict[tuple[object, ...], tuple[tuple[ReadShare, ...], tuple[Interval, ...]]] = {}
-        self._words: dict[int, str] = {}
         self._effort = 0
 
     def cover(self, rank: RankGeometry) -> Covering:
-        """Cover the planes of one destination rank.
-
-        Raises:
-            BadGeometry: two planes that the reads would write share a byte.
-        """
+        """Cover the planes of one destination rank; raises `BadGeometry` if two planes that the reads would write share
+        a byte."""
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
         mismatches: list[Mismatch] = []
@@ -153,13 +175,13 @@ class Coverer:
                 continue
             shared = self._shares(offered, rank.rank, plane)
             if shared is None:
-                holders = len(offered.holdings)
+                holders = len(offered.holdings.ranks)
                 what = f"to share {plane.name} out among {holders} holders takes more than {MAX_EFFORT} steps"
                 mismatches.append(_too_large(plane, what))
                 break
             found, missing = shared
             if missing:
-                held = self._held(offered)
+                held = offered.holdings.in_words
                 kind, problem = "indivisible", f"cannot be cut out of this format; the source holds {held}"
                 if plane.units_divide:
                     kind = "uncovered"
@@ -177,14 +199,8 @@ class Coverer:
         check_apart(self._groups, rank.rank, (plane for plane in rank.planes if plane.name not in left))
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
-    def _held(self, offered: _Named) -> str:
-        key = id(offered.holdings)
-        if key not in self._words:
-            self._words[key] = held_in_words(offered.holdings)
-        return self._words[key]
-
     def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
-        key = (id(offered.signatures), _signature(plane))
+        key = (offered.alike, _signature(plane))
         if key in self._fine:
             return []
         found = list(_mismatches(offered.kinds, plane, self._group_kinds[plane.group]))
@@ -196,17 +212,15 @@ class Coverer:
         self, offered: _Named, rank: int, plane: Plane
     ) -> tuple[tuple[ReadShare, ...], tuple[Interval, ...]] | None:
         """See `shares`; None if the division takes too many steps."""
-        wanted = self._readers[plane.name].holdings
+        held, wanted, divide = offered.holdings, self._readers[plane.name].holdings, plane.units_divide
         me = RankHolding(rank, plane.units, plane.token_shard)
-        key = (id(offered.holdings), id(wanted), me, plane.units_divide)
+        key = (held, wanted, me, divide)
         found = self._shared.get(key)
         if found is None:
-            self._effort += effort(offered.holdings, wanted, me, divide=plane.units_divide)
+            self._effort += effort(held.ranks, wanted.ranks, me, divide=divide)
             if self._effort > MAX_EFFORT:
                 return None
-            found = self._shared[key] = shares(
-                offered.holdings, wanted, me, divide=plane.units_divide, striping=self._striping
-            )
+            found = self._shared[key] = shares(held.ranks, wanted.ranks, me, divide=divide, striping=self._striping)
         return found
 
 
@@ -266,21 +280,6 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
         f"{wanted.name}: the source holds {theirs}, the destination {mine}, but {granule_tokens} tokens are one piece"
     )
     return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
-
-
-def held_in_words(holdings: Iterable[RankHolding]) -> str:
-    """The ranks and their holdings, for people."""
-    holders: dict[str, list[str]] = {}
-    for holding in holdings:
-        holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))
-    parts = [
-        f"{what} by rank{'s' if len(ranks) > 1 else ''} {' '.join(ranks[:MAX_LISTED])}"
-        + (f" and {len(ranks) - MAX_LISTED} more" if len(ranks) > MAX_LISTED else "")
-        for what, ranks in islice(holders.items(), MAX_LISTED)
-    ]
-    if len(holders) > MAX_LISTED:
-        parts.append(f"and {len(holders) - MAX_LISTED} parts more")
-    return ", ".join(parts)
 
 
 def some(intervals: Sequence[Interval]) -> str:

@@ -43,13 +43,7 @@ class MemoryPair:
 
 @dataclass(frozen=True, eq=False)
 class RawDescriptors:
-    """Descriptors by address.
-
-    Attributes:
-        memory: address spaces.
-        source, destination: addresses, ``uint64[n]``.
-        length: bytes, ``uint64[n]``, each at least 1.
-    """
+    """Descriptors by address: addresses, and lengths of at least 1 byte, ``uint64[n]`` each."""
 
     memory: MemoryPair
     source: Addresses
@@ -88,14 +82,8 @@ class DescriptorTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedDescriptors:
-    """Descriptors by index into a table.
-
-    Attributes:
-        table: the rows.
-        source, destination: flat indices, ``int32[n]``.
-        grids: how the descriptors were made, stretch after stretch: (rows, blocks of each), every row with the same
-            blocks; empty: unknown. Only a hint, for a faster check.
-    """
+    """Descriptors by flat index, ``int32[n]``, into the rows of a table. `grids` has how they were made, stretch after
+    stretch: (rows, blocks of each), every row with the same blocks; empty: unknown. Only a hint, for a faster check."""
 
     table: DescriptorTable
     source: Indices

@@ -29,7 +29,6 @@ RAW_MIN_RUN = 4
 PREPARED_MIN_COUNT = 256
 """Fewer short descriptors than this are not worth preparing a table at the peer."""
 
-
 MAX_DESCRIPTORS = 1 << 25
 """Descriptors of one read: 800 MB of arrays, and more than a minute for NIXL."""
 
@@ -52,14 +51,9 @@ class SourceDescriptors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expansion:
-    """One request of one destination rank.
-
-    Attributes:
-        sources: by rising source rank; empty if there is nothing to read. Where layers are read separately, a rank may
-            have several.
-        pieces: contiguous pieces of single planes and blocks, before fusing and merging.
-        descriptors: descriptors after fusing and merging.
-    """
+    """One request of one destination rank. `sources`, by rising source rank, are empty if there is nothing to read;
+    where layers are read separately, a rank may have several. `pieces` are the contiguous pieces of single planes and
+    blocks before fusing and merging, `descriptors` those after it."""
 
     sources: tuple[SourceDescriptors, ...]
     pieces: int
@@ -79,22 +73,20 @@ def together(parts: Sequence[Expansion]) -> Expansion:
 
 
 def expand(
-    lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
+    lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[Lane], needed: Mapping[str, GroupRequest]
 ) -> Expansion:
-    """The descriptors of the needed blocks, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
-    through staging memory."""
+    """The descriptors of the needed blocks, by group; see `ReadPlan.expand`. `staged` lanes go through staging
+    memory."""
     collector = _Collector(tables)
-    for index, lane in enumerate(lanes):
+    for lane in lanes:
         wanted = needed.get(lane.group.name)
         if wanted is None:
             continue
-        if index in staged:
+        if lane in staged:
             collector.add_staged(lane, segments(lane, wanted))
-            continue
-        if collector.add_stream(lane, wanted):
-            continue
-        for segment in segments(lane, wanted):
-            collector.add(index, lane, segment)
+        elif not collector.add_stream(lane, wanted):
+            for segment in segments(lane, wanted):
+                collector.add(lane, segment)
     return collector.result()
 
 
@@ -105,7 +97,6 @@ class _Collector:
         self._tables = tables
         self._raw: dict[tuple[int, MemoryPair], list[tuple[Int64s, Int64s, Int64s]]] = {}
         self._prepared: dict[tuple[int, int], list[tuple[Indices, Indices]]] = {}
-        self._grids: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._staged: dict[int, list[StagedRead]] = {}
         self.pieces = 0
         self.descriptors = 0
@@ -151,7 +142,7 @@ class _Collector:
         self.pieces += (edges - both) * len(lane.reads)
         return True
 
-    def add(self, index: int, lane: Lane, segment: Segment) -> None:
+    def add(self, lane: Lane, segment: Segment) -> None:
         rows = lane.rows(segment.cut)
         blocks = len(segment.source)
         self.pieces += rows.unfused * blocks
@@ -170,25 +161,21 @@ class _Collector:
             expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
             raise InvalidField("number of descriptors of one read", self.descriptors + count, expected)
         if count >= PREPARED_MIN_COUNT:
-            rest = self._add_prepared(index, lane, segment, rest)
+            rest = self._add_prepared(lane, segment, rest)
         if bool(rest.any()):
             self._add_raw(lane, rows, rest, segment.source, segment.destination, np.ones(1, np.int64))
 
-    def _add_prepared(
-        self, index: int, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.bool_]:
+    def _add_prepared(self, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Add the rows that are in a table; returns the others."""
         rest = rest.copy()
-        for found in self._tables.at(index, segment.cut):
+        for found in self._tables.at(lane, segment.cut):
             wanted = rest[found.rows]
             if not bool(wanted.any()):
                 continue
             # Neither sum can wrap: tables have fewer than 2**31 entries.
             source = found.source[wanted][:, None] + segment.source.astype(np.int32)
             destination = found.destination[wanted][:, None] + segment.destination.astype(np.int32)
-            key = lane.source_rank, found.table
-            self._prepared.setdefault(key, []).append((source.ravel(), destination.ravel()))
-            self._grids.setdefault(key, []).append((source.shape[0], source.shape[1]))
+            self._prepared.setdefault((lane.source_rank, found.table), []).append((source, destination))
             self.descriptors += source.size
             rest[found.rows[wanted]] = False
         return rest
@@ -212,10 +199,12 @@ class _Collector:
             columns = [np.concatenate(column).view(np.uint64) for column in zip(*parts, strict=True)]
             found.setdefault(rank, []).append(RawDescriptors(memory, *columns))
         for (rank, table), pairs in self._prepared.items():
-            source, destination = (np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*pairs, strict=True))
-            prepared = PreparedDescriptors(
-                self._tables.tables[table], source, destination, tuple(self._grids[rank, table])
+            source, destination = (
+                np.concatenate([grid.ravel() for grid in side]) if len(side) > 1 else side[0].ravel()
+                for side in zip(*pairs, strict=True)
             )
+            grids = tuple((len(grid), grid.shape[1]) for grid, _ in pairs)
+            prepared = PreparedDescriptors(self._tables.tables[table], source, destination, grids)
             found.setdefault(rank, []).append(prepared)
         sources = tuple(
             SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))

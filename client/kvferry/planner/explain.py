@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
 from kvferry.geometry.plane import Interval, TokenShard
 from kvferry.planner.coverage import PlaneRead
-from kvferry.planner.lane import Lane
+from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.line_rule import Stripe
 from kvferry.planner.path_choice import Path, work_of
 from kvferry.planner.plan import ReadPlan
@@ -116,7 +116,7 @@ def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> 
     per_token, per_request = Fraction(0), 0
     piece_count = descriptor_count = 0
     merges = True
-    for lane in plan.lanes_of(reads):
+    for lane in build_lanes(reads, *plan.groups_by_name):
         cells = sum(len(read.units) * read.source.state_bytes for read in lane.reads)
         if lane.group.kind is GroupKind.STATE:
             begin, end = lane.stripe.blocks(1)

@@ -47,12 +47,9 @@ BY_ID_LIMIT = 1 << 23
 
 
 class BlockMap:
-    """The positions of the blocks of the planes that one rank reads from another. Made once per plan.
-
-    Attributes:
-        source, destination: the slabs of each group in each address space, by layer (`layers_of`).
-        layers: the most pairs of layers in which a descriptor by address is looked up.
-    """
+    """The positions of the blocks of the planes that one rank reads from another. Made once per plan. `source` and
+    `destination` have the slabs of each group in each address space, by layer (`layers_of`); `layers` is the most pairs
+    of layers in which a descriptor by address is looked up."""
 
     def __init__(self, reads: Sequence[PlaneRead]) -> None:
         source: dict[tuple[str, _Space], dict[str, Plane]] = {}
@@ -104,13 +101,8 @@ def _rows_of(layers: tuple[Slabs, ...], rows: Addresses) -> Bools:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entries:
-    """The rows of one side of a table, to look up flat indices in.
-
-    Attributes:
-        first: index of the first entry of each row.
-        count: entries of every row; 0 if rows differ in it.
-        blocks: for each group, the rows that are its blocks.
-    """
+    """The rows of one side of a table, to look up flat indices in: the index of the `first` entry of each row, the
+    `count` of entries of every row (0 if rows differ in it), and for each group the rows that are its `blocks`."""
 
     first: Int64s
     count: int

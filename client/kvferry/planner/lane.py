@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import lcm
-from typing import TypeAlias
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group, GroupKind
@@ -41,11 +40,7 @@ from kvferry.planner.rows import (
 from kvferry.planner.token_line import Line, StateLayout
 
 ROWS_KEPT = 1024
-"""Cuts whose rows a lane keeps. Requests have few different cuts; a caller that asks for ever new token ranges must not
-fill the memory."""
-
-
-LaneKey: TypeAlias = tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction]
+"""Cuts whose rows a lane keeps: a caller that asks for ever new token ranges must not fill the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +57,6 @@ class Lane:
     granule: int
     tokens_per_state: Fraction
     reads: tuple[PlaneRead, ...]
-
-    @property
-    def alike(self) -> LaneKey:
-        """The values that all reads of the lane share, different from those of the plan's other lanes."""
-        layouts = (self.source, self.destination)
-        return (self.source_rank, self.group, self.stripe, self.memory, *layouts, self.granule, self.tokens_per_state)
 
     @cached_property
     def line(self) -> Line:
@@ -131,7 +120,7 @@ def build_lanes(
     reads: Iterable[PlaneRead], source_groups: Mapping[str, Group], groups: Mapping[str, Group]
 ) -> tuple[Lane, ...]:
     """Gather plane reads into lanes, ordered by source rank."""
-    gathered: dict[LaneKey, list[PlaneRead]] = {}
+    gathered: dict[tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction], list[PlaneRead]] = {}
     for read in reads:
         a, b = read.source, read.destination
         group = groups[b.group]
@@ -153,11 +142,7 @@ class Segment:
 
 
 def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
-    """The segments of a lane.
-
-    Raises:
-        InvalidField: the start lies inside tokens that may not be cut apart.
-    """
+    """The segments of a lane; raises `InvalidField` for a start inside tokens that may not be cut apart."""
     if lane.group.kind is GroupKind.STATE:
         # A request has one block of state, which belongs to one of the stripes.
         begin, end = lane.stripe.blocks(1)
@@ -183,10 +168,7 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
 
 def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
-
-    Raises:
-        InvalidField: see `segments`.
-    """
+    Raises the error of `segments`."""
     per_state, granule, token = lane.tokens_per_state, lane.granule, needed.begin
     if token < needed.required and _first_moved(lane, int(token // per_state)) < needed.floor:
         # The token that is not required cannot be moved alone. All stripes omit it, or they would not meet.

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import GroupKind
 from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.lane import Lane
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, sample
-from kvferry.planner.rows import Int64s
-from kvferry.planner.token_line import Pieces
 
 
 class Path(enum.Enum):
@@ -73,14 +70,9 @@ class PathRule:
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """The path of a lane.
-
-    Attributes:
-        path: the chosen path.
-        reason: the reason, for people.
-        direct, staged: estimated seconds per block of the destination. Equal where there was nothing to compare.
-        measurable: whether other constants could lead to the other path.
-    """
+    """The path of a lane, with the reason for people. `direct` and `staged` are estimated seconds per block of the
+    destination, equal where there was nothing to compare; `measurable`: whether other constants could lead to the other
+    path."""
 
     path: Path
     reason: str
@@ -104,20 +96,9 @@ class Work:
 
 def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     """The path of a lane."""
-    memory = lane.memory
-    if rule.path is Path.DIRECT:
-        return PathChoice(Path.DIRECT, "as configured")
-    if memory.destination_kind is MemoryKind.VRAM and memory.destination_device not in rule.device_memory:
-        return PathChoice(
-            Path.DIRECT, f"permuting on device {memory.destination_device} needs a tensor there, and none is registered"
-        )
-    if rule.path is None and lane.linear_bytes:
-        return PathChoice(Path.DIRECT, "whole blocks are contiguous on both sides")
-    longest = max(extent.length for extent in lane.extents)
-    if longest > rule.slot_bytes:
-        return PathChoice(
-            Path.DIRECT, f"a row of {longest:,} B does not fit in {rule.slot_bytes:,} B of staging memory"
-        )
+    only_direct = _only_direct(lane, rule)
+    if only_direct:
+        return PathChoice(Path.DIRECT, only_direct)
     if rule.path is Path.STAGED:
         return PathChoice(Path.STAGED, "as configured")
     work = work_of(lane)
@@ -135,37 +116,41 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     rows = f"{staged_bytes // staged_descriptors:,} B"
     # A staged row costs as much as a direct one: unless staging has fewer rows, it is never cheaper.
     measurable = staged_descriptors < descriptors
+    by_pieces, by_rows = f"reading pieces of {pieces}", f"reading rows of {rows} and permuting them"
     if staged < direct:
-        share = f"{staged / direct:.2f}"
-        reason = f"reading rows of {rows} and permuting them takes {share} of the time of reading pieces of {pieces}"
-        path = Path.STAGED
+        path, reason = Path.STAGED, f"{by_rows} takes {staged / direct:.2f} of the time of {by_pieces}"
     elif measurable:
-        share = f"{direct / staged:.2f}"
-        reason = f"reading pieces of {pieces} takes {share} of the time of reading rows of {rows} and permuting them"
-        path = Path.DIRECT
+        path, reason = Path.DIRECT, f"{by_pieces} takes {direct / staged:.2f} of the time of {by_rows}"
     else:
         return PathChoice(Path.DIRECT, f"staging would not save descriptors (pieces of {pieces})")
     return PathChoice(path, reason, direct * work.step / work.states, staged * work.step / work.states, measurable)
 
 
+def _only_direct(lane: Lane, rule: PathRule) -> str:
+    """The reason why a lane's bytes go directly, whatever the costs; else empty."""
+    kind, device = lane.memory.destination_kind, lane.memory.destination_device
+    if rule.path is Path.DIRECT:
+        return "as configured"
+    if kind is MemoryKind.VRAM and device not in rule.device_memory:
+        return f"permuting on device {device} needs a tensor there, and none is registered"
+    if rule.path is None and lane.linear_bytes:
+        return "whole blocks are contiguous on both sides"
+    longest = max(extent.length for extent in lane.extents)
+    if longest > rule.slot_bytes:
+        return f"a row of {longest:,} B does not fit in {rule.slot_bytes:,} B of staging memory"
+    return ""
+
+
 def work_of(lane: Lane, most: int = RECURRING_LIMIT) -> Work:
     """The work of a typical part of a lane, of about `most` pieces at most."""
-    found: tuple[Pieces, ...]
-    if lane.group.kind is GroupKind.STATE:
-        end = 1
-        found, step = (Pieces(lane.whole_block, _NOUGHT, _NOUGHT),), 1
-    else:
-        end = sample(lane, most)
-        found, step = lane.line.pieces(0, end), lane.line.destination_step
+    end = sample(lane, most)
+    found = lane.line.pieces(0, end)
     rows = [(lane.rows(alike.cut), len(alike.source_block)) for alike in found]
     return Work(
         states=end,
-        step=step,
+        step=lane.line.destination_step,
         bytes=max(1, sum(int(row.length.sum()) * count for row, count in rows)),
         descriptors=sum(len(row) * count for row, count in rows),
         runs=sum(row.unfused * count for row, count in rows),
         source_blocks=len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0,
     )
-
-
-_NOUGHT: Int64s = np.zeros(1, np.int64)

@@ -6,7 +6,7 @@ incarnation; `ReadPlan.expand` then turns the block ids of each request into des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -19,19 +19,17 @@ from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand, together
 from kvferry.planner.footprint import BlockMap, Footprint, request_blocks
-from kvferry.planner.lane import Lane, LaneKey, build_lanes
+from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, Tables, part_of_tables, prepare_tables
 from kvferry.planner.request_blocks import GroupRequest, check_groups, missing, needed, promised, written
 
 MAX_SIZE = 1 << 14
-"""Lanes of a plan and pieces of their periods, together. A rank with the same reads from 4,096 ranks needs half of
-this."""
+"""Lanes of a plan and pieces of their periods, together: twice those of the same reads from each of 4,096 ranks."""
 
 READS_KEPT = 1 << 16
-"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. A source names its layers in
-the same order each time, so there are about as many parts as steps of a chunk. There are more only where a reader is
-late, or where a source never names the same layers twice."""
+"""The most reads that all kept parts for some layers (`ReadPlan.of_layers`) have together. There are as many parts as
+steps of a chunk; more only where a reader is late, or where a source never names the same layers twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,17 +58,17 @@ class ReadPlan:
     tables: Tables
 
     @cached_property
-    def staged(self) -> frozenset[int]:
-        """Indices of the lanes that go through staging memory."""
-        return frozenset(index for index, choice in enumerate(self.paths) if choice.path is Path.STAGED)
+    def staged(self) -> frozenset[Lane]:
+        """The lanes that go through staging memory."""
+        return frozenset(_lanes_by(Path.STAGED, self.lanes, self.paths))
 
     def choose_paths(self, rule: PathRule) -> ReadPlan:
         """The same plan with its paths chosen by another rule."""
         return self._of(self.reads, self.lanes, rule)
 
     def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
-        paths = tuple(choose_path(lane, rule) for lane in lanes)
-        return replace(self, reads=reads, lanes=lanes, paths=paths, rule=rule, tables=_tables(lanes, paths))
+        paths, tables = _paths_and_tables(lanes, rule)
+        return replace(self, reads=reads, lanes=lanes, paths=paths, rule=rule, tables=tables)
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
@@ -89,8 +87,18 @@ class ReadPlan:
         Such parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each
         byte once.
         """
+        reads, lanes = self._part(wanted)
+        return self._of(reads, tuple(lanes), self.rule)
+
+    def _part(self, wanted: Callable[[Plane], bool]) -> tuple[tuple[PlaneRead, ...], dict[Lane, Lane]]:
+        """The reads of some destination planes, and their lanes, with the lane of this plan that each is a part of."""
         reads = tuple(read for read in self.reads if wanted(read.destination))
-        return self._of(reads, self.lanes_of(reads), self.rule)
+        lanes = {}
+        for lane in self.lanes:
+            members = tuple(read for read in lane.reads if wanted(read.destination))
+            if members:
+                lanes[replace(lane, reads=members)] = lane
+        return reads, lanes
 
     @cached_property
     def layers(self) -> frozenset[str]:
@@ -104,26 +112,18 @@ class ReadPlan:
             return self
         part = self._of_layers.get(wanted)
         if part is None:
-            reads = tuple(read for read in self.reads if read.destination.layer in wanted)
-            lanes = self.lanes_of(reads)
+            reads, lanes = self._part(lambda plane: plane.layer in wanted)
             paths = tuple(choose_path(lane, self.rule) for lane in lanes)
-            tables = part_of_tables(self.tables, self._alike_lanes, lanes)
-            part = replace(self, reads=reads, lanes=lanes, paths=paths, tables=tables)
+            tables = part_of_tables(self.tables, lanes)
+            part = replace(self, reads=reads, lanes=tuple(lanes), paths=paths, tables=tables)
             if sum(1 + len(kept.reads) for kept in self._of_layers.values()) + len(reads) >= READS_KEPT:
                 self._of_layers.clear()
             self._of_layers[wanted] = part
         return part
 
     @cached_property
-    def _alike_lanes(self) -> Mapping[LaneKey, tuple[int, Lane]]:
-        return {lane.alike: (index, lane) for index, lane in enumerate(self.lanes)}
-
-    @cached_property
     def _of_layers(self) -> dict[frozenset[str], ReadPlan]:
         return {}
-
-    def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
-        return build_lanes(reads, *self.groups_by_name)
 
     @cached_property
     def groups_by_name(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
@@ -223,15 +223,18 @@ def plan_read(
     lanes = build_lanes(covering.reads, _by_name(source), _by_name(destination))
     _check_size(lanes)
     rule = rule or PathRule()
-    paths = tuple(choose_path(lane, rule) for lane in lanes)
-    tables = _tables(lanes, paths)
+    paths, tables = _paths_and_tables(lanes, rule)
     return ReadPlan(source, destination, mine, covering.reads, covering.uncovered, lanes, paths, rule, tables)
 
 
-def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> Tables:
-    """Tables for the lanes that are read directly; staged rows are read by address."""
-    direct = frozenset(index for index, choice in enumerate(paths) if choice.path is Path.DIRECT)
-    return prepare_tables(lanes, direct)
+def _paths_and_tables(lanes: tuple[Lane, ...], rule: PathRule) -> tuple[tuple[PathChoice, ...], Tables]:
+    """The path of each lane, and tables for those that are read directly; staged rows are read by address."""
+    paths = tuple(choose_path(lane, rule) for lane in lanes)
+    return paths, prepare_tables(_lanes_by(Path.DIRECT, lanes, paths))
+
+
+def _lanes_by(path: Path, lanes: Iterable[Lane], paths: Iterable[PathChoice]) -> Iterator[Lane]:
+    return (lane for lane, choice in zip(lanes, paths, strict=True) if choice.path is path)
 
 
 def _by_name(engine: EngineGeometry) -> dict[str, Group]:
@@ -258,26 +261,18 @@ class RequestParts:
     Where the layers of some blocks are completed one after the other, a part has the layers that are complete. These
     layers are then ahead of the others, until all are complete. Replicas share each part among them, not the whole
     request, so that every part is read from all replicas.
-
-    Args:
-        plan: the rank's plan.
-        destination: the blocks to read into, by group.
-        tokens: the tokens asked, ``[a, b)``; None: all that the source publishes, which then publishes in one step.
-
-    Attributes:
-        granted: the blocks that the source has published so far, by group.
-
-    Raises:
-        InvalidField: a group is not of this engine.
     """
 
     def __init__(self, plan: ReadPlan, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> None:
+        """`tokens` as in `ReadPlan.expand`; if they are None, the source publishes in one step. Raises `InvalidField`
+        for a group that is not of this engine."""
         check_groups(plan.destination.groups, destination)
         self._plan = plan
         self._destination = destination
         self._tokens = token_range(tokens)
         self._begin, self._end = self._tokens or (0, 0)
         self.granted: dict[str, Blocks] = {}
+        """The blocks that the source has published so far, by group."""
         self._moved: dict[str, int] = {}
         """The first token of the next part, by group; absent: nothing of the group was read."""
         self._layers_ahead: frozenset[str] = frozenset()
@@ -287,16 +282,13 @@ class RequestParts:
         self._checked = False
 
     def next(self, steps: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> Expansion:
-        """The reads that are possible now and were not before.
+        """The reads that are possible now and were not before. Raises the errors of `ReadPlan.expand`, and
+        `InvalidField` if the last step has not come and no tokens were asked.
 
         Args:
             steps: the blocks that the source has published since the last call, by group; one step or several.
             unfinished: the blocks after these of which only some layers are complete now; None: there are none.
             last: whether the source publishes no more.
-
-        Raises:
-            InvalidField: the last step has not come, and no tokens were asked.
-            BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
         """
         self.granted = joined((self.granted, steps))
         if last:

@@ -6,7 +6,7 @@ into another table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,15 +14,14 @@ import numpy as np
 
 from kvferry.geometry.model import GroupKind
 from kvferry.planner.descriptors import Addresses, DescriptorTable, Indices, MemoryPair
-from kvferry.planner.lane import ROWS_KEPT, Lane, LaneKey
+from kvferry.planner.lane import ROWS_KEPT, Lane
 from kvferry.planner.rows import Cut, Int64s
 
 TABLE_LIMIT = 1 << 31
 """Entries of a table, on either side, stay below this."""
 
 RECURRING_LIMIT = 512
-"""Pieces per period up to which a lane's cuts get table rows. For block sizes with more pieces (an lcm far above both)
-descriptors are made by address."""
+"""Pieces per period up to which a lane's cuts get table rows. With more, descriptors are made by address."""
 
 RECURRING_CELLS = 1 << 23
 """States times units per period, over all planes of a lane, up to which its cuts get table rows."""
@@ -33,13 +32,8 @@ RECURRING_BLOCKS = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableRows:
-    """The positions of a cut's rows in a table.
-
-    Attributes:
-        table: index of the table.
-        rows: indices of the rows within the cut, ``int64[r]``.
-        source, destination: flat index of each row's block 0, ``int32[r]``.
-    """
+    """The positions of a cut's rows in the table of index `table`: `rows` are indices within the cut, ``int64[r]``;
+    `source` and `destination` the flat index of each row's block 0, ``int32[r]``."""
 
     table: int
     rows: Int64s
@@ -49,28 +43,24 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The tables of a plan. `at` returns the positions of the rows of a cut of a lane, given the lane's index in the
-    plan; empty: in no table."""
+    """The tables of a plan. `at` returns the positions of the rows of a cut of a lane; empty: in no table."""
 
     tables: tuple[DescriptorTable, ...]
-    at: Callable[[int, Cut], tuple[TableRows, ...]]
+    at: Callable[[Lane, Cut], tuple[TableRows, ...]]
 
 
-def part_of_tables(
-    whole_tables: Tables, whole_lanes: Mapping[LaneKey, tuple[int, Lane]], lanes: Sequence[Lane]
-) -> Tables:
+def part_of_tables(whole_tables: Tables, whole_lanes: Mapping[Lane, Lane]) -> Tables:
     """The positions of the rows of a part of a plan in the tables of the whole plan: the part needs no tables of its
-    own, which NIXL would have to prepare. `whole_lanes` are the lanes of the whole plan, with their indices, by
-    `Lane.alike`; each lane of the part has reads of one of these."""
+    own, which NIXL would have to prepare. `whole_lanes` has, for each lane of the part, the lane of the whole plan."""
 
     # Computed when needed: most parts read too little for a table.
     @lru_cache(ROWS_KEPT)
-    def find(lane: int, cut: Cut) -> tuple[TableRows, ...]:
-        index, whole_lane = whole_lanes[lanes[lane].alike]
-        places = whole_tables.at(index, cut)
+    def find(lane: Lane, cut: Cut) -> tuple[TableRows, ...]:
+        whole_lane = whole_lanes[lane]
+        places = whole_tables.at(whole_lane, cut)
         if not places:
             return ()
-        whole, rows = whole_lane.rows(cut), lanes[lane].rows(cut)
+        whole, rows = whole_lane.rows(cut), lane.rows(cut)
         order = np.argsort(whole.source)
         at = order[np.minimum(np.searchsorted(whole.source, rows.source, sorter=order), len(order) - 1)]
         # Rows that the whole plan has fused with rows of other layers are in no table.
@@ -124,13 +114,13 @@ class _Builder:
         return DescriptorTable(self._memory, source, destination, source_first, destination_first, self._entry_bytes)
 
 
-def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> Tables:
-    """The tables of the lanes whose indices are in `direct`; flat indices are checked here, once."""
+def prepare_tables(lanes: Iterable[Lane]) -> Tables:
+    """The tables of lanes that are read directly; flat indices are checked here, once."""
     builders: list[_Builder] = []
     current: dict[tuple[int, MemoryPair, int], int] = {}
-    places: dict[tuple[int, Cut], tuple[TableRows, ...]] = {}
-    for index, lane in enumerate(lanes):
-        for cut in recurring_cuts(lane) if index in direct else ():
+    places: dict[tuple[Lane, Cut], tuple[TableRows, ...]] = {}
+    for lane in lanes:
+        for cut in recurring_cuts(lane):
             rows = lane.rows(cut)
             found = []
             for length in np.unique(rows.length).tolist():
@@ -144,7 +134,7 @@ def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> Tables:
                     fitting, chosen = np.split(chosen, [builder.room(lane)])
                     firsts = builder.add(lane, rows.source[fitting], rows.destination[fitting])
                     found.append(TableRows(current[key], fitting, *firsts))
-            places[index, cut] = tuple(found)
+            places[lane, cut] = tuple(found)
     return Tables(tuple(builder.build() for builder in builders), lambda lane, cut: places.get((lane, cut), ()))
 
 

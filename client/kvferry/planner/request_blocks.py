@@ -24,13 +24,9 @@ fit numpy's int64."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeededBlocks:
-    """The blocks of one side that hold the needed tokens.
-
-    Attributes:
-        ids: block ids, ``int64[n]``, a copy of the caller's. They have 64 bits because before numpy 2 an int32 array
-            times an ``np.int64`` stays int32, and wraps in caches above 2 GiB.
-        first: block index, in the request, of the first of these blocks.
-    """
+    """The blocks of one side that hold the needed tokens; `first` is the block index of the first of them in the
+    request. The `ids`, ``int64[n]``, are a copy of the caller's, in 64 bits because before numpy 2 an int32 array times
+    an ``np.int64`` stays int32, and wraps in caches above 2 GiB."""
 
     ids: npt.NDArray[np.int64]
     first: int
@@ -38,14 +34,10 @@ class NeededBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRequest:
-    """The part of one group that a request moves.
-
-    Attributes:
-        begin, end: tokens; 0 and 1 for state groups.
-        required: the first token without which the read is refused: `begin`, or the token after it.
-        floor: first token that may be written; below `begin` only where a window begins later than the asked tokens.
-        source, destination: the blocks that hold the tokens.
-    """
+    """The part of one group that a request moves: the tokens from `begin` to `end`, 0 and 1 for state groups, and the
+    blocks that hold them. `required` is the first token without which the read is refused: `begin`, or the token after
+    it. `floor` is the first token that may be written; below `begin` only where a window begins later than the asked
+    tokens."""
 
     begin: int
     end: int
@@ -62,17 +54,8 @@ def needed(
     destination: Mapping[str, Blocks],
     tokens: tuple[int, int] | None,
 ) -> dict[str, GroupRequest]:
-    """The part of each group that is moved; groups of which nothing is needed are absent.
-
-    Args:
-        groups: the destination's groups to read.
-        source_groups: the source's groups, by name.
-        source, destination: the blocks of both sides, by group.
-        tokens: the tokens asked, ``[a, b)``; None: the tokens that the source granted.
-
-    Raises:
-        BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
-    """
+    """The part of each of the destination's `groups` that is moved; groups of which nothing is needed are absent. See
+    `ReadPlan.expand` for the blocks and tokens, and for the errors."""
     asked = token_range(tokens)
     found: dict[str, GroupRequest] = {}
     given: list[tuple[Group, AnyIds]] = []
@@ -108,11 +91,8 @@ def written(
     """The destination blocks that a read will write, by group, and the blocks behind its last token, which the read may
     clear (`kvferry._memory.tails`); checked as far as that is possible before the source's geometry is known.
 
-    See `needed` for the arguments. If `source` is None, the granted blocks are not known yet. Then the result may hold
-    more blocks than are written, and only `needed` checks whether they are enough and given once.
-
-    Raises:
-        BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
+    See `needed` for the arguments and errors. If `source` is None, the granted blocks are not known yet. Then the
+    result may hold more blocks than are written, and only `needed` checks whether they are enough and given once.
     """
     asked = token_range(tokens)
     by_name = {group.name: group for group in groups}

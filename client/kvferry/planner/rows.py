@@ -200,6 +200,12 @@ def loops_of(members: AlikePlanes, cut: Cut) -> tuple[RowLoop, ...]:
     return tuple(found)
 
 
+def places_by_value(values: Int64s) -> list[npt.NDArray[np.intp]]:
+    """The indices, rising, of each distinct value; by rising value."""
+    order = np.argsort(values, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(values[order])) + 1)
+
+
 def _fuse(source: Int64s, destination: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Pieces by rising source address, with pieces that touch on both sides joined."""
     if bool((source[1:] < source[:-1]).any()):

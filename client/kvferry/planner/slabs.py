@@ -22,15 +22,10 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 class Slabs:
     """Slabs that do not overlap, by rising address: ``uint64[n]`` each.
 
-    Where an axis of a plane, its units for example, steps further than from block to block, the same blocks occur
-    again and again in the slab: once per *cycle* of that axis.
-
-    Attributes:
-        begin, end: addresses.
-        stride: bytes from block to block.
-        window: bytes of each stride that belong to the block.
-        span: bytes from the first block to the end of the last, within one cycle.
-        cycles: (bytes of a cycle, used bytes of a cycle) of each such axis, the longest first.
+    Of the `stride` from block to block, `window` bytes belong to the block. Where an axis of a plane, its units for
+    example, steps further than from block to block, the same blocks occur again and again in the slab: once per *cycle*
+    of that axis. `span` is the bytes from the first block to the end of the last, within one cycle; `cycles` has
+    (bytes, used bytes) of a cycle of each such axis, the longest first.
     """
 
     begin: Addresses
@@ -98,14 +93,8 @@ def _arrays(slabs: Sequence[_Slab]) -> Slabs:
     # A slab with fewer cycles than another gets some that never end.
     cycles = zip_longest(*(slab.used for slab in slabs), fillvalue=(ADDRESS_LIMIT, ADDRESS_LIMIT))
     columns = (zip(*column, strict=True) for column in cycles)
-    return Slabs(
-        begin,
-        end,
-        stride,
-        window,
-        span,
-        tuple((np.array(steps, np.uint64), np.array(used, np.uint64)) for steps, used in columns),
-    )
+    pairs = tuple((np.array(steps, np.uint64), np.array(used, np.uint64)) for steps, used in columns)
+    return Slabs(begin, end, stride, window, span, pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,17 +21,10 @@ from kvferry.planner.rows import Int64s, RowExtent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Runs of `cell` bytes to copy on the destination's device: for every i, along all axes, from place ``places[i]``
-    to block ``ids[i]``.
-
-    Attributes:
-        source, source_stride: address of place 0, bytes between places.
-        places: ``int64[n]``, rising.
-        destination, destination_stride: address of block 0, bytes between blocks.
-        ids: ``int64[n]``.
-        axes: (count, source stride, destination stride) of each axis within a block.
-        cell: contiguous bytes.
-    """
+    """Runs of `cell` contiguous bytes to copy on the destination's device: for every i, along all axes, from place
+    ``places[i]`` (rising) to block ``ids[i]``, ``int64[n]`` each. `source` and `destination` are the addresses of place
+    0 and block 0, with the bytes between places and blocks; `axes` has (count, source stride, destination stride) of
+    each axis within a block."""
 
     source: int
     source_stride: int

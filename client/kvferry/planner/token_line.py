@@ -16,21 +16,16 @@ import numpy.typing as npt
 
 from kvferry.geometry.model import Group
 from kvferry.geometry.plane import Plane, TokenShard
-from kvferry.planner.rows import Cut, Int64s
+from kvferry.planner.rows import Cut, Int64s, places_by_value
 
 Index = TypeVar("Index", int, Int64s)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The positions of a request's states in the blocks of one side.
-
-    Attributes:
-        block_states: states per block over all token shards.
-        shard: the held states, counted in states.
-        block_stride: bytes from block to block.
-        num_blocks: block ids of the group on this side.
-    """
+    """The positions of a request's states in the blocks of one side: `block_states` per block over all token shards,
+    `block_stride` bytes from block to block. `shard` has the held states, counted in states; `num_blocks` are the block
+    ids of the group on this side."""
 
     block_states: int
     shard: TokenShard
@@ -141,14 +136,13 @@ class Line:
         destination_block, destination_at = np.divmod(destination_at, self.destination.held_per_block)
         # Blocks hold at most 2**20 states (`coverage.MAX_CELLS`), so this does not wrap.
         cuts = (source_at * self.destination.held_per_block + destination_at) * (int(count.max()) + 1) + count
-        order = np.argsort(cuts, kind="stable")
         return tuple(
             Pieces(
                 Cut(int(source_at[alike[0]]), int(destination_at[alike[0]]), int(count[alike[0]])),
                 source_block[alike],
                 destination_block[alike],
             )
-            for alike in np.split(order, np.flatnonzero(np.diff(cuts[order])) + 1)
+            for alike in places_by_value(cuts)
         )
 
     def _edges(self, begin: int, end: int) -> Int64s:

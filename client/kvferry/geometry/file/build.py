@@ -39,15 +39,9 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One component of every layer of a group (or of `layers`).
-
-    Attributes:
-        tensor: components of one tensor may be interleaved.
-        shards: units held, by tp_rank.
-        state_bytes: bytes of one unit of one state.
-        layers: layers that have the component; None: all of the group.
-        plane: the fields that are the same in the component's planes of every rank and layer.
-    """
+    """One component of the given layers of a group; None: of all its layers. Components of one `tensor` may be
+    interleaved. `shards` has the units held, by tp_rank; `state_bytes` is the size of one unit of one state; `plane`
+    has the fields that are the same in the component's planes of every rank and layer."""
 
     name: str
     tensor: str
@@ -59,16 +53,9 @@ class Component:
 
 
 class GroupPart:
-    """One group. Raises `InvalidField` for fields that do not fit each other.
-
-    Attributes:
-        group: as the engine declares it.
-        fields: the group's fields in the file, with the inherited ones.
-        layers: indices, in memory order.
-        components: of each layer, in memory order.
-        order: of axes, outermost first.
-        pages: pages of a block.
-    """
+    """One group, as the engine declares it (`group`) and as the file does (`fields`, with the inherited ones). Layers,
+    given by their indices, and the components of each are in the order of memory; the axes' `order` is outermost first;
+    a block has `pages`. Raises `InvalidField` for fields that do not fit each other."""
 
     def __init__(self, file: GeometryFile, path: str, said: Table, values: dict[str, Any]) -> None:
         self._file, self._path, self._said = file, path, said
@@ -282,12 +269,8 @@ _Place = tuple[int, dict[str, int]]
 
 
 def build_engine(file: GeometryFile) -> EngineGeometry:
-    """The engine that a file describes.
-
-    Raises:
-        InvalidField: fields do not fit each other.
-        BadGeometry: a layout contradicts itself.
-    """
+    """The engine that a file describes. Raises `InvalidField` for fields that do not fit each other, and `BadGeometry`
+    for a layout that contradicts itself."""
     tp_size, pp_size, layers = file.tp_size, file.pp_size, file.model.layers
     if tp_size * pp_size > MAX_RANKS:
         raise InvalidField("pp_size", pp_size, f"at most {MAX_RANKS} ranks in all")
@@ -379,11 +362,8 @@ def _spacing(part: GroupPart, block_bytes: int = 0) -> dict[str, tuple[int, int]
 def _nest(
     axes: Sequence[str], pieces: Sequence[_Piece], spacing: Mapping[str, tuple[int, int]]
 ) -> tuple[int, dict[_Piece, _Place]]:
-    """Nest the axes as ordered, outermost first; returns the bytes of the whole, and the position of each piece.
-
-    Raises:
-        BadGeometry: pieces that lie side by side inside a counted axis have different counts of it.
-    """
+    """Nest the axes as ordered, outermost first; returns the bytes of the whole, and the position of each piece. Raises
+    `BadGeometry` if pieces that lie side by side inside a counted axis have different counts of it."""
     if not axes:
         return pieces[0].component.state_bytes, {pieces[0]: (0, {})}
     axis, rest = axes[0], axes[1:]

@@ -262,14 +262,8 @@ DEVICES = {1: MemoryKind.DRAM, 2: MemoryKind.VRAM, 3: MemoryKind.DRAM, 10: Memor
 
 
 def shared(tensor: object) -> Any:
-    """A torch tensor or numpy array over the memory of another library's tensor. Nothing is copied.
-
-    Args:
-        tensor: has ``__array_interface__``, ``__dlpack__``, or a buffer.
-
-    Raises:
-        BadGeometry: the tensor has none of these, or does not share its memory.
-    """
+    """A torch tensor or numpy array over the memory of another library's tensor, which has ``__array_interface__``,
+    ``__dlpack__``, or a buffer. Nothing is copied. Raises `BadGeometry` if the tensor does not share its memory."""
     try:
         found = _shared(tensor)
         # Both results are alive: a library that hands out copies, as DLPack lets it, cannot give the same memory twice.
