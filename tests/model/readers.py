@@ -63,6 +63,8 @@ class Share:
         good: its engine got the bytes.
         refused: the KV is, or may be, of another prompt.
         read_after_release: a rank copied a block after its source had taken the block back.
+        orphaned: the source has been restarted since. Until it is back, another's engine of the same name may be the only
+            one that the reference can mean.
     """
 
     reader: Reader
@@ -82,6 +84,7 @@ class Share:
     ended_at: float | None = None
     copied_at: float = 0.0
     read_after_release: bool = False
+    orphaned: bool = False
     over: bool = False
     good: bool = False
     refused: bool = False
@@ -216,7 +219,7 @@ class Share:
             if self._pipe is not pipe:
                 return
             self._pipe = None
-            if isinstance(error, WrongKey) and not self.errand.invented:
+            if isinstance(error, WrongKey) and not (self.errand.invented or self.orphaned):
                 raise Violation(f"R13: {self.read_id} has the right key, and was told that it is another's")
             if error is not None and not error.retryable:
                 self.give_up(cancel=False)

@@ -137,6 +137,8 @@ class World:
 
     def restart_source(self) -> None:
         """The engine starts again over the same memory; the network keeps the last Watch of the old process."""
+        for share in self.shares:
+            share.orphaned = True
         old, self.source = self.source, self._new_source(self.source)
         late = old.late_watch()
         self.network.open(self, late, Pipe[pb.WatchResponse](lambda _: None, lambda _: None, listening=False))

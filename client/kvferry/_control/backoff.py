@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import random
+from random import Random
 
 BACKOFF_FIRST = 0.02
 BACKOFF_LAST = 1.0
+
+_RANDOM = Random()
+"""Not the random numbers of the process, which an application may have seeded."""
 
 
 class Backoff:
@@ -32,7 +35,7 @@ class Backoff:
         pause = self.pause
         self.pause = min(2 * pause, self._last)
         if self._jitter:
-            pause *= random.uniform(1.0 - self._jitter, 1.0)
+            pause *= _RANDOM.uniform(1.0 - self._jitter, 1.0)
         return max(at_least or 0.0, pause)
 
     def reset(self) -> None:

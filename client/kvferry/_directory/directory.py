@@ -6,11 +6,11 @@ Answers come from memory, so that looking an engine up never waits, and the last
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
+from random import Random
 from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
@@ -25,6 +25,7 @@ FOLLOW_FIRST = 0.1
 FOLLOW_LAST = 5.0
 """Shortest and longest seconds between attempts to follow an unreadable directory. Half of each pause is random, so
 that a fleet does not come back in one instant."""
+_RANDOM = Random()
 
 ANSWER_TIMEOUT = 5.0
 """Default seconds to wait for the first answer."""
@@ -187,7 +188,7 @@ class Directory(Closing, ABC):
             if not isinstance(error, KvferryError):
                 logger.debug("following %s failed", self.name, exc_info=error)
             self._failed(error)
-            pause, self._pause = self._pause * random.uniform(0.5, 1.0), min(2 * self._pause, FOLLOW_LAST)
+            pause, self._pause = self._pause * _RANDOM.uniform(0.5, 1.0), min(2 * self._pause, FOLLOW_LAST)
         with self._changed:
             return not self._changed.wait_for(lambda: self._closed, pause)
 
