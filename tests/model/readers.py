@@ -63,8 +63,8 @@ class Share:
         good: its engine got the bytes.
         refused: the KV is, or may be, of another prompt.
         read_after_release: a rank copied a block after its source had taken the block back.
-        orphaned: the source has been restarted since. Until it is back, another's engine of the same name may be the only
-            one that the reference can mean.
+        orphaned: the source has been restarted since. Until it is back, a stranger's engine may be the only one of its
+            name, which is what the reference can mean.
     """
 
     reader: Reader

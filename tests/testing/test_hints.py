@@ -336,6 +336,19 @@ def test_a_long_read_counts_by_its_lease_while_its_home_is_away(pair: Pair) -> N
     assert pair.holds(3)
 
 
+def test_a_long_read_whose_home_is_away_from_its_begin_ends_long_before_its_timeout(pair: Pair) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])}, timeout=1000.0)
+        held.wait(1, SOON)
+        pair.fabric.stop_home()
+        for _ in range(20):
+            pair.fabric.advance(1.0)
+        assert isinstance(read.exception(SOON), TransferExpired)
+        assert not read.quiet
+    assert read.wait_quiet(SOON)
+
+
 def test_a_request_that_waits_for_blocks_gets_a_lease_and_gives_it_back(pair: Pair) -> None:
     port = SchedulerPort(pair.fabric.client(), EngineSpec("e", pair.spec.groups))
     publication = pair.publish()

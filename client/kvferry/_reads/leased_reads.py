@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from kvferry._control.acquisition import Acquired, Acquisition, MoreBlocks, timed_out
+from kvferry._control.acquisition import HOME_PATIENCE, Acquired, Acquisition, MoreBlocks, timed_out
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, Answer, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import Confirm, ReaderVerdict, verdict_of
@@ -281,17 +281,14 @@ class LeasedReads(Generic[SomeRead]):
         """Lease a publication that is read from a hint, because the read takes long or has not begun: its source must
         not release the blocks meanwhile. From then on, the read is like any other with a lease: what was copied before
         counts as well, since the publication had not been released when the lease was granted."""
+        late = self._loop.at(self._loop.now() + HOME_PATIENCE, partial(self._not_leased, read, None))
         try:
             leased = await self._holder.acquire(read.request, partial(self._lease_changed, read)).first()
         except KvferryError as error:
-            # A home that is away may be back in time to validate the read.
-            with self.lock:
-                if read.stage is ReadStage.GRANTED:
-                    self.fail(read, error.with_traceback(None))
-                elif read.stage is ReadStage.READING and not error.retryable:
-                    named = isinstance(error, TransferError)
-                    self.fail(read, error.with_traceback(None) if named else _uncovered(read, error.message))
+            self._not_leased(read, error.with_traceback(None))
             return
+        finally:
+            late.cancel()
         with self.lock:
             begun = read.stage in BEGUN and read.error is None
             if begun and read.acquired is not None and read.acquired.promises_as(leased):
@@ -304,6 +301,16 @@ class LeasedReads(Generic[SomeRead]):
             if begun:
                 self.fail(read, BadReference("its hint is not that of the publication"))
         self._holder.let_go(read.request.home, leased)
+
+    def _not_leased(self, read: SomeRead, error: KvferryError | None) -> None:
+        """End a read from a hint that needs a lease and gets none. `error` is None if its home was not heard."""
+        with self.lock:
+            if (read.stage is ReadStage.GRANTED and error is not None) or (
+                read.stage in BEGUN and isinstance(error, TransferError)
+            ):
+                self.fail(read, error)
+            elif read.stage in BEGUN:
+                self.fail(read, _uncovered(read, "its home was not heard" if error is None else error.message))
 
     def _end_lease(self, read: SomeRead, acquired: Acquired, *, reported: bool) -> None:
         if reported:
