@@ -82,7 +82,7 @@ def test_a_home_that_stays_away_is_given_up_before_the_reads_own_timeout(
     reference.home = f"127.0.0.1:{free_port()}"
     spec = EngineSpec(unique_id("reader"), (Group("full", block_tokens=16, num_blocks=8),))
     memory = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
-    with NodeServerProcess(tmp_path) as server, Client(server.address) as client:
+    with NodeServerProcess(tmp_path) as server, Client(server.address, optimistic=False) as client:
         axes = ("kv", "block", "head", "token", "content")
         cache = client.register_cache(spec, tensors=memory, axes=axes, serve=False)
         read = cache.read(format_reference(reference), {"full": Blocks([5, 6])}, timeout=600.0)

@@ -77,7 +77,7 @@ def test_a_closed_engine_starts_again_at_once(fabric: Fabric) -> None:
 
 
 def test_read_goes_on_when_its_source_stops_and_the_next_start_gets_its_end(fabric: Fabric) -> None:
-    source, reader = fabric.client(), fabric.client()
+    source, reader = fabric.client(), fabric.client(optimistic=False)
     scheduler, worker = SchedulerPort(source, spec("p")), WorkerPort(source, spec("p"))
     tensors, mine = memory(), memory()
     tensors["layer"][:, 1] = 7
@@ -105,7 +105,7 @@ def test_read_goes_on_when_a_renewal_reports_a_stopped_source() -> None:
         scheduler, worker = SchedulerPort(source, spec("p")), WorkerPort(source, spec("p"))
         tensors["layer"][:, 1] = 7
         worker.register(tensors, axes=AXES)
-        reader = fabric.client().register_cache(spec("d"), tensors=mine, axes=AXES)
+        reader = fabric.client(optimistic=False).register_cache(spec("d"), tensors=mine, axes=AXES)
         publication = scheduler.publish("request", {"full": Blocks([1])})
         with fabric.hold_reads() as held:
             read = reader.read(publication.reference, {"full": Blocks([2])}, timeout=SOON)
@@ -126,7 +126,7 @@ def test_successor_that_waits_for_its_memory_changes_no_bytes_of_a_read() -> Non
         scheduler, worker = SchedulerPort(source, spec("p")), WorkerPort(source, spec("p"))
         tensors["layer"][:, 1] = 7
         worker.register(tensors, axes=AXES)
-        reader = fabric.client().register_cache(spec("d"), tensors=mine, axes=AXES)
+        reader = fabric.client(optimistic=False).register_cache(spec("d"), tensors=mine, axes=AXES)
         # A home that has just started lets nobody use memory that may be leased.
         up = now() + 2.0
         until(lambda: now() > up)

@@ -178,6 +178,9 @@ def _from_reader(
         request, digest = decode.hinted_read(validate, sender, home.limits.ranks, names, caller.host)
         reports = decode.reports(validate, request.parties)
         source = request.read.source
+        if home.stopping:
+            # Its source would not hear of the release any more.
+            home.check_not_draining()
         with home.turn():
             home.engines.find_live(source.engine_id, source.incarnation)
             return _read_ended(home.lessor.validate(request, digest, reports))

@@ -229,6 +229,17 @@ async def test_a_read_that_is_not_validated_pins_nothing(ready: Node, wrong: pb.
     assert not publication.reads
 
 
+async def test_a_home_that_ends_its_watches_validates_nothing_more(ready: Node) -> None:
+    """The source would not hear of the release, and hold the publication again after the restart."""
+    await ready.source(publish_notification(hint_digest=DIGEST))
+    ready.home.drain()
+    (valid,) = await ready.reader(validate(0, read_id=bytes(16)))
+    assert valid.read_ended.verdict == pb.VERDICT_VALID
+    ready.home.end_watches()
+    (refused,) = await ready.reader(validate(0))
+    assert isinstance(error_of(refused), ServerDraining)
+
+
 async def test_publications_without_a_hint_are_not_validated(ready: Node) -> None:
     await ready.source(publish_notification())
     (refused,) = await ready.reader(validate(0))
