@@ -82,7 +82,7 @@ def _pause() -> None:
 
 def _to_the_loop_and_back(loop: Loop) -> Action:
     """A hand-over to the sleeping event loop of a client, and back: two of them."""
-    back: queue.SimpleQueue[None] = queue.SimpleQueue()
+    back: queue.Queue[None] = queue.Queue()
 
     def run() -> None:
         loop.call(lambda: back.put(None))

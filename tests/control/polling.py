@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any, TypeAlias, TypeVar
 
 import pytest
@@ -46,7 +46,7 @@ class Reading:
         self.renewals = Renewals(self.loop)
         self.given_back: list[tuple[bytes, pb.RankOutcome.ValueType]] = []
         self.changes = 0
-        self.outcomes: SimpleQueue[Told] = SimpleQueue()
+        self.outcomes: Queue[Told] = Queue()
         self._aside: set[asyncio.Task[None]] = set()
 
     def start(

@@ -453,17 +453,6 @@ def test_a_cancel_waits_a_moment_for_the_lease_and_ends_it(
         cancelled.set()
 
 
-def test_an_acquisition_that_was_cancelled_before_its_first_step_asks_for_nothing(tmp_path: Path) -> None:
-    with reading(tmp_path, lambda _: polled(accepted=accepted())) as (server, read):
-        cancelled = threading.Event()
-        read.loop.call(lambda: cancelled.wait(30))
-        read.start()
-        read.cancel()
-        cancelled.set()
-        on_loop(read.loop, bool)
-        assert (server.asked, read.given_back) == ([], [])
-
-
 def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path: Path) -> None:
     def poll(_: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
         if len(server.asked) == 1:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -57,7 +57,7 @@ class Holding:
         return [one for request in self.server.notified for one in request.notifications]
 
     def verdict(self, result: pb.NotificationResult) -> Verdict:
-        verdicts: SimpleQueue[Answer] = SimpleQueue()
+        verdicts: Queue[Answer] = Queue()
         self.server.notify = lambda _: [result]
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)
         on_loop(self.loop, lambda: self.holder.report(self.control, [ReadReport(self.lease, [report], verdicts.put)]))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, unquote
 
@@ -310,7 +310,7 @@ class EtcdCalls:
     def watch(self, request: etcd.WatchRequest) -> Generator[etcd.WatchResponse]:
         """Yield the answers of a watch, until etcd ends it or the generator is closed. Raises as `call`."""
         # A watch lasts until its requests end. gRPC takes them on a thread of gRPC.
-        requests: SimpleQueue[etcd.WatchRequest | None] = SimpleQueue()
+        requests: Queue[etcd.WatchRequest | None] = Queue()
         requests.put(request)
         made: Any = self._dialled().stream_stream(f"{PACKAGE}Watch/Watch", _encode, etcd.WatchResponse.FromString)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Queue
 
 from kvferry._logs import Log
 from kvferry._threads import guarded, start_thread
@@ -22,7 +22,7 @@ class Callbacks:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._queue: Queue[Callable[[], object] | None] = Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
 

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TypeAlias
 
 from kvferry._clock import LONGEST
@@ -91,7 +91,7 @@ class ReadingThread:
         self.accepting = True
         """Whether messages are accepted. Changed with the lock held, so that no message is added afterwards."""
         self._lock = threading.Lock()
-        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._inbox: Queue[Message | None] = Queue()
         """Messages in the order they came; None only wakes the thread, to look at the transfers at once."""
         self.refusal: KvferryError | None = None
         """The error that prevented making the agent."""
