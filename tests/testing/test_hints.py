@@ -11,7 +11,7 @@ import pytest
 
 from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, parse_reference
 from kvferry._reads.leased_reads import LeasedReads
-from kvferry._wire.reference import MAX_LENGTH, format_reference
+from kvferry._wire.reference import MAX_HINT_BLOCKS, MAX_LENGTH, format_reference
 from kvferry.engine import SchedulerPort
 from kvferry.engine.values import RankEnd, WorkerOutput
 from kvferry.errors import (
@@ -24,6 +24,7 @@ from kvferry.errors import (
     PublicationStale,
     TransferExpired,
 )
+from kvferry.geometry.blocks import MAX_BLOCKS
 from kvferry.testing import Fabric
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.waiting import until
@@ -179,9 +180,20 @@ def test_a_hint_that_a_router_has_altered_does_not_count(pair: Pair, alter: Call
     assert pair.holds(3, 8)
 
 
+def groups_of(*counts: int) -> list[pb.GroupBlocks]:
+    return [pb.GroupBlocks(group=f"g{n}", run_starts=[0], run_counts=[count]) for n, count in enumerate(counts)]
+
+
 @pytest.mark.parametrize(
     "hint",
-    [b"\xff\xff", pb.Hint(groups=[pb.GroupBlocks(group="g", run_starts=[1])]).SerializeToString()],
+    [
+        b"\xff\xff",
+        pb.Hint(groups=[pb.GroupBlocks(group="g", run_starts=[1])]).SerializeToString(),
+        # Their ids would be made in the step of an engine, which a forged reference must not hold up.
+        pb.Hint(groups=groups_of(MAX_BLOCKS)).SerializeToString(),
+        pb.Hint(groups=groups_of(MAX_HINT_BLOCKS, 1)).SerializeToString(),
+    ],
+    ids=["garbage", "malformed", "too many blocks", "too many blocks together"],
 )
 def test_a_hint_that_cannot_be_read_costs_no_more_than_a_lease(pair: Pair, hint: bytes) -> None:
     publication = pair.publish()

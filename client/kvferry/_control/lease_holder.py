@@ -25,7 +25,7 @@ from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._wire.authority import read_id_of
-from kvferry._wire.reference import format_reference, hint_digest, parse_reference
+from kvferry._wire.reference import MAX_HINT_BLOCKS, format_reference, hint_digest, parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InternalError, InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -164,6 +164,9 @@ class LeaseHolder:
         steps, reference = GrantedSteps(), request.reference
         try:
             hint = pb.Hint.FromString(request.hint)
+            count = sum(sum(group.run_counts) for group in hint.groups)
+            if count > MAX_HINT_BLOCKS:
+                raise InvalidField("number of blocks of a hint", count, f"at most {MAX_HINT_BLOCKS}")
             steps.add([pb.Blocks(groups=hint.groups, marks=hint.marks)])
             blocks = steps.take()
         except (DecodeError, KvferryError):

@@ -27,6 +27,9 @@ MAX_REFERENCE_MARKS = 4
 """Most marks in a reference: references go through HTTP headers and bodies of routers."""
 MAX_HINT = 2048
 """Most bytes of the hint in a reference."""
+MAX_HINT_BLOCKS = 1 << 16
+"""Most blocks of a hint, over all groups: a million tokens in blocks of 16. A reader makes their ids in its engine's
+step, of whatever a router, or its client, has written: a few bytes of runs can stand for any number of ids."""
 HINT_DIGEST_BYTES = 16
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""

@@ -447,7 +447,7 @@ class Hint(google.protobuf.message.Message):
     """request_id, as published. `Reference.request_id` is not covered by the digest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
-        """groups, as published."""
+        """groups, as published. A reader ignores a hint of more than 65536 blocks, over all groups."""
 
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptMark]:
