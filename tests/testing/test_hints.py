@@ -87,7 +87,9 @@ def pair_fixture(fabric: Fabric) -> Pair:
 def test_a_read_from_a_hint_counts_without_a_lease_and_releases_its_publication(pair: Pair) -> None:
     publication = pair.publish(payload=b"first token")
     granted = records(pair.fabric).journal.notifications
-    result = pair.cache.read(publication.reference, {"full": Blocks([7])}).result(SOON)
+    read = pair.cache.read(publication.reference, {"full": Blocks([7])})
+    assert read.reference == publication.reference
+    result = read.result(SOON)
     assert pair.holds(3)
     assert (result.payload, result.confirmed, result.request_id) == (b"first token", True, "request")
     assert (granted["validate"], granted["read_done"]) == (1, 0)

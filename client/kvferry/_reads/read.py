@@ -141,12 +141,12 @@ class Read(OneProcess):
 
     Attributes:
         read_id: the name that the ranks of the read share.
-        reference: reference of the publication.
+        reference: the reference that `Cache.read` was given.
     """
 
     def __init__(self, read: OwnRead) -> None:
         self.read_id = read.read_id
-        self.reference = read.request.text
+        self.reference = read.request.given or read.request.text
         self._read = read
 
     @property
