@@ -157,3 +157,23 @@ def test_request_with_all_blocks_neither_waits_for_prefill_nor_fails_with_it(fab
     assert scheduler.step({}).received == set()
     assert scheduler._port.stats().waiting == 0
     scheduler.close()
+
+
+@pytest.mark.parametrize("ends", ["aborted", "computed"])
+def test_requests_of_one_reference_end_without_a_prefix_cache(fabric: Fabric, ends: str) -> None:
+    """Each is read. An exception in a step would end the engine, and any client may send a request twice."""
+    scheduler = ConnectorScheduler(setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False))
+    reference = router_reference(fabric.address, "prefill")
+    readers = [to_read(reference, TOKENS + 1, f"r{index}") for index in range(2)]
+    for reader in readers:
+        scheduler.on_new_request(reader)
+        assert scheduler.matched_tokens(reader, 0) == (None, False)
+    for reader in readers:
+        if ends == "aborted":
+            abort(scheduler, reader)
+        else:
+            # vLLM has found its tokens elsewhere.
+            assert scheduler.matched_tokens(reader, TOKENS) == (0, False)
+            scheduler.allocated(reader.request_id, ([],), 0)
+    assert scheduler._port.stats().waiting == 0
+    scheduler.close()

@@ -92,9 +92,11 @@ class Loads:
         """Wake the followers of a request; return its reference, empty if the request was no leader. `found`: its
         blocks are in the prefix cache."""
         reference = self._led.pop(request_id, "")
-        if reference:
-            del self._leaders[reference]
-            for load in self._by_reference.get(reference, {}).values():
-                load.found |= found and load.follows
-                load.waits = False
+        if self._leaders.get(reference) != request_id:
+            # Without a prefix cache, several requests of one reference are read, and the last of them leads.
+            return ""
+        del self._leaders[reference]
+        for load in self._by_reference.get(reference, {}).values():
+            load.found |= found and load.follows
+            load.waits = False
         return reference
