@@ -422,7 +422,7 @@ class TransferFailed(TransferError, reason="TRANSFER_FAILED", code="ABORTED"):
 
 
 class TransferExpired(TransferError):
-    """The lease ended before the read; its bytes do not count (R1).
+    """The lease ended before the read, or its home did not confirm a read without a lease; its bytes do not count (R1).
     Next step: compute the request. If the error comes again, look for a reader that stops for longer than kvferryd's
     `--ttl`, or a home that the reader cannot reach."""
 

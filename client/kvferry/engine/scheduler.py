@@ -174,7 +174,8 @@ class SchedulerPort(Closing):
         traceparent: str = "",
         prompt: Prompt = Prompt.unknown,
     ) -> None:
-        """Start to acquire a publication: wait for it, and pin its blocks with a lease.
+        """Start to acquire a publication: wait for it, and pin its blocks with a lease. If they are in the reference,
+        `granted` returns them at once, and a lease follows only if the read takes longer than a moment.
 
         Call this when the request arrives, before it has blocks of its own.
 
