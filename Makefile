@@ -191,7 +191,7 @@ release-protos: $(NODE) ## Keep the protos as those of this version's release
 
 # matplotlib draws the curves.
 bench: setup ## Run the benchmarks, and write docs/performance.md from them (TOPICS=)
-	@.venv/bin/python -c 'import matplotlib' 2>/dev/null || $(PIP) install -e '.[bench]'
+	@.venv/bin/python -c 'import matplotlib, mooncake' 2>/dev/null || $(PIP) install -e '.[bench]'
 	@.venv/bin/python -m benchmarks $(TOPICS)
 	@.venv/bin/python -m benchmarks.report
 

@@ -10,7 +10,7 @@ import argparse
 
 from benchmarks.measures import FULL, SMOKE
 from benchmarks.results import RESULTS, Results, machine
-from benchmarks.topics import TOPICS, measured, python_for
+from benchmarks.topics import TOPICS, measured, missing
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
         parser.error(f"no such topics: {', '.join(unknown)}")
     found = {}
     for name in given.topics or TOPICS:
-        if not python_for(name):
-            print(f"{name}: left out, vLLM is not set up here: make .venv-vllm/.installed\n", flush=True)
+        if why := missing(name):
+            print(f"{name}: left out, {why}\n", flush=True)
             continue
         found[name] = measured(name, SMOKE if given.smoke else FULL)
         print(f"{found[name].table().markdown()}\n{name}: {found[name].took} s, load {found[name].load}\n", flush=True)

@@ -3,6 +3,7 @@ NixlConnector's worker."""
 
 from __future__ import annotations
 
+from benchmarks import mooncake
 from benchmarks.large_reads import CASES, ONE_AGENT
 from benchmarks.results import Results, shown
 from benchmarks.small_reads import BARE_PARTS, STAGES
@@ -52,3 +53,15 @@ def workers(results: Results) -> Table:
         rows.append((label, *(shown(one.median, "s") for one in found), spread))
     columns = ("raw NIXL's best program", "NixlConnector's worker", "kvferry", "of it moving", "kvferry / worker")
     return Table("", ("a read of", *columns), rows)
+
+
+def beside_mooncake(results: Results) -> Table:
+    """Whole reads, by the bytes of each."""
+    measures = results.topics["mooncake"].measures
+    rows = []
+    for size in mooncake.SIZES:
+        for kind in mooncake.KINDS:
+            names = [f"{system}, {size} MiB, {kind}" for system in (mooncake.MOONCAKE, mooncake.TCP, mooncake.CMA)]
+            times = [shown(measures[name].median, "s") if name in measures else "it failed" for name in names]
+            rows.append((f"{size} MiB, {kind}", *times))
+    return Table("", ("a read of", mooncake.MOONCAKE, mooncake.TCP, mooncake.CMA), rows)

@@ -22,12 +22,14 @@ class CallSizes:
 
     Attributes:
         publish: Notify(publish).
+        validate: Notify(validate), after a read without a lease.
         read: ReadBlocks, with the lease and all blocks in the answer.
         report: Notify(read done).
         renew: Notify(renew).
     """
 
     publish: Sizes
+    validate: Sizes
     read: Sizes
     report: Sizes
     renew: Sizes
@@ -49,11 +51,15 @@ def sizes_of(channel: grpc.Channel, layout: Layout, blocks: int) -> CallSizes:
         renewed = party.stub.Notify(renewal, timeout=TIMEOUT)
         report = party.done_request(found.accepted.lease_id)
         reported = party.stub.Notify(report, timeout=TIMEOUT)
+        party.stub.Notify(party.publish_request(ids), timeout=TIMEOUT)
+        validation = party.validate_request(party)
+        validated = party.stub.Notify(validation, timeout=TIMEOUT)
         sent(party.stub, party.as_source(pb.Notification(abort=pb.Abort(publication=party.published))))
     finally:
         party.close()
     return CallSizes(
         publish=publish,
+        validate=(validation.ByteSize(), validated.ByteSize()),
         read=(read.ByteSize(), found.ByteSize()),
         report=(report.ByteSize(), reported.ByteSize()),
         renew=(renewal.ByteSize(), renewed.ByteSize()),

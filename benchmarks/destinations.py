@@ -43,7 +43,7 @@ def reader(
     heads: int = 0,
     huge: bool = True,
     options: NixlOptions | None = None,
-    confirm: str = "before",
+    optimistic: bool = True,
 ) -> Iterator[Reader]:
     """A rank that only reads, until the end of the block.
 
@@ -53,10 +53,10 @@ def reader(
         heads: how many of the model's heads it holds; 0: all.
         huge: whether its memory is in huge pages.
         options: how it reads.
-        confirm: whether its reads end before or after the home has confirmed them.
+        optimistic: whether its short reads take no lease.
     """
     memory = CacheMemory(layout, heads, huge=huge)
-    with Client(address, options=options, confirm=confirm) as client:
+    with Client(address, options=options, optimistic=optimistic) as client:
         cache = client.register_cache(
             EngineSpec(f"reader-{secrets.token_hex(4)}", (layout.group(),)),
             planes=memory.planes(),

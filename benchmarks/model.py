@@ -16,10 +16,8 @@ CARDS = (1, 8)
 """Cards of a node."""
 RENEW_EVERY = 10.0
 """Seconds; a third of the default ttl."""
-CALLS = 3
-"""Calls of a request at the source's home: publish, blocks, report. The release comes on an open stream."""
-READ_SHARE = CALLS / 2
-"""A request's calls per call of its read, which makes two of them."""
+CALLS = 2
+"""Calls of a short request at the source's home: publish, validate. The release comes on an open stream."""
 RANKS = 8
 """Ranks of an engine; each node has one engine."""
 NODES = 1000
@@ -51,7 +49,7 @@ class Costs:
     """What the model takes from the results; seconds of the node server's CPU, and bytes.
 
     Attributes:
-        request: seconds of a request's three calls when many run at once.
+        request: seconds of a request's two calls when many run at once.
         single: the same, one at a time: more, since the server sleeps and wakes for each.
         renewal: seconds of a renewal in a batch.
         handshake: seconds of a handshake, per rank of the source that is told.
@@ -73,9 +71,9 @@ class Costs:
         """From the results."""
         told = 128
         return cls(
-            # Measured of a read's two calls; the third, publish, is taken to cost as much as either.
-            request=results.measure("small_reads", "node server's CPU per read, 16 at once").median * READ_SHARE,
-            single=results.measure("server_calls", "node server's CPU per request of three calls").median,
+            # Measured of a read's one call; the other, publish, is taken to cost as much.
+            request=results.measure("small_reads", "node server's CPU per read, 16 at once").median * CALLS,
+            single=results.measure("server_calls", "node server's CPU per request of two calls").median,
             renewal=results.measure("server_calls", "node server's CPU per renewal, in batches").median,
             handshake=results.measure("handshakes", "node server's CPU per handshake of these").median / told,
             control=results.measure("server_calls", "bytes of control per request").median,
@@ -147,10 +145,10 @@ def check(costs: Costs, results: Results) -> Table:
     rows = [
         ("the home's CPU per call, in single requests", f"{1e3 * costs.single / CALLS:.2f} ms"),
         ("the home's CPU per call, sixteen reads at once", f"{1e3 * costs.request / CALLS:.2f} ms"),
-        ("16 reads at once per second, predicted from single requests", f"{READ_SHARE / costs.single:,.0f}"),
+        ("16 reads at once per second, predicted from single requests", f"{CALLS / costs.single:,.0f}"),
         (
             "the same, predicted from sixteen at once, if nothing but the home bounded it",
-            f"{READ_SHARE / costs.request:,.0f}",
+            f"{CALLS / costs.request:,.0f}",
         ),
         ("the same, measured; reader and home shared two cores", f"{measured:,.0f}"),
     ]

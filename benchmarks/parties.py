@@ -4,6 +4,7 @@ same, and thousands of them fit one process."""
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmarks.caches import Ids, Layout
 from kvferry import Blocks, EngineToken
 from kvferry._wire.authority import incarnation_of, publication_key
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
-from kvferry._wire.reference import format_reference
+from kvferry._wire.reference import format_reference, hint_digest
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.geometry import MemoryKind, MemoryRegion, RankGeometry
 from kvferry.v1 import geometry_pb2
@@ -44,6 +45,8 @@ class Party:
         self.secret = hashlib.sha256(name.encode()).digest()
         self.ref = pb.EngineRef(engine_id=name, incarnation=incarnation_of(self.secret))
         self.published = 0
+        self._hint_digest = b""
+        """Of the last publication."""
         self._watch: Any = None
 
     def open(self) -> None:
@@ -119,11 +122,15 @@ class Party:
         group = pb.GroupBlocks(
             group="full", end_token=len(ids) * self.layout.block_tokens, run_starts=starts, run_counts=counts
         )
+        request_id = f"request-{self.published}"
+        hint = pb.Hint(groups=[group], request_id=request_id)
+        self._hint_digest = hint_digest(hint.SerializeToString(deterministic=True))
         publish = pb.Publish(
             publication=self.published,
-            request_id=f"request-{self.published}",
+            request_id=request_id,
             groups=[group],
             last=True,
+            hint_digest=self._hint_digest,
         )
         return self.as_source(pb.Notification(publish=publish))
 
@@ -144,6 +151,17 @@ class Party:
     def read_request(self, reference: str, read_id: bytes) -> pb.ReadBlocksRequest:
         """A read of a publication by this engine; the read_id has 16 bytes."""
         return pb.ReadBlocksRequest(reference=reference, reader=self.ref, read_id=read_id, parties=1)
+
+    def validate_request(self, source: Party) -> pb.NotifyRequest:
+        """What the one rank of a read without a lease asks after it has read all of a source's last publication."""
+        validate = pb.Validate(
+            reference=source.reference(),
+            read_id=secrets.token_bytes(16),
+            hint_digest=source._hint_digest,
+            parties=1,
+            reports=[pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=1)],
+        )
+        return self.as_reader(pb.Notification(validate=validate))
 
     def as_source(self, *notifications: pb.Notification) -> pb.NotifyRequest:
         """A batch of a source."""

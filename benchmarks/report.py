@@ -90,6 +90,7 @@ def performance(results: Results) -> str:
         "stages": breakdown.stages(results).lines(),
         "movement": breakdown.movement(results).lines(),
         "workers": breakdown.workers(results).lines(),
+        "mooncake": breakdown.beside_mooncake(results).lines(),
         "paused": f"{results.ratio('limits', PAUSED):.2f}",
         "paused call": _time(results, "limits", PAUSED),
         "handed": _time(results, "limits", HANDED),

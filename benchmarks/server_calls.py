@@ -87,12 +87,16 @@ class _Calls:
             self.read_blocks().seconds()
             self._request = self.destination.done_request(self._lease)
 
-        def run() -> None:
-            [result] = sent(self.stub, self._request)
-            if result.read_ended.verdict != pb.VERDICT_VALID:
-                raise AssertionError(f"a good read ended {result}")
+        return Action(self._ended_well, prepare=prepare)
 
-        return Action(run, prepare=prepare)
+    def validate(self) -> Action:
+        """Notify(validate)."""
+
+        def prepare() -> None:
+            sent(self.stub, self.source.publish_request(self._ids))
+            self._request = self.destination.validate_request(self.source)
+
+        return Action(self._ended_well, prepare=prepare)
 
     def renew(self) -> Action:
         """Notify(renew) of one lease."""
@@ -111,12 +115,21 @@ class _Calls:
         return Action(lambda: self._renewed(self.batch), prepare=prepare)
 
     def request(self) -> None:
-        """Publish, ask for the blocks, report: a whole request's calls."""
+        """Publish, validate: the calls of a request whose read takes no lease."""
+        self.validate().seconds()
+
+    def leased_request(self) -> None:
+        """Publish, ask for the blocks, report: the calls of a request whose read has a lease."""
         self.report().seconds()
 
     def nothing(self) -> None:
         """Notify without a notification."""
         self.stub.Notify(pb.NotifyRequest(), timeout=TIMEOUT)
+
+    def _ended_well(self) -> None:
+        [result] = sent(self.stub, self._request)
+        if result.read_ended.verdict != pb.VERDICT_VALID:
+            raise AssertionError(f"a good read ended {result}")
 
     def _hold(self, count: int) -> None:
         while len(self._leases) < count:
@@ -136,6 +149,7 @@ def _against_bare(calls: _Calls, echo: Echo, channel: grpc.Channel, blocks: int,
     sizes = sizes_of(channel, LAYOUT, blocks)
     pairs = {
         "Notify(publish)": (calls.publish(), echo.unary(*sizes.publish)),
+        "Notify(validate)": (calls.validate(), echo.unary(*sizes.validate)),
         "ReadBlocks": (calls.read_blocks(), echo.unary(*sizes.read)),
         "Notify(read done)": (calls.report(), echo.unary(*sizes.report)),
         "Notify(renew)": (calls.renew(), echo.unary(*sizes.renew)),
@@ -151,7 +165,7 @@ def _against_bare(calls: _Calls, echo: Echo, channel: grpc.Channel, blocks: int,
     times = interleaved(actions, repeats, warm=effort.size(20, 1))
     against = {name: f"bare, as {name}" for name in pairs}
     measures = [Measure(name, "s", found, against.get(name, "")) for name, found in times.items()]
-    control = sum(sum(part) for part in (sizes.publish, sizes.read, sizes.report))
+    control = sum(sum(part) for part in (sizes.publish, sizes.validate))
     return [
         *measures,
         Measure.of("bytes of control per request", "B", control),
@@ -168,12 +182,14 @@ def _both(first: Callable[[], object], second: Callable[[], object]) -> Callable
 
 
 def _cpu(calls: _Calls, server: ServerProcess, bare: ServerProcess, echo: Echo, effort: Effort) -> list[Measure]:
-    """The server process's CPU per request, that is publish, blocks and report, and per bare call."""
+    """The server process's CPU per request, and per bare call."""
     repeats = effort.repeats(REPEATS)
-    before = server.cpu_seconds()
-    for _ in range(repeats):
-        calls.request()
-    used = (server.cpu_seconds() - before) / repeats
+    used: list[float] = []
+    for request in (calls.request, calls.leased_request):
+        before = server.cpu_seconds()
+        for _ in range(repeats):
+            request()
+        used.append((server.cpu_seconds() - before) / repeats)
     renewals = calls.renew_many()
     renewals.prepare()
     before = server.cpu_seconds()
@@ -187,6 +203,7 @@ def _cpu(calls: _Calls, server: ServerProcess, bare: ServerProcess, echo: Echo, 
     least = (bare.cpu_seconds() - before) / repeats
     return [
         Measure.of("bare server's CPU per call", "s", least),
-        Measure.of("node server's CPU per request of three calls", "s", used, "bare server's CPU per call"),
+        Measure.of("node server's CPU per request of two calls", "s", used[0], "bare server's CPU per call"),
+        Measure.of("node server's CPU per request with a lease", "s", used[1], "bare server's CPU per call"),
         Measure.of("node server's CPU per renewal, in batches", "s", renewed, "bare server's CPU per call"),
     ]

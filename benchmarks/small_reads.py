@@ -29,18 +29,14 @@ PORT_READS = 100
 CONCURRENT = 16
 ROUNDS = 7
 READS_PER_ROUND = 64
-SETTLES = 0.005
-"""Seconds in which the report of a read has ended."""
-
 BARE_CPU = "bare server's CPU per call"
 PUBLISHING = "publishing, and the reference's way"
-ASKING = "asking for the blocks"
 ATTACHING = "until the engine's step gives it blocks"
 MOVING = "moving"
-REPORTING = "reporting"
+VALIDATING = "validating"
 REST = "the rest: from thread to thread, and the engine's last step"
-STAGES = (PUBLISHING, ASKING, ATTACHING, MOVING, REPORTING, REST)
-BARE_PARTS = "bare parts: publish, blocks, report, raw NIXL, the reference's way"
+STAGES = (PUBLISHING, ATTACHING, MOVING, VALIDATING, REST)
+BARE_PARTS = "bare parts: publish, validate, raw NIXL, the reference's way"
 
 
 def run(effort: Effort = FULL) -> Topic:
@@ -83,7 +79,7 @@ def _single(server: ServerProcess, echo: Echo, made: Source, options: NixlOption
     theirs, mine = np.array([7], np.int32), np.array([5], np.int32)
     with (
         reader(server.address, LAYOUT, options=options) as destination,
-        reader(server.address, LAYOUT, options=options, confirm="after") as trusting,
+        reader(server.address, LAYOUT, options=options, optimistic=False) as leasing,
     ):
         warm = effort.size(20, 1)
         published = made.publish(theirs.tolist(), reads=2 * (repeats + warm))
@@ -94,7 +90,7 @@ def _single(server: ServerProcess, echo: Echo, made: Source, options: NixlOption
             "echo": Action(echo.unary()),
             "raw NIXL": raw_action(raw, made.raw[0], destination.memory, theirs, mine),
             "read": read,
-            "after": _settled(trusting.action(published.reference, theirs, mine)),
+            "leased": leasing.action(published.reference, theirs, mine),
         }
         times = interleaved(actions, repeats, warm=warm)
         # Alone, so that the server does nothing else meanwhile.
@@ -108,19 +104,9 @@ def _single(server: ServerProcess, echo: Echo, made: Source, options: NixlOption
         Measure("bare unary echo", "s", times["echo"]),
         Measure("raw NIXL, the same 32 descriptors", "s", times["raw NIXL"], "bare unary echo"),
         Measure("read, warm", "s", times["read"], "bare unary echo"),
-        Measure("read, warm, confirmed after its end", "s", times["after"], "bare unary echo"),
+        Measure("read, warm, with a lease", "s", times["leased"], "bare unary echo"),
         Measure.of("node server's CPU per read", "s", used, BARE_CPU),
     ]
-
-
-def _settled(action: Action) -> Action:
-    """The action, and behind it a pause: its report is still under way, and the next measurement must not meet it."""
-
-    def verify() -> None:
-        action.verify()
-        time.sleep(SETTLES)
-
-    return Action(action.run, action.prepare, verify)
 
 
 def _calls_per_read(server: ServerProcess, made: Source, options: NixlOptions, effort: Effort) -> Measure:
@@ -148,8 +134,7 @@ def _through_ports(
         raw.add(made.raw[0], engine.memory.region.base)
         parts = {
             "publish": Action(echo.unary(*sizes.publish)),
-            "blocks": Action(echo.unary(*sizes.read)),
-            "report": Action(echo.unary(*sizes.report)),
+            "validate": Action(echo.unary(*sizes.validate)),
             "raw": raw_action(raw, made.raw[0], engine.memory, theirs, mine),
             "hop": Action(made.hop),
         }
@@ -179,10 +164,9 @@ def _stages(found: Sequence[PortRequest], bare: Mapping[str, Sequence[float]]) -
     ways = [publish + hop for publish, hop in zip(bare["publish"], bare["hop"], strict=True)]
     lines: dict[str, tuple[Sequence[float], Callable[[PortRequest], float]]] = {
         PUBLISHING: (ways, lambda request: request.reference),
-        ASKING: (bare["blocks"], lambda request: request.stages.wait + request.stages.grant),
-        ATTACHING: ((), lambda request: request.stages.attach),
+        ATTACHING: ((), lambda request: request.stages.wait + request.stages.grant + request.stages.attach),
         MOVING: (bare["raw"], lambda request: request.stages.move),
-        REPORTING: (bare["report"], lambda request: request.stages.judge),
+        VALIDATING: (bare["validate"], lambda request: request.stages.judge),
     }
     measures, told = [], [0.0] * len(found)
     for name, (least, of_request) in lines.items():

@@ -38,27 +38,47 @@ TOPICS = (
     "expand",
     "limits",
     "vllm_worker",
+    "mooncake",
 )
 """Modules of this package, each with a function `run`."""
 
 BESIDE_VLLM = ("vllm_worker",)
 """Those that run in vLLM's environment."""
 
+PEERS = {"mooncake": "mooncake.engine"}
+"""Modules of others that topics compare with, of `kvferry[bench]`."""
+
 VLLM_PYTHON = Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"
 
 
-def python_for(name: str) -> str:
-    """The Python that a topic runs with; empty if its environment was not set up."""
-    if name not in BESIDE_VLLM or find_spec("vllm"):
-        return sys.executable
-    return str(VLLM_PYTHON) if VLLM_PYTHON.exists() else ""
+def missing(name: str) -> str:
+    """Why a topic cannot run here; empty if it can."""
+    if name in BESIDE_VLLM and not (find_spec("vllm") or VLLM_PYTHON.exists()):
+        return "vLLM is not set up here: make .venv-vllm/.installed"
+    peer = PEERS.get(name)
+    if peer is not None and not _installed(peer):
+        return f"{peer} is not installed here: kvferry[bench], and Debian's libibverbs1 librdmacm1 libnuma1 liburing2"
+    return ""
+
+
+def _installed(module: str) -> bool:
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _python_for(name: str) -> str:
+    """The Python that a topic runs with."""
+    return sys.executable if name not in BESIDE_VLLM or find_spec("vllm") else str(VLLM_PYTHON)
 
 
 def measured(name: str, effort: Effort) -> TopicResult:
     """Run one topic in a new process; raises `subprocess.CalledProcessError` if it fails."""
     before, began = os.getloadavg()[0], time.monotonic()
     with tempfile.NamedTemporaryFile() as found:
-        command = [python_for(name), "-m", "benchmarks.topics", name, "smoke" if effort.smoke else "full", found.name]
+        command = [_python_for(name), "-m", "benchmarks.topics", name, "smoke" if effort.smoke else "full", found.name]
         subprocess.run(command, check=True)
         topic = parsed(Path(found.name).read_text())
     return TopicResult.of(topic, (round(before, 2), round(os.getloadavg()[0], 2)), time.monotonic() - began)

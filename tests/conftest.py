@@ -36,6 +36,7 @@ KNOWN_SKIPS = (
     "this kernel gives none",
     # Large, or not in Debian; `.ci/run` installs the other servers.
     "vLLM is not installed here",
+    "mooncake.engine is not installed here",
     "SGLang's router is not installed here",
     "Go, or one of its libraries, is not installed",
     "Rust, or one of its libraries, is not installed",

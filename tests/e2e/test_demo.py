@@ -24,8 +24,6 @@ GEOMETRY = {
     "num_blocks": 32,
     "model": MODEL,
 }
-
-
 LARGE = {**GEOMETRY, "num_blocks": 2560, "model": {**MODEL, "layers": 8, "kv_heads": 8, "head_dim": 64}}
 
 
@@ -52,17 +50,18 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**kept, "TMPDIR": str(scratch), "KVFERRYD_POLICY": str(scratch / "none")}
 
 
+def demo(
+    tmp_path: Path, *options: str, destination: Mapping[str, object] | None = None
+) -> subprocess.CompletedProcess[str]:
+    given = command(tmp_path, *options, destination=destination)
+    return subprocess.run(given, capture_output=True, text=True, timeout=100, env=environment(tmp_path))
+
+
 @pytest.mark.parametrize("ucx_tls", ["", pytest.param("tcp", marks=pytest.mark.slow)], ids=["ucx-default", "ucx-tcp"])
 def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> None:
     options = ["--json", "--requests", "3", "--tokens", "60", "--ucx-tls", ucx_tls]
-    done = subprocess.run(
-        # The null block is the last block of a cache that the demonstration makes smaller.
-        command(tmp_path, *options, destination={"tp_size": 1, "num_blocks": 1024, "null_block": 1023}),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment(tmp_path),
-    )
+    # The null block is the last block of a cache that the demonstration makes smaller.
+    done = demo(tmp_path, *options, destination={"tp_size": 1, "num_blocks": 1024, "null_block": 1023})
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     (rank,) = outcome["ranks"]
@@ -74,14 +73,7 @@ def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> Non
 
 
 def test_demo_of_an_impossible_pair_shows_the_reason_and_starts_nothing(tmp_path: Path) -> None:
-    destination = {"model": {**GEOMETRY["model"], "kv_heads": 8}}  # type: ignore[dict-item]
-    done = subprocess.run(
-        command(tmp_path, destination=destination),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment(tmp_path),
-    )
+    done = demo(tmp_path, destination={"model": {**MODEL, "kv_heads": 8}})
     assert done.returncode == 2
     assert "axis_size is 4 at the source" in done.stderr
     assert "Traceback" not in done.stderr
@@ -89,13 +81,7 @@ def test_demo_of_an_impossible_pair_shows_the_reason_and_starts_nothing(tmp_path
 
 def test_demo_whose_ranks_cannot_start_shows_the_reason_and_leaves_nothing(tmp_path: Path) -> None:
     # Shared memory alone: UCX cannot report the death of peers, and makes no agent.
-    done = subprocess.run(
-        command(tmp_path, "--ucx-tls", "sm", "--requests", "1", "--tokens", "20"),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment(tmp_path),
-    )
+    done = demo(tmp_path, "--ucx-tls", "sm", "--requests", "1", "--tokens", "20")
     assert done.returncode == 2
     assert "kvferry demo: NIXL createBackend: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -12,8 +12,9 @@ from tests.support.faults.fault_world import World
 class Keeper:
     """Has a world that works. One that a scenario left broken is replaced."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, folders: pytest.TempPathFactory, *, optimistic: bool) -> None:
         self._folders = folders
+        self._optimistic = optimistic
         self._world: World | None = None
 
     def world(self) -> World:
@@ -21,7 +22,7 @@ class Keeper:
         if self._world is not None and not self._world.sound:
             self.close()
         if self._world is None:
-            self._world = World(self._folders.mktemp("world")).ready()
+            self._world = World(self._folders.mktemp("world"), optimistic=self._optimistic).ready()
         return self._world
 
     def close(self) -> None:
@@ -34,12 +35,25 @@ class Keeper:
 @pytest.fixture(scope="package")
 def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
     """Of the one world that most scenarios happen in, one after the other."""
-    made = Keeper(tmp_path_factory)
+    made = Keeper(tmp_path_factory, optimistic=False)
     yield made
     made.close()
 
 
 @pytest.fixture
 def world(keeper: Keeper) -> World:
-    """A world that works."""
+    """A world that works, whose reads have leases."""
     return keeper.world()
+
+
+@pytest.fixture(scope="package")
+def optimistic_keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
+    made = Keeper(tmp_path_factory, optimistic=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def optimistic_world(optimistic_keeper: Keeper) -> World:
+    """A world that works, whose short reads have no lease."""
+    return optimistic_keeper.world()

@@ -9,22 +9,26 @@ from collections.abc import Sequence
 
 from kvferry import KvferryError
 from tests.support.faults.scenario import Bound, Expected, Good, Row
-from tests.support.faults.scenarios import ROWS
+from tests.support.faults.scenarios import ROWS, WITHOUT_A_LEASE
 from tests.support.faults.verbs_scenarios import VERBS_ROWS
 from tests.support.repository import ROOT
 
 DOCUMENT = ROOT / "docs" / "reliability.md"
-BEGIN = "<!-- The table below is written by `make reliability` from tests/support/faults/{}.py. -->\n"
-TABLES = {"scenarios": ROWS, "verbs_scenarios": VERBS_ROWS}
-"""The rows of each table, by the module that has them."""
+BEGIN = "<!-- The table below is written by `make reliability` from {}. -->\n"
+TABLES = {
+    "tests/support/faults/scenarios.py": ROWS,
+    "WITHOUT_A_LEASE in tests/support/faults/scenarios.py": tuple(scenario.row for scenario in WITHOUT_A_LEASE),
+    "tests/support/faults/verbs_scenarios.py": VERBS_ROWS,
+}
+"""The rows of each table, by their place."""
 END = "<!-- End of the table. -->\n"
 HEADER = ("Fault", "When", "The destination sees", "within", "The source sees", "within", "The request is")
 
 
 def written(document: str) -> str:
     """The document with the tables as they should be."""
-    for module, rows in TABLES.items():
-        begin = BEGIN.format(module)
+    for place, rows in TABLES.items():
+        begin = BEGIN.format(place)
         before, rest = document.split(begin)
         _, after = rest.split(END, 1)
         document = f"{before}{begin}\n{table(rows)}\n{END}{after}"

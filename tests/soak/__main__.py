@@ -27,7 +27,7 @@ from tests.support import pairwise
 from tests.support.faults.fault_world import World
 from tests.support.faults.load import serve_mixed
 from tests.support.faults.playing import nothing_left, play
-from tests.support.faults.scenarios import PROCESSES
+from tests.support.faults.scenarios import PROCESSES, WITHOUT_A_LEASE
 from tests.support.geometry_cases import CASES, Case
 from tests.support.held_ranks import hold_sources, move
 from tests.support.node_servers import NodeServerProcess
@@ -140,7 +140,10 @@ class Soak:
         self.counts["requests under load"] += 200
 
     def _fault(self) -> None:
-        world, scenario = self._healthy(), self._random.choice(PROCESSES)
+        if self._random.random() < 0.1:
+            self._end_world()
+        world = self._healthy()
+        scenario = self._random.choice(WITHOUT_A_LEASE if world.optimistic else PROCESSES)
         self.counts[f"fault: {scenario.row.fault}, {scenario.row.moment}"] += 1
         try:
             play(world, scenario)
@@ -152,7 +155,8 @@ class Soak:
             self._end_world()
         if self._world is None:
             self._worlds += 1
-            self._world = World(self._folder / f"world-{self._worlds}").ready()
+            # In turns, worlds whose short reads take no lease.
+            self._world = World(self._folder / f"world-{self._worlds}", optimistic=self._worlds % 2 == 1).ready()
             addresses = [self._world.home.listen, self._world.node.address]
             self._hostile = Hostile(addresses, self._seed + self._worlds)
         return self._world

@@ -33,9 +33,8 @@ class Engine:
         base = cells.ctypes.data
         self._mapped = base, len(cells)
         spec = EngineSpec(job.engine_id, (job.model.group(),), job.num_ranks, {"model": "tiny"})
-        # The table is of reads with a lease, as all reads are that take longer than half a second.
         options = NixlOptions(**job.options)
-        self._client = Client(job.address, allowed_homes=["10.*"], options=options, optimistic=False)
+        self._client = Client(job.address, allowed_homes=["10.*"], options=options, optimistic=job.optimistic)
         self._session = None if job.token else self._client.open_engine(spec)
         self._cache = self._client.register_cache(
             spec,

@@ -69,13 +69,22 @@ class Source:
         prefix: of the command lines of its processes.
         ucx_tls: how its ranks are read; empty: as UCX chooses.
         engine_id: a former source's, which it takes the place of.
+        optimistic: whether its references have hints.
     """
 
     def __init__(
-        self, home: Node, folder: Path, prefix: Sequence[str] = (), *, ucx_tls: str = "tcp", engine_id: str = ""
+        self,
+        home: Node,
+        folder: Path,
+        prefix: Sequence[str] = (),
+        *,
+        ucx_tls: str = "tcp",
+        engine_id: str = "",
+        optimistic: bool = False,
     ) -> None:
         self.engine_id = engine_id or unique_id("source")
         self._home, self._prefix, self._options = home, prefix, {"ucx_tls": ucx_tls}
+        self._optimistic = optimistic
         units = shards(MODEL.heads, 2)
         self.memories = [Memory(MODEL, held, folder / unique_id("memory")) for held in units]
         self.scheduler = self._process(0, "")
@@ -87,7 +96,16 @@ class Source:
         memory = self.memories[rank]
         units = (memory.units.begin, memory.units.end)
         job = Job(
-            self._home.address, self.engine_id, 2, rank, units, memory.path, MODEL, token=token, options=self._options
+            self._home.address,
+            self.engine_id,
+            2,
+            rank,
+            units,
+            memory.path,
+            MODEL,
+            token=token,
+            options=self._options,
+            optimistic=self._optimistic,
         )
         return EngineProcess(job, self._prefix)
 
@@ -209,10 +227,13 @@ class Reader:
         node: its node server.
         folder: for its memory.
         prefix: of the command line of its process.
+        optimistic: whether its short reads take no lease.
         options: of NIXL.
     """
 
-    def __init__(self, node: Node, folder: Path, prefix: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self, node: Node, folder: Path, prefix: Sequence[str] = (), *, optimistic: bool = False, **options: Any
+    ) -> None:
         self.engine_id = unique_id("reader")
         whole = Interval(0, MODEL.heads)
         self.memory = Memory(MODEL, whole, folder / unique_id("memory"))
@@ -229,6 +250,7 @@ class Reader:
             MODEL,
             serve=False,
             options=options,
+            optimistic=optimistic,
         )
         self.process = EngineProcess(job, prefix)
 
@@ -314,6 +336,7 @@ class World:
         sides: host and command-line prefix of the source's node and of the destination's.
         times: of the node servers.
         one_sided: a source that is stopped is read all the same.
+        optimistic: short reads take no lease.
         reading: of NIXL in the readers; `ucx_tls` is the source's too.
     """
 
@@ -324,9 +347,11 @@ class World:
         times: Times = TIMES,
         *,
         one_sided: bool = False,
+        optimistic: bool = False,
         **reading: Any,
     ) -> None:
         self._one_sided = one_sided
+        self.optimistic = optimistic
         self._times = times
         self.sound = True
         """Whether it works as far as anybody knows; a scenario that fails leaves it otherwise."""
@@ -378,8 +403,13 @@ class World:
 
     def _new_source(self, engine_id: str = "") -> Source:
         return Source(
-            self.home, self._folder, self._source_prefix, ucx_tls=self._reading["ucx_tls"], engine_id=engine_id
+            self.home,
+            self._folder,
+            self._source_prefix,
+            ucx_tls=self._reading["ucx_tls"],
+            engine_id=engine_id,
+            optimistic=self.optimistic,
         )
 
     def _new_reader(self) -> Reader:
-        return Reader(self.node, self._folder, self._reader_prefix, **self._reading)
+        return Reader(self.node, self._folder, self._reader_prefix, optimistic=self.optimistic, **self._reading)

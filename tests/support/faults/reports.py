@@ -32,6 +32,7 @@ class Job:
         token: of the engine; empty: this process is its scheduler too.
         serve: whether others read from it.
         options: of NIXL.
+        optimistic: whether short reads take no lease.
     """
 
     address: str
@@ -44,6 +45,7 @@ class Job:
     token: str = ""
     serve: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    optimistic: bool = False
 
 
 @dataclass(frozen=True)

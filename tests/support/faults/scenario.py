@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry import KvferryError, ReleaseOutcome
 from kvferry._cache import READ_TIMEOUT
+from kvferry._control.acquisition import HOME_PATIENCE
 from kvferry._control.lease_holder import VERDICT_TIMEOUT
 from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
 from kvferry._transport.nixl_options import NixlOptions
@@ -38,6 +39,7 @@ class Term(enum.Enum):
     )
     TIMEOUT = ("timeout of the read", READ_TIMEOUT, 1.5)
     VERDICT = ("verdict", VERDICT_TIMEOUT, VERDICT_TIMEOUT)
+    PATIENCE = ("patience with a home", HOME_PATIENCE, HOME_PATIENCE)
     TCP = ("UCX's TCP timeout", 0.0, 1.0)
     FENCE = ("fence", NixlOptions().fence_time, NixlOptions(**READING).fence_time)
     RESTART = ("restart", 0.0, SLACK)
@@ -175,7 +177,8 @@ class Scenario:
     @property
     def name(self) -> str:
         """For the test."""
-        return "-".join(part.name.lower().replace("_", "-") for part in (self.target, self.fault, self.moment))
+        parts = self.target, self.fault, self.moment, self.until
+        return "-".join(part.name.lower().replace("_", "-") for part in parts)
 
     @property
     def row(self) -> Row:

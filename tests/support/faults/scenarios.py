@@ -18,6 +18,7 @@ from tests.support.faults.scenario import Expected, Fate, Fault, Good, Moment, R
 
 LEASE, HOLD, ENGINE, TIMEOUT = Term.LEASE, Term.HOLD, Term.ENGINE, Term.TIMEOUT
 VERDICT, RESTART, TCP, FENCE, FINAL, HEAL = Term.VERDICT, Term.RESTART, Term.TCP, Term.FENCE, Term.FINAL, Term.HEAL
+PATIENCE = Term.PATIENCE
 AT_ONCE, END, RELEASE = Until
 SERVED, AGAIN, RECOMPUTED = Fate
 READ, UNREAD = ReleaseOutcome.READ, ReleaseOutcome.UNREAD
@@ -94,6 +95,43 @@ def _of_processes() -> Iterator[Scenario]:
 
 
 PROCESSES = tuple(_of_processes())
+
+
+def _without_a_lease() -> Iterator[Scenario]:
+    """Those in which a read without a lease differs from one with a lease, or could."""
+    before, during = Moment.BEFORE, Moment.DURING
+    killed, stopped, restarted = Fault
+
+    failed = Expected((TransferFailed,), (), (UNREAD,), (HOLD,), RECOMPUTED)
+    yield Scenario(killed, Target.SOURCE_RANK, during, END, failed)
+    stuck = Expected((TransferStuck,), (TIMEOUT,), (READ,), (), AGAIN)
+    note = "It has asked for a lease after half a second."
+    yield Scenario(stopped, Target.SOURCE_RANK, during, END, stuck, timeout=TIMEOUT, note=note)
+    yield Scenario(killed, Target.SOURCE_ENGINE, during, END, Expected((TransferFailed,), (), (), (), RECOMPUTED))
+
+    target = Target.READER
+    note = "By another engine; the home knew of no read."
+    yield Scenario(killed, target, during, END, Expected((), (), (READ,), (), AGAIN), note=note)
+    refused = Expected((*GONE, TransferExpired), (), (UNREAD,), (HOLD,), RECOMPUTED)
+    note = "The source has overwritten the blocks before the reader goes on."
+    yield Scenario(stopped, target, during, RELEASE, refused, note=note)
+
+    target = Target.HOME
+    waited = Expected((Good(),), (RESTART,), (READ,), (LEASE,), SERVED)
+    unheard = Expected((TransferExpired, Unreachable), (PATIENCE,), (READ,), (), AGAIN)
+    note = "Nothing but the home's answer makes the bytes of such a read good."
+    for fault in (killed, restarted):
+        yield Scenario(fault, target, before, AT_ONCE, waited)
+        yield Scenario(fault, target, during, AT_ONCE, waited)
+    yield Scenario(killed, target, during, END, unheard, note=note)
+    # The home that goes on takes up what was sent to it meanwhile, or finds that the hold is over.
+    late = Expected((TransferExpired, Unreachable), (PATIENCE,), (READ, UNREAD), (HOLD,), RECOMPUTED)
+    yield Scenario(stopped, target, during, END, late, note=note)
+
+    yield Scenario(killed, Target.NODE, during, END, UNNOTICED)
+
+
+WITHOUT_A_LEASE = tuple(_without_a_lease())
 
 STOPPED_FOR_GOOD = Row(
     "SIGSTOP to a source rank, for good",
