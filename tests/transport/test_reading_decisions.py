@@ -17,12 +17,13 @@ from typing import cast
 import pytest
 
 from kvferry._clock import now
+from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
 from kvferry._transport.agents import Agents as NixlAgents
 from kvferry._transport.nixl_agent import NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import ReadingThread
-from kvferry._transport.staging_pool import StagingOptions
+from kvferry._transport.staging_pool import StagingOptions, StagingPool
 from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import (
     BadAgentMetadata,
@@ -325,6 +326,41 @@ def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: 
     assert isinstance(failed(transfer), InvalidField)
     assert transfer.quiet
     assert read.gauges().agents == 1
+
+
+def test_nothing_waits_while_staging_memory_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may take long to give memory: an engine's step that cancels a read must not wait for that (R11)."""
+    read = world.transport()
+    moving, other = world.moving(read), world.moving(read, "other", 1)
+    allocating, goes_on, made, used = threading.Event(), threading.Event(), list[StagingPool](), list[object]()
+    allocate = HostAccess.allocate
+
+    def slowly(memory: HostAccess, size: int) -> StagingSpace:
+        allocating.set()
+        goes_on.wait(SOON)
+        return allocate(memory, size)
+
+    def use() -> None:
+        used.append(moving.cancel())
+        world.agents.state["other"] = DONE
+        used.append(other.wait_quiet(SOON))
+        used.append(world.read(read, "third", 2).wait(SOON))
+        used.append(read.gauges().uncertain)
+
+    monkeypatch.setattr(HostAccess, "allocate", slowly)
+    maker = threading.Thread(target=lambda: made.append(read.pool(MemoryKind.DRAM, 0)))
+    user = threading.Thread(target=use)
+    maker.start()
+    assert allocating.wait(SOON)
+    user.start()
+    user.join(SOON / 2)
+    found = list(used)
+    goes_on.set()
+    for thread in (maker, user):
+        thread.join()
+    assert found == [False, True, True, 1]
+    assert made == [read.pool(MemoryKind.DRAM, 0)]
+    world.agents.state["peer"] = DONE
 
 
 def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
