@@ -97,6 +97,7 @@ class ReadingThread:
         """The error that prevented making the agent."""
         self._closing = False
         self._parking = False
+        self.process = os.getpid()
         self._out_of_nixl = threading.Event()
         self._made = threading.Event()
         """Set when the agent is made, or making it has failed."""
@@ -344,12 +345,12 @@ class ReadingThread:
         return True
 
 
-def _park_all(process: int = os.getpid()) -> None:
-    """Wait until no reading thread is inside NIXL: at exit the interpreter kills daemon threads anywhere, and killing a
-    thread inside C++ aborts the process."""
-    if os.getpid() != process:
-        return
-    for event in [thread.park() for thread in tuple(_living)]:
+def _park_all() -> None:
+    """Wait until no reading thread of this process is inside NIXL: at exit the interpreter kills daemon threads
+    anywhere, and killing a thread inside C++ aborts the process."""
+    here = os.getpid()
+    threads = [thread for thread in tuple(_living) if thread.process == here]
+    for event in [thread.park() for thread in threads]:
         event.wait(EXIT_PATIENCE)
 
 
