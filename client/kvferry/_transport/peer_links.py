@@ -153,8 +153,7 @@ class PeerLinks:
     def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> bool:
         """Attach the work that waits for a peer to be dropped, once the peer is dropped, and add the peer again."""
         for work in tuple(waiting):
-            work.owner.settle(now)
-            if work.owner.ended_at is not None:
+            if work.owner.settle(now):
                 waiting.remove(work)
         if waiting and name in self._links:
             return False
