@@ -35,7 +35,7 @@ from kvferry.errors import (
     TransferFailed,
 )
 from kvferry.geometry import MemoryKind
-from tests.transport.played_agents import CHUNK, DONE, MOVING, SIZE, World, done, failed
+from tests.transport.played_agents import CHUNK, DONE, FAILED, MOVING, SIZE, World, done, failed
 from tests.transport.sources import DRAM, SOON, Memory, Source, local_source, raw, raw_part
 from tests.transport.staged_parts import part
 from tests.transport.transfers import until
@@ -366,6 +366,25 @@ def test_nothing_waits_while_staging_memory_is_made(world: World, monkeypatch: p
 def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
     _, planned = part(source, memory, list(range(0, 40, 2)), list(range(20)))
     return replace(world.info("source"), regions=source.info.regions), planned
+
+
+def test_a_read_that_waits_for_the_slots_of_broken_peers_moves_on(world: World) -> None:
+    """Only the end of the retired agent gives such slots back, and the agent ends when it has nothing to do (R10)."""
+    memory, source = Memory(1 << 20), local_source()
+    one_slot, agents = StagingOptions(slot_bytes=16384, slots=1), cast(NixlAgents, world.agents)
+    read = Transport([memory.region], NixlOptions(), agents=agents, staging=one_slot, clock=world.clock)
+    world.transports.append(read)
+    peer, planned = staged_part(world, source, memory)
+    world.agents.state["broken"] = MOVING
+    broken = read.start([(replace(peer, name="broken"), planned)], deadline=None, label="broken")
+    assert until(lambda: read.gauges().chunks_in_flight == 1)
+    waiting = read.start([(peer, planned)], deadline=None, label="waiting")
+    (thread,) = read._threads._all()
+    assert until(lambda: any(work.blocked for link in thread._links for work in tuple(link.queued)))
+    world.agents.state["broken"] = FAILED
+    failed(broken)
+    done(waiting)
+    assert until(lambda: read.gauges().staging_slots == 0)
 
 
 def test_rows_go_through_staging_memory_of_the_configured_size(world: World) -> None:

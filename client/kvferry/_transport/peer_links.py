@@ -116,6 +116,16 @@ class PeerLinks:
         self._waiting.clear()
         return unposted
 
+    def take_blocked(self) -> list[PeerWork]:
+        """Take out the work that waits for staging slots."""
+        blocked: list[PeerWork] = []
+        for link in self:
+            mine = [work for work in link.queued if work.blocked]
+            for work in mine:
+                link.queued.remove(work)
+            blocked += mine
+        return blocked
+
     def fail_waiting(self, link: Link, error: KvferryError) -> None:
         """Fail the work that waits for this peer to be dropped."""
         for work in self._waiting.pop(link.info.name, ()):
