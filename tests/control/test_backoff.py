@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from kvferry._control.backoff import BACKOFF_FIRST, BACKOFF_LAST, Backoff
@@ -32,6 +35,23 @@ def test_jitter_makes_a_pause_shorter_by_at_most_its_share_and_leaves_the_doubli
         assert backoff.pause == nominal
         assert nominal / 2 <= backoff.next() <= nominal
     assert len({Backoff(1.0, 8.0, jitter=0.5).next() for _ in range(20)}) > 1
+
+
+def test_forked_processes_do_not_pause_alike() -> None:
+    """The ranks of an engine, which has forked them, lose their home in the same instant."""
+    program = """
+import os
+from kvferry._control.backoff import Backoff
+
+for _ in range(2):
+    if os.fork() == 0:
+        os.write(1, b"%r " % Backoff(1.0, 1.0, jitter=0.5).next())
+        os._exit(0)
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    first, second = map(float, done.stdout.split())
+    assert first != second
 
 
 def test_jitter_never_goes_below_what_the_peer_asked_for() -> None:

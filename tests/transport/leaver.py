@@ -1,7 +1,9 @@
-"""A process that exits in the middle of a read, closing nothing. Its standard input gives the sources."""
+"""A process that exits in the middle of a read, closing nothing. Its standard input gives the sources. If it is
+`forked`, it is a child of a process that had imported kvferry."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 
@@ -27,4 +29,6 @@ def main(ucx_tls: str) -> None:
 
 
 if __name__ == "__main__":
+    if "forked" in sys.argv and (child := os.fork()):
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     main(sys.argv[1])

@@ -266,8 +266,9 @@ def test_an_agent_that_cannot_be_made_fails_the_read(source: Source, memory: Mem
     assert until(lambda: read.gauges().agents == 0)
 
 
-def test_a_process_may_exit_in_the_middle_of_a_read(ucx_tls: str, source: Source) -> None:
-    command = [sys.executable, "-m", "tests.transport.leaver", ucx_tls]
+@pytest.mark.parametrize("how", ["", "forked"])
+def test_a_process_may_exit_in_the_middle_of_a_read(ucx_tls: str, source: Source, how: str) -> None:
+    command = [sys.executable, "-m", "tests.transport.leaver", ucx_tls, how]
     done = subprocess.run(command, input=pickle.dumps(source.info), capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, b"moving\n"), done.stderr
     assert source.alive()

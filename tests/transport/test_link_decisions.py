@@ -426,6 +426,27 @@ def test_short_descriptors_are_posted_so_many_at_a_time() -> None:
     assert [chunk.count for chunk in divide(short, options)] == [4, 4, 2]
 
 
+def test_a_read_that_is_cancelled_just_after_it_was_judged_is_reported(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine would wait for the read's deadline otherwise, and its staging slots would stay in use for ever."""
+    transfer, ended = world.share(1), list[Transfer]()
+    transfer.add_done_callback(ended.append)
+    settle = Transfer.settle
+
+    def cancelled_then(self: Transfer, now: float) -> bool:
+        found = settle(self, now)
+        self.cancel()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "settle", cancelled_then)
+        world.link.settle(world.now)
+    world.link.settle(world.now)
+    assert ended == [transfer]
+    assert not world.link.queued
+
+
 def test_deadlines_of_chunks_under_way_are_judged(world: World) -> None:
     transfer = world.posted(deadline=110.0)
     world.link.settle(109.9)

@@ -17,12 +17,13 @@ from typing import cast
 import pytest
 
 from kvferry._clock import now
+from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
 from kvferry._transport.agents import Agents as NixlAgents
 from kvferry._transport.nixl_agent import NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import ReadingThread
-from kvferry._transport.staging_pool import StagingOptions
+from kvferry._transport.staging_pool import StagingOptions, StagingPool
 from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import (
     BadAgentMetadata,
@@ -34,7 +35,7 @@ from kvferry.errors import (
     TransferFailed,
 )
 from kvferry.geometry import MemoryKind
-from tests.transport.played_agents import CHUNK, DONE, MOVING, SIZE, World, done, failed
+from tests.transport.played_agents import CHUNK, DONE, FAILED, MOVING, SIZE, World, done, failed
 from tests.transport.sources import DRAM, SOON, Memory, Source, local_source, raw, raw_part
 from tests.transport.staged_parts import part
 from tests.transport.transfers import until
@@ -327,9 +328,63 @@ def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: 
     assert read.gauges().agents == 1
 
 
+def test_nothing_waits_while_staging_memory_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may take long to give memory: an engine's step that cancels a read must not wait for that (R11)."""
+    read = world.transport()
+    moving, other = world.moving(read), world.moving(read, "other", 1)
+    allocating, goes_on, made, used = threading.Event(), threading.Event(), list[StagingPool](), list[object]()
+    allocate = HostAccess.allocate
+
+    def slowly(memory: HostAccess, size: int) -> StagingSpace:
+        allocating.set()
+        goes_on.wait(SOON)
+        return allocate(memory, size)
+
+    def use() -> None:
+        used.append(moving.cancel())
+        world.agents.state["other"] = DONE
+        used.append(other.wait_quiet(SOON))
+        used.append(world.read(read, "third", 2).wait(SOON))
+        used.append(read.gauges().uncertain)
+
+    monkeypatch.setattr(HostAccess, "allocate", slowly)
+    maker = threading.Thread(target=lambda: made.append(read.pool(MemoryKind.DRAM, 0)))
+    user = threading.Thread(target=use)
+    maker.start()
+    assert allocating.wait(SOON)
+    user.start()
+    user.join(SOON / 2)
+    found = list(used)
+    goes_on.set()
+    for thread in (maker, user):
+        thread.join()
+    assert found == [False, True, True, 1]
+    assert made == [read.pool(MemoryKind.DRAM, 0)]
+    world.agents.state["peer"] = DONE
+
+
 def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
     _, planned = part(source, memory, list(range(0, 40, 2)), list(range(20)))
     return replace(world.info("source"), regions=source.info.regions), planned
+
+
+def test_a_read_that_waits_for_the_slots_of_broken_peers_moves_on(world: World) -> None:
+    """Only the end of the retired agent gives such slots back, and the agent ends when it has nothing to do (R10)."""
+    memory, source = Memory(1 << 20), local_source()
+    one_slot, agents = StagingOptions(slot_bytes=16384, slots=1), cast(NixlAgents, world.agents)
+    read = Transport([memory.region], NixlOptions(), agents=agents, staging=one_slot, clock=world.clock)
+    world.transports.append(read)
+    peer, planned = staged_part(world, source, memory)
+    world.agents.state["broken"] = MOVING
+    broken = read.start([(replace(peer, name="broken"), planned)], deadline=None, label="broken")
+    assert until(lambda: read.gauges().chunks_in_flight == 1)
+    waiting = read.start([(peer, planned)], deadline=None, label="waiting")
+    (thread,) = read._threads._all()
+    assert until(lambda: any(work.blocked for link in thread._links for work in tuple(link.queued)))
+    world.agents.state["broken"] = FAILED
+    failed(broken)
+    done(waiting)
+    assert until(lambda: read.gauges().staging_slots == 0)
 
 
 def test_rows_go_through_staging_memory_of_the_configured_size(world: World) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from random import Random
+from random import SystemRandom
 
 BACKOFF_FIRST = 0.02
 BACKOFF_LAST = 1.0
 
-_RANDOM = Random()
-"""Not the random numbers of the process, which an application may have seeded."""
+_RANDOM = SystemRandom()
+"""Not the random numbers of the process, which an application may have seeded; nor others with a state, which the
+processes that it forks would share."""
 
 
 class Backoff:

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
-from random import Random
+from random import SystemRandom
 from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
@@ -25,7 +25,7 @@ FOLLOW_FIRST = 0.1
 FOLLOW_LAST = 5.0
 """Shortest and longest seconds between attempts to follow an unreadable directory. Half of each pause is random, so
 that a fleet does not come back in one instant."""
-_RANDOM = Random()
+_RANDOM = SystemRandom()
 
 ANSWER_TIMEOUT = 5.0
 """Default seconds to wait for the first answer."""

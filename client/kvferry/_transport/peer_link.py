@@ -249,8 +249,7 @@ class Link:
         for work in tuple(self.queued):
             if self.state is LinkState.WARMING and now > self.answer_due(work):
                 work.owner.fail(self._error(f"no answer within {self._options.warm_up_timeout:g} s"))
-            work.owner.settle(now)
-            if work.owner.ended_at is not None:
+            if work.owner.settle(now):
                 self.queued.remove(work)
         for chunk in tuple(self.posted):
             chunk.owner.settle(now)

@@ -116,6 +116,16 @@ class PeerLinks:
         self._waiting.clear()
         return unposted
 
+    def take_blocked(self) -> list[PeerWork]:
+        """Take out the work that waits for staging slots."""
+        blocked: list[PeerWork] = []
+        for link in self:
+            mine = [work for work in link.queued if work.blocked]
+            for work in mine:
+                link.queued.remove(work)
+            blocked += mine
+        return blocked
+
     def fail_waiting(self, link: Link, error: KvferryError) -> None:
         """Fail the work that waits for this peer to be dropped."""
         for work in self._waiting.pop(link.info.name, ()):
@@ -153,8 +163,7 @@ class PeerLinks:
     def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> bool:
         """Attach the work that waits for a peer to be dropped, once the peer is dropped, and add the peer again."""
         for work in tuple(waiting):
-            work.owner.settle(now)
-            if work.owner.ended_at is not None:
+            if work.owner.settle(now):
                 waiting.remove(work)
         if waiting and name in self._links:
             return False

@@ -59,7 +59,7 @@ class ChunkOwner(Protocol):
     def fail(self, error: KvferryError) -> None:
         """End the owner with an error. Chunks that are neither landed nor fenced may still write."""
 
-    def settle(self, now: float) -> None:
+    def settle(self, now: float) -> object:
         """Judge the deadline, and run due callbacks."""
 
 

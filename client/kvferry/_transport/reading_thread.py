@@ -4,8 +4,8 @@ The thread posts chunks in turn, peer by peer and transfer by transfer, polls po
 sleeps when there is nothing to do. It does nothing else, because a copy may happen inside a post (CMA).
 
 An agent ends in one of two ways. A closed agent is destroyed when all is quiet. A retired agent, one with a peer's read
-that gave an error or is stuck, gets no new work; its reads from other peers go on to their end, and then it is
-destroyed. After that nothing it posted writes any more (PROTOCOL, Quiet).
+that gave an error or is stuck, gets no new work; its reads from other peers go on to their end, but for those that wait
+for staging slots, and then it is destroyed. After that nothing it posted writes any more (PROTOCOL, Quiet).
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class ReadingThread:
         """The error that prevented making the agent."""
         self._closing = False
         self._parking = False
+        self.process = os.getpid()
         self._out_of_nixl = threading.Event()
         self._made = threading.Event()
         """Set when the agent is made, or making it has failed."""
@@ -283,6 +284,9 @@ class ReadingThread:
             given_up = [link for link in self._links if link.lost or link.stuck(now)]
             if given_up:
                 self._retire(given_up, now)
+        if self.retired:
+            # Such work may wait for a slot that only the end of this agent gives back.
+            self._move_on(self._links.take_blocked(), now)
 
     def _retire(self, given_up: Sequence[Link], now: float) -> None:
         """Give the agent no new work: reads from these peers end only when the agent is destroyed."""
@@ -300,6 +304,9 @@ class ReadingThread:
         unposted = [message for message in self._taken if isinstance(message, PeerWork)]
         self._taken.clear()
         unposted.extend(self._links.take_unposted(given_up))
+        self._move_on(unposted, now)
+
+    def _move_on(self, unposted: Sequence[PeerWork], now: float) -> None:
         for work in unposted:
             work.since = now
             work.step_back()
@@ -344,12 +351,12 @@ class ReadingThread:
         return True
 
 
-def _park_all(process: int = os.getpid()) -> None:
-    """Wait until no reading thread is inside NIXL: at exit the interpreter kills daemon threads anywhere, and killing a
-    thread inside C++ aborts the process."""
-    if os.getpid() != process:
-        return
-    for event in [thread.park() for thread in tuple(_living)]:
+def _park_all() -> None:
+    """Wait until no reading thread of this process is inside NIXL: at exit the interpreter kills daemon threads
+    anywhere, and killing a thread inside C++ aborts the process."""
+    here = os.getpid()
+    threads = [thread for thread in tuple(_living) if thread.process == here]
+    for event in [thread.park() for thread in threads]:
         event.wait(EXIT_PATIENCE)
 
 

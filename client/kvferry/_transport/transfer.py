@@ -208,10 +208,14 @@ class Transfer:
                 self._end(TransferState.FAILED, own)
         self._run_due()
 
-    def settle(self, now: float) -> None:
+    def settle(self, now: float) -> bool:
+        """Judge the deadline, and run due callbacks. Returns whether the transfer had ended by then, so that they have
+        run: whoever drops its work must not miss an end that comes a moment later."""
         with self._changed:
             self._judge(now)
+            ended = self.state.final
         self._run_due()
+        return ended
 
     def _judge(self, now: float) -> None:
         if not self.state.final and self.deadline is not None and now >= self.deadline:

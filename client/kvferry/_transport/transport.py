@@ -67,6 +67,9 @@ class Transport:
         self._staging = staging or StagingOptions()
         self._memory = memory or RankMemory()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
+        self._making_pool = threading.Lock()
+        """Held while staging memory is made, which may wait for a device. Nothing else may wait for that: an engine's
+        step that cancels a read takes the other lock."""
         self._clock = clock
         self._lock = threading.Lock()
         self._threads = ReadingThreads(
@@ -148,7 +151,7 @@ class Transport:
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
         """The staging memory of an address space; made when first needed. Raises `InvalidField` if no tensor of this
         device is known."""
-        with self._lock:
+        with self._making_pool:
             pool = self._pools.get((kind, device))
             if pool is None:
                 options, memory = self._staging, self._memory.at(kind, device)
@@ -157,7 +160,9 @@ class Transport:
                         "device", device, f"one that a registered tensor lies on: {sorted(self._memory.devices)}"
                     )
                 space = memory.allocate(options.slot_bytes * options.slots)
-                pool = self._pools[kind, device] = StagingPool(space, options.slot_bytes, self._threads.wake)
+                pool = StagingPool(space, options.slot_bytes, self._threads.wake)
+                with self._lock:
+                    self._pools[kind, device] = pool
             return pool
 
     def warm(self, peer: AgentInfo) -> None:
