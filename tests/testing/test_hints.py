@@ -42,11 +42,11 @@ class Pair:
         self.fabric = fabric
         self.source, self.reader = fabric.client(), fabric.client(**options)
         self.memory = np.zeros((2, BLOCKS, 1, 4, 4), np.float32)
-        theirs = self.memory + np.arange(BLOCKS, dtype=np.float32)[None, :, None, None, None]
+        self.theirs = self.memory + np.arange(BLOCKS, dtype=np.float32)[None, :, None, None, None]
         group = Group("full", block_tokens=4, num_blocks=BLOCKS)
         self.spec = EngineSpec("d", (group,))
         self.session = self.source.open_engine(EngineSpec("p", (group,)))
-        self.source.register_cache(EngineSpec("p", (group,)), tensors={"layer": theirs}, axes=AXES)
+        self.source.register_cache(EngineSpec("p", (group,)), tensors={"layer": self.theirs}, axes=AXES)
         self.cache = self.reader.register_cache(self.spec, tensors={"layer": self.memory}, axes=AXES)
 
     def publish(self, block: int = 3, **options: Any) -> Publication:
@@ -204,6 +204,15 @@ def test_a_hint_that_cannot_be_read_costs_no_more_than_a_lease(pair: Pair, hint:
     read = pair.cache.read(format_reference(reference), {"full": Blocks([7])})
     assert read.exception(SOON) is None
     assert pair.holds(3)
+
+
+def test_a_read_that_is_named_like_an_earlier_one_does_not_get_the_answer_to_that_one(pair: Pair) -> None:
+    publication = pair.publish()
+    pair.cache.read(publication.reference, {"full": Blocks([7])}, read_id="name").result(SOON)
+    assert pair.session.released(timeout=SOON)
+    pair.theirs[:, 3] = 99
+    again = pair.cache.read(publication.reference, {"full": Blocks([8])}, read_id="name")
+    assert isinstance(again.exception(SOON), ENDED)
 
 
 def test_the_hint_of_another_publication_does_not_count(pair: Pair) -> None:

@@ -4,6 +4,7 @@ Leases 4)."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
 from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._wire.authority import read_id_of
+from kvferry._wire.authority import READ_ID_BYTES, read_id_of
 from kvferry._wire.reference import MAX_HINT_BLOCKS, format_reference, hint_digest, parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InternalError, InvalidField, KvferryError
@@ -215,8 +216,9 @@ class LeaseHolder:
             return [(each, lease.deadline) for each in read_done(lease.lease_id, report.shares)]
         validate = pb.Validate(
             reference=request.text,
-            # Not that of a lease: one that was granted too late is given back, and must not end the read.
-            read_id=read_id_of(self._secret, f"{request.read_id} validate"),
+            # Of this read alone. An earlier read with the same name may have been answered VALID before the release of
+            # the blocks, and a lease that was granted too late is given back: neither must decide about this one.
+            read_id=secrets.token_bytes(READ_ID_BYTES),
             hint_digest=hint_digest(request.hint),
             parties=request.parties,
             reports=report.shares,

@@ -17,6 +17,7 @@ SECRET_BYTES = 32
 INCARNATION_BYTES = 16
 KEY_BYTES = 16
 AGENT_KEY_BYTES = 32
+READ_ID_BYTES = 16
 
 AGENT_PREFIX = "kvferry.agent/"
 """Prefix of the names of agents that have a key."""

@@ -1686,7 +1686,7 @@ class Validate(google.protobuf.message.Message):
     reference: builtins.str
     """reference of the publication, at most 4096 bytes; its hint may be left out."""
     read_id: builtins.bytes
-    """read_id, 16 bytes, as in ReadBlocksRequest."""
+    """read_id, 16 random bytes, new for each read: the answer to an earlier read is from before the release."""
     hint_digest: builtins.bytes
     """hint_digest of the hint that was read from, 16 bytes."""
     parties: builtins.int
