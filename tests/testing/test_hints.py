@@ -22,6 +22,7 @@ from kvferry.errors import (
     PublicationAborted,
     PublicationReleased,
     PublicationStale,
+    TransferCancelled,
     TransferExpired,
 )
 from kvferry.geometry.blocks import MAX_BLOCKS
@@ -31,6 +32,8 @@ from tests.support.waiting import until
 
 AXES = ("kv", "block", "head", "token", "content")
 SOON = 20.0
+SHORT = 0.8
+"""Seconds; less than a read waits for the answer of its home."""
 BLOCKS = 16
 ENDED = (PublicationReleased, PublicationAborted, PublicationStale, PeerRestarted)
 
@@ -329,6 +332,33 @@ def test_a_read_expires_whose_home_stays_away(pair: Pair) -> None:
     for _ in range(80):
         pair.fabric.advance(0.25)
     assert isinstance(read.exception(SOON), TransferExpired)
+
+
+def test_a_read_that_waits_for_its_home_ends_when_it_is_cancelled(pair: Pair) -> None:
+    publication = pair.publish()
+    with pair.fabric.hold_reads() as held:
+        read = pair.cache.read(publication.reference, {"full": Blocks([7])})
+        held.wait(1, SOON)
+        pair.fabric.stop_home()
+    until(lambda: pair.reader.stats().reads.stages["judging"] == 1)
+    read.cancel()
+    assert isinstance(read.exception(SHORT), TransferCancelled)
+    assert read.quiet
+
+
+def test_a_request_that_waits_for_its_home_ends_when_it_is_cancelled(pair: Pair) -> None:
+    client = pair.fabric.client()
+    port = SchedulerPort(client, EngineSpec("e", pair.spec.groups))
+    port.acquire("r", pair.publish().reference)
+    grant = port.attach("r", {"full": Blocks([7])})
+    pair.fabric.stop_home()
+    port.collect(WorkerOutput(0, ended=(RankEnd(grant.read_id, "r", ok=True, quiet=True, bytes=64),)))
+    until(lambda: client.stats().reads.stages["judging"] == 1)
+    assert port.cancel("r")
+    until(lambda: port.stats().cancelled == 1)
+    (end,) = port.finished().reads
+    assert isinstance(end.error, TransferCancelled)
+    port.close()
 
 
 def test_a_lease_that_came_too_late_does_not_end_its_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,10 +83,9 @@ class CacheReads(LeasedReads[OwnRead]):
             return read.quiet
         read.cancelled = True
         # Looked at after `cancelled` is set: a share that is made later finds the cancellation, and does not begin.
-        if read.share is not None:
-            return self._shares.cancel(read.share)
-        self._loop.call(partial(self._refuse_cancelled, read))
-        return True
+        quiet = read.share is None or self._shares.cancel(read.share)
+        self._loop.call(partial(self._end_cancelled, read))
+        return quiet
 
     def close(self, until: float) -> None:
         """Cancel all reads, and wait until they have ended and are quiet, at most until this time on the loop's clock.
@@ -141,9 +140,11 @@ class CacheReads(LeasedReads[OwnRead]):
     def on_ended(self, read: OwnRead) -> None:
         self._forget(read)
 
-    def _refuse_cancelled(self, read: OwnRead) -> None:
+    def _end_cancelled(self, read: OwnRead) -> None:
+        error = TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id)
         with self.lock:
-            self.refuse(read, TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id))
+            self.refuse(read, error)
+            self.cancel_validation(read, error)
 
     def _share_ended(self, read: OwnRead, share: RankRead) -> None:
         end = ShareEnd(share.error, share.quiet, share.bytes, share.work)

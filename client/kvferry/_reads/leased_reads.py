@@ -166,6 +166,13 @@ class LeasedReads(Generic[SomeRead]):
                 self.on_stop(read)
             read.news.set()
 
+    def cancel_validation(self, read: SomeRead, error: KvferryError) -> None:
+        """End a cancelled read from a hint whose ranks have ended, and which may wait for its home for long. One with a
+        lease ends soon, by its own deadline."""
+        waits = read.stage in (ReadStage.READING, ReadStage.JUDGING) and not read.silent
+        if waits and read.acquired is not None and read.acquired.hinted:
+            self.fail(read, error)
+
     def refuse(self, read: SomeRead, error: KvferryError) -> None:
         """End a read that waits for its lease."""
         if read.stage is ReadStage.WAITING:
@@ -399,7 +406,7 @@ class LeasedReads(Generic[SomeRead]):
                 self._end(read)
                 return
             read.stage = ReadStage.JUDGING
-        while not read.answered and self._loop.now() < read.verdict_by:
+        while not read.answered and read.error is None and self._loop.now() < read.verdict_by:
             await read.news.wait(read.verdict_by)
         with self.lock:
             self._decide(read)
@@ -520,7 +527,7 @@ class LeasedReads(Generic[SomeRead]):
             read.confirmed = read.verdict == pb.VERDICT_VALID
             if not read.confirmed:
                 late = _uncovered(read, "its home has not confirmed in time that its blocks were still published")
-                read.error = read.not_validated or late
+                read.error = read.error or read.not_validated or late
             self._end(read)
             return
         verdict = verdict_of(read.ended_at, read.acquired.lease.deadline, read.verdict)

@@ -187,8 +187,11 @@ class Reads(LeasedReads[SchedulerRead]):
                 self._withdraw(read)
             elif read.stage is ReadStage.REFUSED:
                 self._forget(read)
-            elif read.stage is ReadStage.READING:
-                self.fail(read, TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id))
+            else:
+                error = TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id)
+                if read.stage is ReadStage.READING:
+                    self.fail(read, error)
+                self.cancel_validation(read, error)
             return True
 
     def collect(self, output: WorkerOutput) -> None:
