@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group, IntegrityOptions, Prompt, Publication, parse_reference
+from kvferry._cache import runtime_of
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._wire.reference import MAX_HINT_BLOCKS, MAX_LENGTH, format_reference
 from kvferry.engine import SchedulerPort
@@ -155,6 +156,8 @@ def test_bytes_do_not_count_whose_publication_has_ended_in_the_meantime(pair: Pa
     error = read.exception(SOON)
     assert isinstance(error, ENDED)
     assert read.quiet
+    # A source that has restarted is not read from any more.
+    until(lambda: len(runtime_of(pair.cache)._sources._slots) == (end == "abort"))
 
 
 def altered(publication: Publication, alter: Callable[[pb.Hint], object]) -> str:

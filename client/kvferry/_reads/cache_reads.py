@@ -128,9 +128,6 @@ class CacheReads(LeasedReads[OwnRead]):
             read.share.extend()
 
     def on_refused(self, read: OwnRead) -> None:
-        if isinstance(read.error, (PeerRestarted, EngineUnknown)):
-            home, reference = read.request.home, read.request.reference
-            self._loop.call(partial(self._sources.gone, home.address, reference.engine_id, reference.incarnation))
         self._forget(read)
 
     def on_stop(self, read: OwnRead) -> None:
@@ -156,6 +153,9 @@ class CacheReads(LeasedReads[OwnRead]):
             self.share_quiet(read, self._rank)
 
     def _forget(self, read: OwnRead) -> None:
+        if isinstance(read.error, (PeerRestarted, EngineUnknown)):
+            home, reference = read.request.home, read.request.reference
+            self._loop.call(partial(self._sources.gone, home.address, reference.engine_id, reference.incarnation))
         self._running.discard(read)
         settle(read.ended, read.error or _result(read))
 
