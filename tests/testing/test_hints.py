@@ -221,6 +221,24 @@ def test_a_read_that_is_named_like_an_earlier_one_does_not_get_the_answer_to_tha
     assert isinstance(again.exception(SOON), ENDED)
 
 
+@pytest.mark.parametrize("optimistic", [True, False])
+def test_reads_of_one_name_at_once_have_leases_of_their_own(fabric: Fabric, optimistic: bool) -> None:
+    pair = Pair(fabric, optimistic=optimistic)
+    publication = pair.publish()
+    with fabric.hold_reads() as held:
+        first = pair.cache.read(publication.reference, {"full": Blocks([7])}, read_id="name", timeout=1000.0)
+        held.wait(1, SOON)
+        second = pair.cache.read(publication.reference, {"full": Blocks([8])}, read_id="name", timeout=1000.0)
+        held.wait(2, SOON)
+        fabric.advance(1.0)
+        until(lambda: len(pair.leases()) == 2)
+        held.release(1)
+        first.result(SOON)
+        assert not pair.session.released(timeout=0)
+    second.result(SOON)
+    assert pair.holds(3, 8)
+
+
 def test_the_hint_of_another_publication_does_not_count(pair: Pair) -> None:
     first, second = pair.publish(3), pair.publish(5)
     read = pair.cache.read(altered(first, lambda hint: hint.CopyFrom(hint_of(second))), {"full": Blocks([7])})

@@ -4,7 +4,6 @@ Leases 4)."""
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from kvferry._control.right_prompt import PromptCheck, ReaderPrompt
 from kvferry._loop import Loop
 from kvferry._prompt import Prompt
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._wire.authority import READ_ID_BYTES, read_id_of
+from kvferry._wire.authority import new_read_id, read_id_of
 from kvferry._wire.reference import MAX_HINT_BLOCKS, format_reference, hint_digest, parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InternalError, InvalidField, KvferryError
@@ -185,7 +184,9 @@ class LeaseHolder:
         asked = pb.ReadBlocksRequest(
             reference=request.text,
             reader=self._reader,
-            read_id=read_id_of(self._secret, request.read_id),
+            # Ranks that share a read find it by its name. One rank's read has an id of its own: another read of the
+            # same name must not get its lease, which ends with the first of the two.
+            read_id=read_id_of(self._secret, request.read_id) if request.parties > 1 else new_read_id(),
             parties=request.parties,
             expected_reads=request.expected_reads,
         )
@@ -218,7 +219,7 @@ class LeaseHolder:
             reference=request.text,
             # Of this read alone. An earlier read with the same name may have been answered VALID before the release of
             # the blocks, and a lease that was granted too late is given back: neither must decide about this one.
-            read_id=secrets.token_bytes(READ_ID_BYTES),
+            read_id=new_read_id(),
             hint_digest=hint_digest(request.hint),
             parties=request.parties,
             reports=report.shares,

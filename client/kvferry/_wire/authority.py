@@ -56,6 +56,11 @@ def read_id_of(session_secret: bytes, name: str) -> bytes:
     return _derived(session_secret, b"kvferry read 1" + name.encode())
 
 
+def new_read_id() -> bytes:
+    """Draw the read_id of a read of which no other rank needs to know it."""
+    return secrets.token_bytes(READ_ID_BYTES)
+
+
 def engine_key(session_secret: bytes) -> bytes:
     """Derive the key in an engine's own reference."""
     return _derived(session_secret, b"kvferry engine 1" + bytes(8))
