@@ -3,6 +3,7 @@ and the end of a port."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks
+from kvferry._session import home_session_of
 from kvferry.engine import GrantStep
-from kvferry.errors import TransferCancelled
+from kvferry.errors import TransferCancelled, Unreachable
 from kvferry.geometry import blocks as blocks_module
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -119,6 +121,19 @@ def test_a_cancelled_read_writes_nothing_once_it_is_quiet(fabric: Fabric) -> Non
         prefill.session.abort(publication)
         prefill.outcome(publication)
         assert not decode.memory[0].any(), attempt
+
+
+def test_a_step_behind_one_that_is_given_up_is_not_answered_as_published(fabric: Fabric) -> None:
+    engine = Engine(fabric, "p", blocks=3)
+    steps = [{"full": Blocks([block], first_token=block * BLOCK)} for block in range(3)]
+    publication = engine.session.publish("request", steps[0], last=False)
+    fabric.stop_home()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(engine.session.publish_more, publication, steps[1], last=False, timeout=1.0)
+        until(lambda: len(home_session_of(engine.session)._sender._messages.get(publication.number, ())) == 1)
+        second = threads.submit(engine.session.publish_more, publication, steps[2], last=True, timeout=SOON)
+        assert isinstance(first.exception(SOON), Unreachable)
+        assert isinstance(second.exception(SOON), Unreachable)
 
 
 def test_steps_of_a_read_cancelled_before_its_start_are_dropped(fabric: Fabric) -> None:

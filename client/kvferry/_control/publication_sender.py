@@ -91,7 +91,9 @@ class _Message:
             # Otherwise the timer would keep the blocks until then.
             self.timer.cancel()
         if self.answer is not None:
-            error = self.error if isinstance(error, NotPublished) else error
+            # A step behind the one that was given up may never have been sent, and has no error of its own.
+            if isinstance(error, NotPublished) and isinstance(last := self.error or error.__cause__, KvferryError):
+                error = last
             if error is not None and self.step is not None and not taken_back and not error.retryable:
                 doubt = Unavailable(f"the home may or may not have publication {self.publication.number}: {error}")
                 doubt.__cause__ = error
