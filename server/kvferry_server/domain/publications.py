@@ -224,12 +224,15 @@ class Lease:
     def add(self, reports: Iterable[RankReport]) -> Verdict:
         """Add reports of ranks. The first report of each rank counts, and only while the lease is live. Raises
         `PartiesMismatch` if more distinct ranks have reported than the read has participants."""
-        new = {report.rank: report for report in reversed(tuple(reports)) if report.rank not in self.reports}
+        given = {report.rank: report for report in reversed(tuple(reports))}
+        new = {rank: report for rank, report in given.items() if rank not in self.reports}
         if len(self.reports) + len(new) > self.request.parties:
             ranks = sorted({*self.reports, *new})
             raise self._mismatch(f"but ranks {ranks} have reported", len(ranks))
         if not self.live:
-            return Verdict.EXPIRED if new else Verdict.VALID
+            # A rank that reports another outcome than before has read again, and perhaps after the lease had ended.
+            again = any(self.reports[rank].outcome is not given[rank].outcome for rank in given.keys() - new.keys())
+            return Verdict.EXPIRED if new or again else Verdict.VALID
         self.reports.update(new)
         return Verdict.VALID
 

@@ -299,6 +299,18 @@ def test_report_of_a_rank_that_is_too_late_is_answered_expired(scene: Scene) -> 
     assert publication.valid_reads == 0
 
 
+def test_a_rank_that_has_read_again_after_it_had_failed_gets_no_verdict_of_before(scene: Scene) -> None:
+    """Its second reading may have lasted longer than the lease, which the other rank's report has ended."""
+    scene.publish()
+    lease = scene.grant(parties=2)
+    scene.report(lease, 0, outcome=RankOutcome.CANCELLED)
+    scene.report(lease, 1)
+    assert lease.state is LeaseState.FAILED
+    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
+    assert scene.report(lease, 0, outcome=RankOutcome.CANCELLED).verdict is Verdict.VALID
+    assert scene.report(lease, 1).verdict is Verdict.VALID
+
+
 def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
