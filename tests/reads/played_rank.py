@@ -117,14 +117,18 @@ class PlayedRank:
 
     def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
-            # A reading thread that is woken looks at its transfers.
-            made = Transfer(label, self.size, 1, deadline, now, lambda: made.settle(now()))
+            made = Transfer(label, self.size, 1, deadline, now, lambda: self.look(made))
             # Posted at once.
             made.begin()
             self.parts.append(parts)
             self.transfers.append(made)
             self.changed.notify_all()
         return made
+
+    @staticmethod
+    def look(transfer: Transfer) -> None:
+        """What a reading thread does that is woken."""
+        transfer.settle(now())
 
     # What a test does.
 

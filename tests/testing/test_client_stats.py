@@ -161,7 +161,9 @@ def test_an_outage_of_a_home_is_seen_while_it_lasts(pair: tuple[Engine, Engine])
     assert calls.unreachable_seconds > 0.0
     prefill.fabric.start_home()
     until(lambda: client.stats().calls.unreachable == 0)
-    assert client.stats().reads.outcomes["failed"] == 1
+    # At its deadline, or because its home cannot be asked whether its bytes count.
+    outcomes = client.stats().reads.outcomes
+    assert outcomes["failed"] + outcomes["expired"] == 1
 
 
 def granted(scheduler: SchedulerPort, request: str) -> bool:
