@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry._wire.authority import PublicationKeys, engine_key
@@ -39,7 +38,7 @@ class EnginePublications:
     skipped: dict[int, float] = field(default_factory=dict)  # by unseen number below `high_water`, time of the skip
     snapshot: set[int] | None = None  # numbers seen since the current snapshot began; None outside of a snapshot
     snapshot_name: bytes = b""
-    gone: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
+    forgotten: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
     checksum_bytes: int = 0  # bytes of checksums for unreleased publications
     _keys: PublicationKeys = field(init=False, repr=False)
 
@@ -53,9 +52,6 @@ class EnginePublications:
     @property
     def num_arrived(self) -> int:
         return len(self.listed)
-
-    def arrived(self) -> Iterator[PublicationRecord]:
-        return (publication for _, publication in self.listed.after(None))
 
     def bytes_of(self, publication: PublicationRecord) -> int:
         """Return the bytes that an unreleased publication holds on all ranks that have registered."""
@@ -94,7 +90,7 @@ class EnginePublications:
         since = self.skipped.get(number)
         if number > self.high_water or (since is not None and since > not_before):
             return
-        if self.recovering and number not in self.gone:
+        if self.recovering and number not in self.forgotten:
             # The mark does not cover numbers from before this home started. The snapshot will.
             return
         problem = f"publication {number} of {self.source} is gone or was never published"
@@ -116,7 +112,7 @@ class EnginePublications:
         """Accept no further publication with a number up to `high_water`; publications that are here stay."""
         self.high_water = max(self.high_water, high_water)
         self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
-        self.gone.clear()
+        self.forgotten.clear()
 
     def live_until(self) -> float:
         """When the last live lease ends; 0 without any."""
@@ -129,4 +125,4 @@ class EnginePublications:
     @property
     def numbers_size(self) -> int:
         """Estimated bytes for the numbers that are remembered without a publication."""
-        return NUMBER_BYTES * (len(self.skipped) + len(self.gone))
+        return NUMBER_BYTES * (len(self.skipped) + len(self.forgotten))

@@ -76,10 +76,6 @@ class Records:
         self._publication_deadlines.advance(now, self._on_publication_due, MAX_ENDED_AT_ONCE)
         return now
 
-    def settled(self, now: float) -> bool:
-        """Whether nothing is due and nothing has changed since `take_changes`."""
-        return not self.changes and self.next_deadline() > now
-
     def next_deadline(self) -> float:
         return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
 
@@ -121,12 +117,9 @@ class Records:
         return engine.publications.get(number)
 
     def unreleased(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
-        """Return a publication that has arrived and is not released, so that it may have readers.
-
-        Raises:
-            PublicationStale, PublicationReleased: there is no publication with this number any more.
-            HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
-        """
+        """Return a publication that has arrived and is not released, so that it may have readers. Raises
+        `PublicationStale` or `PublicationReleased` if there is none with this number any more, and `HomeRecovering` if
+        it has not arrived yet, or the source's snapshot may have it."""
         publication = self.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_recovered()
@@ -155,15 +148,16 @@ class Records:
         return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return the number of live leases on the publications of an incarnation (None: of all), and when the last of
-        them ends, in seconds on the home's clock; 0 without any."""
+        """Return the number of live leases on the publications of an incarnation (None: of all), and the seconds until
+        the last of them ends."""
         engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
-        return sum(engine.live_leases for engine in engines), max((each.live_until() for each in engines), default=0.0)
+        until = max((engine.live_until() for engine in engines), default=0.0)
+        return sum(engine.live_leases for engine in engines), max(0.0, until - self.clock.now())
 
     def publications(self) -> Iterator[PublicationRecord]:
         """Yield the publications that have arrived and whose release is not acknowledged."""
         for engine in self.engines.values():
-            yield from engine.arrived()
+            yield from (publication for _, publication in engine.listed.after(None))
 
     def leases(self) -> Iterator[Lease]:
         """Yield all leases, including ended ones whose outcome is kept."""
@@ -362,7 +356,7 @@ class Records:
             engine.listed.remove((publication.number,))
             engine.num_released -= publication.stage is PublicationStage.RELEASED
             if engine.recovering:
-                engine.gone.add(publication.number)
+                engine.forgotten.add(publication.number)
                 size -= NUMBER_BYTES
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.source, size)

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvferry.errors import (
-    EngineIncomplete,
-    InvalidField,
-    PublicationStale,
-    ServerDraining,
-)
+from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, ServerDraining
 from kvferry_server.domain.checksum_pages import ChecksumPage
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef
@@ -47,10 +42,9 @@ class Sources:
             InvalidField, BadBlock: the step contradicts itself, an earlier step, or the engine's groups.
             PublicationStale, PublicationReleased, PublicationAborted: the publication has ended.
             EngineIncomplete: no rank has registered groups yet.
-            HomeRecovering: the steps before it are missing; the engine's snapshot has them.
-            LimitReached: the engine has too many publications.
-            RouterKeyUsed: another publication has its router key.
-            ServerDraining: this would be a new publication, and the home is draining.
+            HomeRecovering: the steps before this one are missing; the engine's snapshot has them.
+            RouterKeyUsed: another publication has the router key.
+            LimitReached, ServerDraining: the home takes no new publication of this engine, or none at all.
         """
         engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:

@@ -186,8 +186,7 @@ class Home(AbstractContextManager[float]):
 
     def settle(self) -> None:
         """Act on deadlines that have passed and wake the calls that wait for what has changed: begin or end a turn."""
-        now = self.clock.now()
-        if self.engines.next_deadline() > now and self.records.settled(now):
+        if not self.records.changes and self.next_deadline() > self.clock.now():
             return
         self.engines.advance()
         self.records.advance()
