@@ -106,7 +106,7 @@ class Journal:
 
     # Engines and ranks.
 
-    def engine(self, event: str, ref: EngineRef, fields: Mapping[str, object], *, bad: bool = False) -> None:
+    def engine(self, event: str, ref: EngineRef, *, bad: bool = False, **fields: object) -> None:
         """Note an event of an engine or of one of its ranks, at WARNING if it is `bad`."""
         self.engine_events[event] += 1
         self.events.write(logging.WARNING if bad else logging.INFO, event, {**engine_fields(ref), **fields})
