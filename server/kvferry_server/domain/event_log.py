@@ -83,12 +83,8 @@ class EventLog:
         return logger.isEnabledFor(level)
 
     def write(self, level: int, name: str, fields: Mapping[str, object], *, kind: str = "") -> None:
-        """Write an event. Only events from INFO on are limited in rate.
-
-        Args:
-            fields: fields whose value is None are left out.
-            kind: events of one kind share a limit; empty: the name.
-        """
+        """Write an event, without fields whose value is None. Only events from INFO on are limited in rate, all events
+        of one `kind` (empty: the name) together."""
         if not self.writes(level):
             return
         left_out = self._left_out(kind or name) if level >= logging.INFO else 0

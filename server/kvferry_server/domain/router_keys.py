@@ -87,13 +87,9 @@ class RouterKeys:
         return any(hmac.compare_digest(key, wanted.key) for key in keys)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
-        """Return the publication under a key; None: it has not arrived.
-
-        Raises:
-            WrongKey: the publication of this name has another key.
-            PublicationReleased: the publication was released and forgotten, or declined before it arrived.
-            NotPublished: the source gave the publication up before it arrived.
-        """
+        """Return the publication under a key; None: it has not arrived. Raises `WrongKey` if the publication of this
+        name has another key, `PublicationReleased` if it was released and forgotten, or declined before it arrived, and
+        `NotPublished` if its source has given it up."""
         self._drop_old(now)
         publication = self._held.get(wanted.name)
         if publication is not None and publication.router_key is not None:

@@ -34,14 +34,9 @@ class Routing:
         self._numbers = itertools.count(1)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
-        """Return the publication under a router's key; None: it has to be waited for.
-
-        Raises:
-            EngineUnknown: a source is gone.
-            WrongKey: the publication of this name has another key.
-            PublicationReleased, NotPublished: the publication was released, declined before it arrived, or given up.
-            HomeRecovering, ServerDraining: repeat the call later.
-        """
+        """Return the publication under a router's key; None: the publication has to be waited for. Raises
+        `EngineUnknown` if a source is gone, `HomeRecovering` or `ServerDraining` if the call is to be repeated later,
+        and as `RouterKeys.find`."""
         found = self._find(sources, wanted, self._records.advance())
         if found is not None:
             return found

@@ -8,7 +8,7 @@ from kvferry.errors import HomeRecovering, InvalidField
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, answers, check_indexes
+from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, check_indexes
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
@@ -19,14 +19,9 @@ from kvferry_server.servicers.worker import Worker
 
 async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, time_slice: TimeSlice) -> None:
     """Accept checksums of a source's rank, part by part, since each part is compared with hundreds of others. If a part
-    is refused, the parts before it are kept; sending them again is harmless.
-
-    Raises:
-        InvalidField: a rank, plane, unit or block does not exist, or a part contradicts an earlier one.
-        PublicationStale, PublicationReleased: checksums of this publication are not needed any more.
-        HomeRecovering: the publication, the step with these blocks, or the rank's registration has not arrived yet.
-        LimitReached: the engine has too many checksums.
-    """
+    is refused, the parts before it are kept; sending them again is harmless. Raises `InvalidField` if a rank, plane,
+    unit or block does not exist, `HomeRecovering` if the rank's registration or the step with these blocks has not
+    arrived yet, and as `Sources.add_checksums`."""
     number = checks.positive("checksums.publication", message.publication)
     parts, sums = len(message.checksums), sum(len(part.sums) for part in message.checksums)
     if parts > MAX_PAGE_PARTS or sums > MAX_PAGE_SUMS:
@@ -81,11 +76,13 @@ async def read_checksums(
         response = pb.ReadChecksumsResponse(home_epoch=home.epoch, pending_ranks=sorted(pending))
         left = limits.MAX_ANSWER_BYTES - response.ByteSize()
         for query, pages in found:
-            for page in answers(query, pages):
-                part = _to_proto(page)
+            for page in pages:
+                if (asked := page.part(query.units, query.indexes)) is None:
+                    continue
+                part = _to_proto(asked)
                 left -= checks.entry_size(part)
                 if left < 0:
-                    planes = sum(len(asked.planes) for asked in queries)
+                    planes = sum(len(query.planes) for query in queries)
                     raise InvalidField(
                         "queries",
                         f"{planes} planes",
