@@ -60,16 +60,6 @@ logger = logging.getLogger("kvferry_server.events")
 _BARE = re.compile(r"[\w.:/@+\-\[\],]+", re.ASCII)
 
 
-class Fields:
-    """An event's fields, formatted as ``key=value`` only when the text is needed."""
-
-    def __init__(self, fields: Mapping[str, object]) -> None:
-        self._fields = fields
-
-    def __str__(self) -> str:
-        return "".join(f" {key}={quoted(value)}" for key, value in self._fields.items())
-
-
 class EventLog:
     """Writes events, each kind at a bounded rate. Not thread-safe."""
 
@@ -93,7 +83,8 @@ class EventLog:
         given = {key: value for key, value in fields.items() if value is not None}
         if left_out:
             given["left_out"] = left_out
-        logger.log(level, "%s%s", name, Fields(given), extra={FIELDS: {"event": name, **given}})
+        text = "".join(f" {key}={quoted(value)}" for key, value in given.items())
+        logger.log(level, "%s%s", name, text, extra={FIELDS: {"event": name, **given}})
 
     def refusal(self, method: str, reason: str, values: Mapping[str, str], more: Mapping[str, object]) -> None:
         """Log that a call was refused, at a level that depends on the reason. Of the error's `values` only those in

@@ -154,11 +154,6 @@ class Records:
         until = max((engine.live_until() for engine in engines), default=0.0)
         return sum(engine.live_leases for engine in engines), max(0.0, until - self.clock.now())
 
-    def publications(self) -> Iterator[PublicationRecord]:
-        """Yield the publications that have arrived and whose release is not acknowledged."""
-        for engine in self.engines.values():
-            yield from (publication for _, publication in engine.listed.after(None))
-
     def leases(self) -> Iterator[Lease]:
         """Yield all leases, including ended ones whose outcome is kept."""
         return iter(self.leases_by_id.values())
@@ -168,7 +163,8 @@ class Records:
         return any(lease.live and lease.publication.stage is not PublicationStage.AWAITED for lease in self.leases())
 
     def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
-        """Return `publications` by incarnation and number, for listings that need only a few of them."""
+        """Return the publications that have arrived and whose release is not acknowledged, by incarnation and number,
+        for listings that need only a few of them."""
         return {source: engine.listed for source, engine in self.engines.items()}
 
     def listed_reads(self) -> Mapping[EngineRef, Ordered[Lease | WaitingRead]]:

@@ -32,12 +32,13 @@ from kvferry._wire.channel import (
 )
 from kvferry._wire.status import error_of_peer, from_rpc_error
 from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED, check_server
-from kvferry.errors import InvalidField, KvferryError, LimitReached, RelayLoop, Unreachable
+from kvferry.errors import InvalidField, KvferryError, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.event_log import EventLog
 from kvferry_server.domain.identity import Names
+from kvferry_server.domain.limits import check_limit
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
 
@@ -299,13 +300,7 @@ class Relays:
         address = self._checked(home)
         connection = self._connections.get(address)
         if connection is None:
-            if len(self._connections) >= places.most:
-                raise LimitReached(
-                    f"relayed_homes: this node server is already connected to {places.most} homes",
-                    retry_after=RELAY_RETRY_AFTER,
-                    limit="relayed_homes",
-                    value=places.most,
-                )
+            check_limit("relayed_homes", len(self._connections), places.most, RELAY_RETRY_AFTER)
             places.check(caller)
         tls = self._tls if self._content is None else self._content()
         if connection is None or connection.tls != tls:
