@@ -84,11 +84,6 @@ class Feed:
             if isinstance(event, PublicationRecord) and event.number in numbers:
                 del self._events[sequence]
 
-    def take_over(self) -> int:
-        """Serve a newer Watch from now on. Returns its number."""
-        self.current_watch += 1
-        return self.current_watch
-
     def dropped_after(self, sequence: int) -> int | None:
         """Return how many events after this one were dropped; None if there has been no such event."""
         if sequence > self.sequence:

@@ -112,21 +112,20 @@ class Home(AbstractContextManager[float]):
     def uptime(self) -> float:
         return self.clock.now() - self._started
 
-    def check_may_watch(self, process: Process) -> None:
-        """Raise `ServerDraining` unless a process may open a Watch: in a drain, only processes that had one."""
-        if self.stopping or not self.engines.has_feed(process):
-            self.check_not_draining()
-
     def check_not_draining(self) -> None:
         if self.draining:
             raise ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
     def open_watch(self, process: Process, secret: bytes, host: str = "") -> Feed:
-        """Open a process's Watch, within a turn. Returns its feed. Raises `LimitReached` if the engine takes too much
-        memory, and as `Registry.open_engine` and `Registry.open_rank`."""
-        is_scheduler = process.role is Role.SCHEDULER
+        """Open a process's Watch, within a turn. Returns its feed, which serves this Watch and no older one. Raises
+        `ServerDraining`; `LimitReached` if the engine takes too much memory; and as `Registry.open_engine` and
+        `Registry.open_rank`."""
+        is_scheduler, new = process.role is Role.SCHEDULER, not self.engines.has_feed(process)
         size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
-        if not self.engines.has_feed(process):
+        if new or self.stopping:
+            # In a drain only processes that had a Watch may open one.
+            self.check_not_draining()
+        if new:
             self.memory.check(process.engine, size)
         if is_scheduler:
             engine = self.engines.open_engine(process.engine, secret, host)
@@ -136,7 +135,9 @@ class Home(AbstractContextManager[float]):
             engine.feeds[process] = Feed(process, self.limits.watch_queue)
             engine.feed_bytes += size
             self.memory.take(process.engine, size)
-        return engine.feeds[process]
+        feed = engine.feeds[process]
+        feed.current_watch += 1
+        return feed
 
     def close_watch(self, process: Process) -> None:
         """Note that a process's Watch ended and that no newer one took over; within a turn."""

@@ -27,9 +27,8 @@ async def watch(
         KvferryError: all that `Home.open_watch` raises.
     """
     with home.turn():
-        home.check_may_watch(process)
         feed = home.open_watch(process, secret, host)
-        number = feed.take_over()
+        number = feed.current_watch
         home.wakeups.wake(feed)
         sent = resume_sequence
         resumed = resume_epoch == home.epoch and feed.dropped_after(sent) == 0

@@ -91,7 +91,7 @@ async def read_checksums(
                 response.checksums.append(part)
         return response
 
-    return await worker.run_if_heavy(host, size, answer)
+    return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, size, answer)
 
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:

@@ -118,11 +118,6 @@ def reference(given: str) -> Named | RouterReference:
     return Named(engine_ref("reference", source), parsed.publication, parsed.key)
 
 
-def decline(message: pb.Decline) -> tuple[Named | RouterReference, str]:
-    """Decode a decline into its reference, and the home that the reference names. Raises as `reference`."""
-    return reference(message.reference), parse_reference(message.reference).home
-
-
 def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
     """Decode the reference that entitles a handshake to agents; None: the handshake has none. Raises as `reference`,
     and `InvalidField` if it is to another engine, or a router made it, so that it names no incarnation."""

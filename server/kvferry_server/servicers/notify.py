@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from kvferry._clock import to_duration
-from kvferry._wire.reference import engine_ids
+from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError
@@ -198,7 +198,7 @@ def _read_ended(answer: ReportAnswer) -> pb.NotificationResult:
 
 
 def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult:
-    found, named = decode.decline(decline)
+    found, named = decode.reference(decline.reference), parse_reference(decline.reference).home
     with home.turn():
         try:
             if isinstance(found, RouterReference):
