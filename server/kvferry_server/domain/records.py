@@ -41,11 +41,13 @@ class Records:
     """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
-    however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`.
+    however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
+    and when it `started`.
     """
 
     def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
         self.clock, self.times, self.limits = clock, times, limits
+        self.started = clock.now()
         self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
@@ -61,7 +63,6 @@ class Records:
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
         self.changes: list[Changed] = []
-        self._forgot_nothing_from = clock.now() + times.max_ttl
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
 
@@ -86,7 +87,7 @@ class Records:
     def knows_all_live(self, now: float) -> bool:
         """Whether every lease without a record here has ended: leases granted before a restart last for a max_ttl at
         most."""
-        return now >= self._forgot_nothing_from
+        return now >= self.started + self.times.max_ttl
 
     # Looking up.
 

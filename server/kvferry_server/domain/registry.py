@@ -32,7 +32,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import LOCAL
+from kvferry_server.domain.journal import UNIX_PEER
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
@@ -84,7 +84,6 @@ class Registry:
         self._clock, self._times, self._limits = records.clock, records.times, records.limits
         self._memory, self._journal = records.memory, records.journal
         self._engines_by_host = Budget(self._limits.engines)
-        self._started = self._clock.now()
         self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
         self._retired = _Retired(self._times.retire, self._limits.retired)
         self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
@@ -177,14 +176,14 @@ class Registry:
             if host and all(other.host != host for other in replaced):
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
-                self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or LOCAL)
+                self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
                 self._forget(other)
                 self._retired.add(other.ref, now)
             engine = self._engines[ref] = Engine(ref, self._times)
             self._records.open(engine, secret)
-            self._journal.engine("engine_opened", ref, peer=host or LOCAL)
+            self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
-            self._journal.engine("engine_back", ref, peer=host or LOCAL, lost_s=now - engine.lost_at)
+            self._journal.engine("engine_back", ref, peer=host or UNIX_PEER, lost_s=now - engine.lost_at)
         engine.lost_at, engine.dead = None, False
         self._comes_from(engine, host)
         return engine
@@ -197,7 +196,7 @@ class Registry:
             engine.lost_at = now
             self._deadlines.put(engine)
             # An engine that its scheduler stops ends its Watch like this, too. If it stays away, engine_dead warns.
-            self._journal.engine("engine_lost", ref, peer=engine.host or LOCAL, dead_in_s=self._times.engine_ttl)
+            self._journal.engine("engine_lost", ref, peer=engine.host or UNIX_PEER, dead_in_s=self._times.engine_ttl)
 
     def evict(self, ref: EngineRef) -> None:
         """End an incarnation for good, for an operator, alive or not, as if another had taken its place: its
@@ -360,7 +359,7 @@ class Registry:
     @property
     def _recovering(self) -> bool:
         """Whether this home has just started, and waits for engines that it had before a restart."""
-        return self._clock.now() < self._started + self._times.engine_ttl
+        return self._clock.now() < self._records.started + self._times.engine_ttl
 
     def _named(self, engine_id: str) -> list[Engine]:
         """Return the engines of this name, including dead ones."""

@@ -52,7 +52,6 @@ class Home(AbstractContextManager[float]):
         self.time_slices = TimeSlices()
         self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         self.stopping = False  # The node server is about to end, and Watches with it
-        self._started = clock.now()
         self._driver = Waker()
         self._sleeps_until = -math.inf
 
@@ -105,12 +104,11 @@ class Home(AbstractContextManager[float]):
 
     @property
     def draining(self) -> bool:
-        """Whether no new work is accepted."""
         return self.records.draining
 
     @property
     def uptime(self) -> float:
-        return self.clock.now() - self._started
+        return self.clock.now() - self.records.started
 
     def check_not_draining(self) -> None:
         if self.draining:
@@ -156,7 +154,7 @@ class Home(AbstractContextManager[float]):
         """
         if self.engines.has_rival(engine):
             return self.times.final
-        unknown_until = self._started + self.times.max_ttl
+        unknown_until = self.records.started + self.times.max_ttl
         return max(0.0, max(self.records.others_until(engine), unknown_until) - self.clock.now())
 
     def need_resync(self, process: Process) -> bool:

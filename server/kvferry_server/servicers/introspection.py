@@ -105,7 +105,6 @@ class Introspection(IntrospectionServicer):
             )
 
     async def ListEngines(self, request: ipb.ListEnginesRequest, context: Context) -> ipb.ListEnginesResponse:
-        """List the engines that are not dead, in pages."""
         home = self._home
         with home.turn():
             engines = {engine.ref: Ordered[Engine]() for engine in home.engines.engines()}
@@ -115,7 +114,6 @@ class Introspection(IntrospectionServicer):
         return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
 
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
-        """Describe one engine and its ranks, in pages of ranks."""
         home = self._home
         engine_id = checks.text("engine_id", request.engine_id)
         incarnation, after = _rank_after(request.page_token)

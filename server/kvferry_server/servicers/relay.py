@@ -81,7 +81,6 @@ class _Places:
         self._budgets = (Budget(most), Budget(most))
 
     def check(self, caller: Caller) -> None:
-        """Raise `LimitReached` if a caller may not open another connection."""
         for budget, holder in zip(self._budgets, caller.holders(), strict=False):
             check_budget("relayed_homes", budget, holder, RELAY_RETRY_AFTER)
 

@@ -49,7 +49,6 @@ class Worker:
             self._waiting_bytes.give(host, size)
 
     def join(self) -> None:
-        """Wait until the thread of the last call has ended."""
         if self._last is not None:
             self._last.shutdown()
 
