@@ -31,7 +31,7 @@ class EnginePublications:
     recovering: bool = True
     publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
     listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
-    declined: set[PublicationRecord] = field(default_factory=set)  # those declined before they arrived
+    declined: set[PublicationRecord] = field(default_factory=set)  # declined before they arrived, and not ended yet
     num_released: int = 0
     live_leases: int = 0  # number of live leases on publications
     high_water: int = 0  # the highest number seen

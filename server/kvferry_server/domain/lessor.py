@@ -200,12 +200,11 @@ class Lessor:
                 engine.check_may_arrive(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
-        if publication is None or not publication.declined:
+        if publication is None or publication not in engine.declined:
             check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
             publication = publication or self._records.add_awaited(engine, number)
             engine.declined.add(publication)
-            publication.declined = True
         publication.awaited_until = now + self._times.max_wait
         self._records.reschedule(publication)
 

@@ -79,7 +79,6 @@ class PublicationRecord:
     release_not_before: float = 0.0
     leases: set[Lease] = field(default_factory=set)  # the live leases
     reads: list[Lease] = field(default_factory=list)  # all leases ever granted, in order
-    declined: bool = False  # declined before the publication arrived
     not_published: bool = False  # the source's client has given the publication up
     awaited_until: float = NEVER  # until when a decline is remembered
     tell_again_at: float = NEVER  # when the release event is repeated, unless acknowledged

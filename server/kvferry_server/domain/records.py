@@ -237,7 +237,6 @@ class Records:
         engine.see(publication.number, now)
         engine.listed.add((publication.number,), publication)
         self.memory.take(engine.source, engine.numbers_size - numbers)
-        engine.declined.discard(publication)
         for lease in publication.leases:
             engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
@@ -313,6 +312,7 @@ class Records:
         if not publication.grantable:
             return
         publication.outcome = outcome
+        self.engines[publication.source].declined.discard(publication)
         self.move(publication, PublicationStage.ENDING, now)
         self.changed(publication)
         self._settle(publication, now)
@@ -384,9 +384,10 @@ class Records:
         """Release or forget a publication that has no live leases."""
         if publication.leases or publication.stage is PublicationStage.FORGOTTEN:
             return
+        engine = self.engines[publication.source]
         if publication.stage is PublicationStage.ENDING and now >= publication.release_not_before:
             self._release(publication, now)
-        elif publication.stage is PublicationStage.AWAITED and not publication.declined:
+        elif publication.stage is PublicationStage.AWAITED and publication not in engine.declined:
             self.forget(publication)
         self.reschedule(publication)
 
@@ -433,6 +434,5 @@ class Records:
             final = now >= publication.final_at
             self.end(publication, PublicationOutcome.FINAL if final else PublicationOutcome.UNREAD, now)
         else:
-            publication.declined = False
             self.engines[publication.source].declined.discard(publication)
             self._settle(publication, now)

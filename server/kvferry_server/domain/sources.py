@@ -183,7 +183,7 @@ class Sources:
         publication.request_id, publication.router_key = step.request_id, step.router_key
         self._records.arrive(engine, publication, now)
         if engine.router_keys.arrived(publication, now):
-            publication.declined = True
+            engine.declined.add(publication)
         if step.router_key is not None:
             self._records.wake_waiting(engine, step.router_key.name)
 
@@ -198,7 +198,7 @@ class Sources:
         self._touch(engine, publication, now)
         self._records.reschedule(publication)
         self._records.changed(publication)
-        if publication.declined:
+        if publication in engine.declined:
             self._records.end(publication, PublicationOutcome.DECLINED, now)
         self._records.end_if_read(publication, now)
 
