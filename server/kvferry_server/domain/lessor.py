@@ -129,7 +129,7 @@ class Lessor:
         another caller acquired the lease, and as `Lease.add`."""
         lease, now = self._lease(lease_id, reader, names)
         if lease is None:
-            verdict = Verdict.EXPIRED if self._records.knows_all_live(now) else Verdict.UNKNOWN
+            verdict = Verdict.EXPIRED if now >= self._records.knows_all_leases_from else Verdict.UNKNOWN
             self._records.journal.reported(verdict, reader, None)
             return ReportAnswer(verdict)
         if lease.live:

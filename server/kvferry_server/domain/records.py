@@ -48,6 +48,8 @@ class Records:
     def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
         self.clock, self.times, self.limits = clock, times, limits
         self.started = clock.now()
+        # From then on every lease without a record here has ended: leases from before a restart last for a max_ttl.
+        self.knows_all_leases_from = self.started + times.max_ttl
         self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
@@ -83,11 +85,6 @@ class Records:
     def take_changes(self) -> list[Changed]:
         changes, self.changes = self.changes, []
         return changes
-
-    def knows_all_live(self, now: float) -> bool:
-        """Whether every lease without a record here has ended: leases granted before a restart last for a max_ttl at
-        most."""
-        return now >= self.started + self.times.max_ttl
 
     # Looking up.
 

@@ -106,10 +106,6 @@ class Home(AbstractContextManager[float]):
     def draining(self) -> bool:
         return self.records.draining
 
-    @property
-    def uptime(self) -> float:
-        return self.clock.now() - self.records.started
-
     def check_not_draining(self) -> None:
         if self.draining:
             raise ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
@@ -148,14 +144,14 @@ class Home(AbstractContextManager[float]):
         """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
         restarts over the same memory).
 
-        A home that has been up for less than max_ttl does not know all of these leases; but none was granted after it
-        started. Leases on an older incarnation that still seems alive may be extended until its death is noticed, at
-        most to their final deadline.
+        A home that has just started does not know all of these leases; but none was granted after it started. Leases on
+        an older incarnation that still seems alive may be extended until its death is noticed, at most to their final
+        deadline.
         """
         if self.engines.has_rival(engine):
             return self.times.final
-        unknown_until = self.records.started + self.times.max_ttl
-        return max(0.0, max(self.records.others_until(engine), unknown_until) - self.clock.now())
+        until = max(self.records.others_until(engine), self.records.knows_all_leases_from)
+        return max(0.0, until - self.clock.now())
 
     def need_resync(self, process: Process) -> bool:
         """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""

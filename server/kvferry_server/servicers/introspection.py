@@ -89,7 +89,7 @@ class Introspection(IntrospectionServicer):
 
     async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
         home = self._home
-        with home.turn():
+        with home.turn() as now:
             of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
             return ipb.GetServerInfoResponse(
                 home_epoch=home.epoch,
@@ -97,7 +97,7 @@ class Introspection(IntrospectionServicer):
                 contract_revision=OURS.revision,
                 oldest_revision=OURS.oldest,
                 advertise=home.advertise,
-                uptime=to_duration(home.uptime),
+                uptime=to_duration(now - home.records.started),
                 draining=home.draining,
                 times=encode.times(home.times),
                 limits={**OF_FIELDS, **of_home, **self._call_limits},
