@@ -51,14 +51,12 @@ class Budget:
         self.take(holder, -size)
 
 
-def check_budget(
-    limit: str, budget: Budget, holder: Hashable, retry_after: float, size: int = 1, *, unit: str = ""
-) -> None:
+def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: float, size: int = 1) -> None:
     """Raise `LimitReached` if a holder may not take `size` more. `limit` names the limit in the error; an empty holder,
     or None, stands for callers that cannot be told apart; `retry_after` is in seconds."""
     if not budget.fits(holder, size):
         raise LimitReached(
-            f"{limit}: {budget.used} of {budget.capacity}{unit} are in use, {budget.held(holder)} of them by "
+            f"{limit}: {budget.used} of {budget.capacity} are in use, {budget.held(holder)} of them by "
             f"{LOCAL if holder in ('', None) else holder}, which may not have {size} more",
             retry_after=retry_after,
             limit=limit,
@@ -128,9 +126,15 @@ class MemoryBudget:
         return taken
 
     def _check(self, holder: Hashable, host: str | None, size: int) -> None:
-        check_budget("memory", self._by_engine, holder, self._retry_after, size, unit=" bytes")
-        if host is not None:
-            check_budget("memory", self._by_host, host, self._retry_after, size, unit=" bytes")
+        if self._by_engine.fits(holder, size) and (host is None or self._by_host.fits(host, size)):
+            return
+        raise LimitReached(
+            f"memory: {self._by_engine.used} of this server's {self._by_engine.capacity} bytes are in use, "
+            f"{self._by_engine.held(holder)} of them by {holder}, which may not have {size} more",
+            retry_after=self._retry_after,
+            limit="memory",
+            value=self._by_engine.capacity,
+        )
 
 
 @dataclass(frozen=True, slots=True)
