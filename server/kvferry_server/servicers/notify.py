@@ -59,23 +59,22 @@ async def notify(
     time_slice = TimeSlice(home.time_slices, caller.host, short=short, recheck=check)
     await time_slice.begin()
     results = list[pb.NotificationResult]()
-    elsewhere: dict[str, list[int]] = {}
+    elsewhere: dict[str, dict[int, pb.Decline]] = {}  # by home and index
     for index, notification in enumerate(request.notifications):
         await time_slice.pause_if_over()
         home.journal.notifications[kinds[index]] += 1
         try:
             results.append(await _result(home, relays, sender, notification, time_slice, caller))
         except _Elsewhere as other:
-            elsewhere.setdefault(other.home, []).append(index)
+            elsewhere.setdefault(other.home, {})[index] = notification.decline
             results.append(pb.NotificationResult())
     if elsewhere:
         timeout = min(DECLINE_TIMEOUT, time_left)
-        declines = {at: [request.notifications[index].decline for index in found] for at, found in elsewhere.items()}
         answers = await asyncio.gather(
-            *(_sent_on(relays, at, found, timeout, caller) for at, found in declines.items())
+            *(_sent_on(relays, at, list(declines.values()), timeout, caller) for at, declines in elsewhere.items())
         )
-        for found, answered in zip(elsewhere.values(), answers, strict=True):
-            for index, result in zip(found, answered, strict=True):
+        for declines, answered in zip(elsewhere.values(), answers, strict=True):
+            for index, result in zip(declines, answered, strict=True):
                 results[index] = result
     return pb.NotifyResponse(home_epoch=home.epoch, results=results, version=OURS_ENCODED)
 
