@@ -35,7 +35,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode, limits
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
-from kvferry_server.servicers.paging import check_page_size, make_token, number_key, page, parse_token
+from kvferry_server.servicers.paging import make_token, number_key, page, parse_token
 from kvferry_server.servicers.worker import Worker
 
 PLAN_SECONDS = 5  # Longest planning of one PlanRead. Some engines take minutes; ranks that are left out are named.
@@ -117,7 +117,7 @@ class Introspection(IntrospectionServicer):
         home = self._home
         engine_id = checks.text("engine_id", request.engine_id)
         incarnation, after = _rank_after(request.page_token)
-        most = check_page_size(request.page_size) or MAX_PAGE_SIZE
+        most = checks.within("page_size", request.page_size, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
             summary, description, first = self._summary(engine), engine.description, engine.first
@@ -194,8 +194,7 @@ class Introspection(IntrospectionServicer):
             read_from = source or engine_from_proto(request.source_geometry)
             read_into = destination or engine_from_proto(request.destination_geometry)
             ranks = sorted(set(request.ranks)) or [rank.rank for rank in read_into.ranks]
-            if len(ranks) > self._home.limits.ranks:
-                raise InvalidField("ranks", f"{len(ranks)} ranks", f"at most {self._home.limits.ranks}")
+            checks.within("ranks", len(ranks), self._home.limits.ranks, unit="ranks")
             response = ipb.PlanReadResponse(home_epoch=self._home.epoch)
             size = 0
             for index, rank in enumerate(ranks):

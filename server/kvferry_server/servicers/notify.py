@@ -40,8 +40,7 @@ async def notify(
         WrongSession, PeerRestarted, EngineUnknown, Unavailable: the sender is not the source it claims to be, or is
             unknown at present.
     """
-    if len(request.notifications) > MAX_NOTIFICATIONS:
-        raise InvalidField("notifications", f"{len(request.notifications)}", f"at most {MAX_NOTIFICATIONS}")
+    checks.within("notifications", len(request.notifications), MAX_NOTIFICATIONS, unit="notifications")
     checks.session_secret(request.session_secret, optional=True)
     sender = checks.engine_ref("sender", request.sender) if request.HasField("sender") else None
     kinds = [notification.WhichOneof("kind") or "unknown" for notification in request.notifications]
@@ -129,7 +128,9 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
             number = checks.positive("abort.publication", notification.abort.publication)
             home.sources.abort(sender, number, not_published=notification.abort.not_published)
         elif kind == "released_ack":
-            _acknowledge(home, sender, notification.released_ack)
+            numbers = notification.released_ack.publications
+            checks.within("released_ack.publications", len(numbers), MAX_ACKNOWLEDGED, unit="publications")
+            home.sources.acknowledge(sender, frozenset(numbers))
         elif kind == "rank_left":
             home.engines.rank_left(sender, notification.rank_left.rank)
         elif kind == "retire":
@@ -139,16 +140,8 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
     return _done()
 
 
-def _acknowledge(home: Home, sender: EngineRef, message: pb.ReleasedAck) -> None:
-    if len(message.publications) > MAX_ACKNOWLEDGED:
-        given, most = f"{len(message.publications)}", f"at most {MAX_ACKNOWLEDGED}"
-        raise InvalidField("released_ack.publications", given, most)
-    home.sources.acknowledge(sender, frozenset(message.publications))
-
-
 def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:
-    if len(resync.snapshot) > MAX_SNAPSHOT_NAME:
-        raise InvalidField("resync.snapshot", f"{len(resync.snapshot)} bytes", f"at most {MAX_SNAPSHOT_NAME}")
+    checks.within("resync.snapshot", len(resync.snapshot), MAX_SNAPSHOT_NAME, unit="bytes")
     if resync.phase == pb.RESYNC_PHASE_BEGIN:
         home.sources.begin_snapshot(sender, resync.snapshot)
     elif resync.phase == pb.RESYNC_PHASE_END:
