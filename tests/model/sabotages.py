@@ -140,7 +140,7 @@ def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EnginePublications, "check_may_arrive", lambda self, number, not_before: None)
+    patch.setattr(EnginePublications, "may_arrive", lambda self, number, now: True)
 
 
 @sabotage

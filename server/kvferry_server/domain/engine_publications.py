@@ -80,22 +80,25 @@ class EnginePublications:
             problem = f"this home waits for the snapshot of {self.source}"
             raise HomeRecovering(problem, engine_id=self.source.engine_id)
 
-    def check_may_arrive(self, number: int, not_before: float) -> None:
-        """Raise `PublicationStale` unless a publication that is not here can still arrive.
+    def may_arrive(self, number: int, now: float) -> bool:
+        """Whether a publication that is not here can still arrive.
 
         A number at or below the high-water mark is stale (PROTOCOL, Identities), except for numbers that the mark has
-        skipped since `not_before`: a source publishes from several threads and repeats lost calls, so numbers overtake
-        each other.
+        skipped in the last `max_ttl`: a source publishes from several threads and repeats lost calls, so numbers
+        overtake each other.
         """
         since = self.skipped.get(number)
-        if number > self.high_water or (since is not None and since > not_before):
-            return
-        if self.recovering and number not in self.forgotten:
-            # The mark does not cover numbers from before this home started. The snapshot will.
-            return
-        problem = f"publication {number} of {self.source} is gone or was never published"
-        last = f"the last number was {self.high_water}"
-        raise PublicationStale(f"{problem}; {last}", engine_id=self.source.engine_id, publication=number)
+        if number > self.high_water or (since is not None and since > now - self.life.times.max_ttl):
+            return True
+        # The mark does not cover numbers from before this home started. The snapshot will.
+        return self.recovering and number not in self.forgotten
+
+    def check_may_arrive(self, number: int, now: float) -> None:
+        """Raise `PublicationStale` unless a publication that is not here can still arrive."""
+        if not self.may_arrive(number, now):
+            problem = f"publication {number} of {self.source} is gone or was never published"
+            last = f"the last number was {self.high_water}"
+            raise PublicationStale(f"{problem}; {last}", engine_id=self.source.engine_id, publication=number)
 
     def see(self, number: int, now: float) -> None:
         """Record that a publication arrived: its number is now in use, and afterwards stale for ever."""

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, PublicationStale, ServerDraining
+from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
 from kvferry_server.domain.budgets import check_budget
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
@@ -56,7 +56,7 @@ class Lessor:
         publication = self._records.publication(engine, number, now)
         if publication is None:
             engine.check_recovered()
-            engine.check_may_arrive(number, now - self._times.max_ttl)
+            engine.check_may_arrive(number, now)
         elif publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
 
@@ -80,7 +80,7 @@ class Lessor:
             raise ServerDraining("this node server is draining: ask again")
         engine.check_recovered()
         if publication is None:
-            engine.check_may_arrive(request.read.publication, now - self._times.max_ttl)
+            engine.check_may_arrive(request.read.publication, now)
         elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
         return self._add_lease(engine, publication, request, now)
@@ -195,11 +195,8 @@ class Lessor:
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
             self._records.end(publication, PublicationOutcome.DECLINED, now)
             return
-        if publication is None:
-            try:
-                engine.check_may_arrive(number, now - self._times.max_ttl)
-            except PublicationStale:
-                return
+        if publication is None and not engine.may_arrive(number, now):
+            return
         if publication is None or publication not in engine.declined:
             check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)

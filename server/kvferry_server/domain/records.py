@@ -121,7 +121,7 @@ class Records:
         publication = self.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_recovered()
-            engine.check_may_arrive(number, now - self.times.max_ttl)
+            engine.check_may_arrive(number, now)
             # A scheduler and its ranks call the home concurrently.
             problem = f"publication {number} of {engine.source} has not arrived yet"
             raise HomeRecovering(problem, engine_id=engine.source.engine_id)

@@ -48,7 +48,7 @@ class Sources:
         """
         engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            engine.check_may_arrive(step.number, now - self._times.max_ttl)
+            engine.check_may_arrive(step.number, now)
         elif step.index < publication.step_count:
             if publication.steps and publication.steps[step.index] != step:
                 raise InvalidField("publish.step", step.index, "the same content as when it was first sent")
@@ -75,9 +75,7 @@ class Sources:
         """
         engine, publication, now = self._records.begin_with(source, number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            try:
-                engine.check_may_arrive(number, now - self._times.max_ttl)
-            except PublicationStale:
+            if not engine.may_arrive(number, now):
                 return
             # The record is kept until the source acknowledges the release, so it counts as a publication.
             self._check_room(engine, number, 0)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import asdict
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -27,7 +27,7 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES, Limits
+from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.router_keys import WaitingRead
@@ -90,7 +90,6 @@ class Introspection(IntrospectionServicer):
     async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
         home = self._home
         with home.turn() as now:
-            of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
             return ipb.GetServerInfoResponse(
                 home_epoch=home.epoch,
                 version=OURS.release,
@@ -100,7 +99,7 @@ class Introspection(IntrospectionServicer):
                 uptime=to_duration(now - home.records.started),
                 draining=home.draining,
                 times=encode.times(home.times),
-                limits={**OF_FIELDS, **of_home, **self._call_limits},
+                limits={**OF_FIELDS, **asdict(home.limits), **self._call_limits},
                 capabilities=CAPABILITIES,
             )
 
