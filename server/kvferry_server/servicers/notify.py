@@ -195,23 +195,20 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
         try:
             if isinstance(found, RouterReference):
                 names = engine_ids(found.engine_id, found.data_parallel_rank)
-                engines = home.engines.find_named(names)
+                sources = [engine.ref for engine in home.engines.find_named(names)]
                 # The reference names no incarnation, and an engine of another home may have the same name.
-                ours = home.routing.concerned([engine.ref for engine in engines], found.router_key)
+                ours = home.routing.concerned(sources, found.router_key)
                 if not (ours or decline.relayed_by) and relays.applies(named, ""):
                     raise _Elsewhere(named)
+                home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
             else:
-                engines = [home.engines.find_live(found.source.engine_id, found.source.incarnation)]
+                home.engines.find_live(found.source.engine_id, found.source.incarnation)
+                home.lessor.decline(found.source, found.publication, found.key)
         except (EngineUnknown, HomeRecovering):
             # Sent on only if unknown here: a home may be known by several addresses.
             if relays.applies(named, decline.relayed_by):
                 raise _Elsewhere(named) from None
             raise
-        if isinstance(found, RouterReference):
-            sources = [engine.ref for engine in engines]
-            home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
-        else:
-            home.lessor.decline(found.source, found.publication, found.key)
     return _done()
 
 
