@@ -37,9 +37,14 @@ class Routing:
         """Return the publication under a router's key; None: the publication has to be waited for. Raises
         `EngineUnknown` if a source is gone, `HomeRecovering` or `ServerDraining` if the call is to be repeated later,
         and as `RouterKeys.find`."""
-        found = self._find(sources, wanted, self._records.advance())
-        if found is not None:
-            return found
+        now = self._records.advance()
+        for source in sources:
+            try:
+                if found := self._records.of_engine(source).router_keys.find(wanted, now):
+                    return found
+            except WrongKey:
+                if len(sources) == 1:
+                    raise
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
         unless_all_refuse(sources, lambda source: self._records.of_engine(source).check_recovered())
@@ -97,8 +102,9 @@ class Routing:
         full: LimitReached | None = None
         for source in sources:
             # Sources are tried separately: a repeated call must reach a source whose budget was full before.
+            engine = self._records.of_engine(source)
             try:
-                publication = self._find((source,), wanted, now)
+                publication = engine.router_keys.find(wanted, now)
             except (NotPublished, PublicationReleased):
                 continue
             except WrongKey:
@@ -110,7 +116,6 @@ class Routing:
                 outcome = PublicationOutcome.ABORTED if not_published else PublicationOutcome.DECLINED
                 self._records.end(publication, outcome, now)
                 return
-            engine = self._records.of_engine(source)
             try:
                 until = now + self._times.max_wait
                 engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
@@ -124,16 +129,6 @@ class Routing:
     def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
         """Whether a source has, or had, a publication under a router's key, or a read waits there for one."""
         return any(self._records.of_engine(source).router_keys.concerned(wanted) for source in sources)
-
-    def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
-        for source in sources:
-            try:
-                if found := self._records.of_engine(source).router_keys.find(wanted, now):
-                    return found
-            except WrongKey:
-                if len(sources) == 1:
-                    raise
-        return None
 
 
 def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:
