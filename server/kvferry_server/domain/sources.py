@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, ServerDraining
-from kvferry_server.domain.checksum_pages import ChecksumPage
+from kvferry.geometry.model import Group
+from kvferry_server.domain.checksum_pages import ChecksumPage, check_indexes
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import check_limit
@@ -113,10 +114,12 @@ class Sources:
         engine, now = self._records.begin(source)
         return self._records.unreleased(engine, number, now)
 
-    def add_checksums(self, source: EngineRef, number: int, page: ChecksumPage) -> None:
-        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent. Raises
-        `InvalidField` if the page contradicts another, `LimitReached`, and as `unreleased`."""
-        checksums, engine = self.unreleased(source, number).checksums, self._records.of_engine(source)
+    def add_checksums(self, source: EngineRef, number: int, group: Group, page: ChecksumPage) -> None:
+        """Keep checksums of a publication's blocks in a group until it is released. Idempotent. Raises `InvalidField`
+        if the page contradicts another, `LimitReached`, and as `unreleased` and `check_indexes`."""
+        publication, engine = self.unreleased(source, number), self._records.of_engine(source)
+        check_indexes(group, publication.extents, page, complete=publication.complete)
+        checksums = publication.checksums
         if checksums.has(page):
             return
         most = self._limits.checksum_bytes

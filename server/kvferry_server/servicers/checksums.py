@@ -8,7 +8,7 @@ from kvferry.errors import HomeRecovering, InvalidField
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, check_indexes
+from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
@@ -19,9 +19,9 @@ from kvferry_server.servicers.worker import Worker
 
 async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, time_slice: TimeSlice) -> None:
     """Accept checksums of a source's rank, part by part, since each part is compared with hundreds of others. If a part
-    is refused, the parts before it are kept; sending them again is harmless. Raises `InvalidField` if a rank, plane,
-    unit or block does not exist, `HomeRecovering` if the rank's registration or the step with these blocks has not
-    arrived yet, and as `Sources.add_checksums`."""
+    is refused, the parts before it are kept; sending them again is harmless. Raises `InvalidField` if a rank, plane or
+    unit does not exist, `HomeRecovering` if the rank's registration has not arrived yet, and as
+    `Sources.add_checksums`."""
     number = checks.positive("checksums.publication", message.publication)
     parts, sums = len(message.checksums), sum(len(part.sums) for part in message.checksums)
     if parts > MAX_PAGE_PARTS or sums > MAX_PAGE_SUMS:
@@ -47,9 +47,7 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
         if page.units.intersect(plane.units) != page.units:
             raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
         with home.turn():
-            publication = home.sources.unreleased(sender, number)
-            check_indexes(groups[plane.group], publication.extents, page, complete=publication.complete)
-            home.sources.add_checksums(sender, number, page)
+            home.sources.add_checksums(sender, number, groups[plane.group], page)
         await time_slice.pause_if_over()
     with home.turn():
         publication = home.sources.unreleased(sender, number)
