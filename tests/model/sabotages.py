@@ -140,7 +140,7 @@ def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EnginePublications, "check_may_arrive", lambda self, number, not_before: None)
+    patch.setattr(EnginePublications, "may_arrive", lambda self, number, now: True)
 
 
 @sabotage
@@ -527,16 +527,14 @@ def first_decline_counts_with_any_key(patch: pytest.MonkeyPatch) -> None:
 @of_a_liar_and_a_router
 def an_impostor_under_the_same_name_ends_the_wait(patch: pytest.MonkeyPatch) -> None:
     """While a home cannot tell yet which of two incarnations is the older."""
-    original = routing.Routing._find
+    original = routing.Routing.find
 
-    def find(
-        self: routing.Routing, named: Sequence[EngineRef], wanted: RouterKey, now: float
-    ) -> PublicationRecord | None:
+    def find(self: routing.Routing, named: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
         for source in named:
-            original(self, [source], wanted, now)
-        return original(self, named, wanted, now)
+            self._records.of_engine(source).router_keys.find(wanted, self._records.advance())
+        return original(self, named, wanted)
 
-    patch.setattr(routing.Routing, "_find", find)
+    patch.setattr(routing.Routing, "find", find)
 
 
 def _arrive_undeclined(

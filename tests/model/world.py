@@ -25,6 +25,7 @@ from tests.model.network import LIFE, Network, Pipe
 from tests.model.prompts import OTHER, PLAIN, Errand, Said
 from tests.model.readers import Reader, Share
 from tests.model.source import ENGINE_ID, Memory, Offered, Routed, Source
+from tests.support.parties import arrived
 from tests.support.references import without_marks
 
 BOUNDED = 30.0
@@ -250,7 +251,7 @@ class World:
             return
         records, now = host.home.records, host.clock.now()
         over = host.withdrawn | {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
-        for publication in records.publications():
+        for publication in arrived(records):
             key = (publication.source, publication.number)
             if publication.grantable and key in over and not records.engines[publication.source].recovering:
                 raise Violation(f"{publication} was released or aborted, and is offered again")

@@ -106,6 +106,11 @@ def ask(
     return LeaseRequest(ReadKey(source, number, reader, read_id(name)), **given)
 
 
+def arrived(records: Records) -> list[PublicationRecord]:
+    """The publications that have arrived and whose release is not acknowledged."""
+    return [publication for listed in records.listed_publications().values() for _, publication in listed.after(None)]
+
+
 def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:
     return [RankReport(rank, outcome, 100) for rank in ranks]
 

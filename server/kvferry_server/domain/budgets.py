@@ -31,7 +31,6 @@ class Budget:
         return self._held.get(holder, 0)
 
     def fits(self, holder: Hashable, size: int = 1) -> bool:
-        """Whether a holder may take `size` more."""
         free = self.capacity - self.used - size
         return free >= 0 and (self.in_floor(holder, size) or self.held(holder) + size <= free)
 

@@ -6,7 +6,7 @@ block index, unit). A block index is a block's position in the request; for stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -131,14 +131,6 @@ class Checksums:
         self._pages.clear()
         self.done.clear()
         return size
-
-
-def answers(query: ChecksumQuery, pages: Iterable[ChecksumPage]) -> Iterator[ChecksumPage]:
-    """Yield the answer to a query from its pages."""
-    for page in pages:
-        part = page.part(query.units, query.indexes)
-        if part is not None:
-            yield part
 
 
 def check_indexes(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:

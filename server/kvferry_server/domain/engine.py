@@ -15,6 +15,7 @@ from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
 from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Process, RankLost, Role
 
 
@@ -24,11 +25,11 @@ class Engine:
     seconds on the home's clock."""
 
     ref: EngineRef
-    ttl: float  # seconds from the loss of a Watch until the engine, or the rank, counts as dead
-    retire: float  # seconds for which a dead engine is remembered
+    times: Times
     lost_at: float | None = None  # when the scheduler's Watch ended; None while the Watch is open
-    dead: bool = False  # the scheduler's Watch has been lost for `ttl`; it may still come back and get its releases
-    # It was replaced, has stopped in order, or has been dead for `retire`: no process acknowledges a release any more.
+    # The scheduler's Watch has been lost for `engine_ttl`. It may still come back and get its releases.
+    dead: bool = False
+    # Replaced, evicted, stopped by its scheduler, or dead for `retire`: no process acknowledges a release any more.
     gone: bool = False
     feeds: dict[Process, Feed] = field(default_factory=dict)  # of its processes that have had a Watch
     feed_bytes: int = 0
@@ -37,7 +38,7 @@ class Engine:
     ranks: dict[int, Registration] = field(default_factory=dict)
     lost_ranks: set[int] = field(default_factory=set)  # registered ranks whose process is gone
     watched_ranks: set[int] = field(default_factory=set)  # ranks with an open Watch of their own
-    rank_lost_at: dict[int, float] = field(default_factory=dict)  # end of a rank's Watch, until `ttl` has passed
+    rank_lost_at: dict[int, float] = field(default_factory=dict)  # end of a rank's Watch, for an `engine_ttl`
     nodes: dict[int, str] = field(default_factory=dict)  # by rank, the relaying node server
     left_ranks: set[int] = field(default_factory=set)  # relayed ranks whose end their node server has reported
     host: str = ""  # origin of the scheduler's Watch; empty if unknown
@@ -139,7 +140,7 @@ class Engine:
 
     def due(self) -> float:
         """When the engine or a rank counts as dead, or when the dead engine is forgotten."""
-        ranks = min(self.rank_lost_at.values(), default=NEVER) + self.ttl
+        ranks = min(self.rank_lost_at.values(), default=NEVER) + self.times.engine_ttl
         if self.lost_at is None:
             return ranks
-        return min(ranks, self.lost_at + self.ttl + (self.retire if self.dead else 0.0))
+        return min(ranks, self.lost_at + self.times.engine_ttl + (self.times.retire if self.dead else 0.0))

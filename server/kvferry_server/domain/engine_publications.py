@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry._wire.authority import PublicationKeys, engine_key
@@ -32,14 +31,14 @@ class EnginePublications:
     recovering: bool = True
     publications: dict[int, PublicationRecord] = field(default_factory=dict)  # until their release is acknowledged
     listed: Ordered[PublicationRecord] = field(default_factory=Ordered)  # the arrived publications, in order
-    declined: set[PublicationRecord] = field(default_factory=set)  # those declined before they arrived
+    declined: set[PublicationRecord] = field(default_factory=set)  # declined before they arrived, and not ended yet
     num_released: int = 0
     live_leases: int = 0  # number of live leases on publications
     high_water: int = 0  # the highest number seen
     skipped: dict[int, float] = field(default_factory=dict)  # by unseen number below `high_water`, time of the skip
     snapshot: set[int] | None = None  # numbers seen since the current snapshot began; None outside of a snapshot
     snapshot_name: bytes = b""
-    gone: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
+    forgotten: set[int] = field(default_factory=set)  # numbers that arrived and were forgotten during recovery
     checksum_bytes: int = 0  # bytes of checksums for unreleased publications
     _keys: PublicationKeys = field(init=False, repr=False)
 
@@ -53,9 +52,6 @@ class EnginePublications:
     @property
     def num_arrived(self) -> int:
         return len(self.listed)
-
-    def arrived(self) -> Iterator[PublicationRecord]:
-        return (publication for _, publication in self.listed.after(None))
 
     def bytes_of(self, publication: PublicationRecord) -> int:
         """Return the bytes that an unreleased publication holds on all ranks that have registered."""
@@ -84,22 +80,25 @@ class EnginePublications:
             problem = f"this home waits for the snapshot of {self.source}"
             raise HomeRecovering(problem, engine_id=self.source.engine_id)
 
-    def check_may_arrive(self, number: int, not_before: float) -> None:
-        """Raise `PublicationStale` unless a publication that is not here can still arrive.
+    def may_arrive(self, number: int, now: float) -> bool:
+        """Whether a publication that is not here can still arrive.
 
         A number at or below the high-water mark is stale (PROTOCOL, Identities), except for numbers that the mark has
-        skipped since `not_before`: a source publishes from several threads and repeats lost calls, so numbers overtake
-        each other.
+        skipped in the last `max_ttl`: a source publishes from several threads and repeats lost calls, so numbers
+        overtake each other.
         """
         since = self.skipped.get(number)
-        if number > self.high_water or (since is not None and since > not_before):
-            return
-        if self.recovering and number not in self.gone:
-            # The mark does not cover numbers from before this home started. The snapshot will.
-            return
-        problem = f"publication {number} of {self.source} is gone or was never published"
-        last = f"the last number was {self.high_water}"
-        raise PublicationStale(f"{problem}; {last}", engine_id=self.source.engine_id, publication=number)
+        if number > self.high_water or (since is not None and since > now - self.life.times.max_ttl):
+            return True
+        # The mark does not cover numbers from before this home started. The snapshot will.
+        return self.recovering and number not in self.forgotten
+
+    def check_may_arrive(self, number: int, now: float) -> None:
+        """Raise `PublicationStale` unless a publication that is not here can still arrive."""
+        if not self.may_arrive(number, now):
+            problem = f"publication {number} of {self.source} is gone or was never published"
+            last = f"the last number was {self.high_water}"
+            raise PublicationStale(f"{problem}; {last}", engine_id=self.source.engine_id, publication=number)
 
     def see(self, number: int, now: float) -> None:
         """Record that a publication arrived: its number is now in use, and afterwards stale for ever."""
@@ -116,7 +115,7 @@ class EnginePublications:
         """Accept no further publication with a number up to `high_water`; publications that are here stay."""
         self.high_water = max(self.high_water, high_water)
         self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
-        self.gone.clear()
+        self.forgotten.clear()
 
     def live_until(self) -> float:
         """When the last live lease ends; 0 without any."""
@@ -129,4 +128,4 @@ class EnginePublications:
     @property
     def numbers_size(self) -> int:
         """Estimated bytes for the numbers that are remembered without a publication."""
-        return NUMBER_BYTES * (len(self.skipped) + len(self.gone))
+        return NUMBER_BYTES * (len(self.skipped) + len(self.forgotten))

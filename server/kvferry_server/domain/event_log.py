@@ -60,16 +60,6 @@ logger = logging.getLogger("kvferry_server.events")
 _BARE = re.compile(r"[\w.:/@+\-\[\],]+", re.ASCII)
 
 
-class Fields:
-    """An event's fields, formatted as ``key=value`` only when the text is needed."""
-
-    def __init__(self, fields: Mapping[str, object]) -> None:
-        self._fields = fields
-
-    def __str__(self) -> str:
-        return "".join(f" {key}={quoted(value)}" for key, value in self._fields.items())
-
-
 class EventLog:
     """Writes events, each kind at a bounded rate. Not thread-safe."""
 
@@ -83,12 +73,8 @@ class EventLog:
         return logger.isEnabledFor(level)
 
     def write(self, level: int, name: str, fields: Mapping[str, object], *, kind: str = "") -> None:
-        """Write an event. Only events from INFO on are limited in rate.
-
-        Args:
-            fields: fields whose value is None are left out.
-            kind: events of one kind share a limit; empty: the name.
-        """
+        """Write an event, without fields whose value is None. Only events from INFO on are limited in rate, all events
+        of one `kind` (empty: the name) together."""
         if not self.writes(level):
             return
         left_out = self._left_out(kind or name) if level >= logging.INFO else 0
@@ -97,7 +83,8 @@ class EventLog:
         given = {key: value for key, value in fields.items() if value is not None}
         if left_out:
             given["left_out"] = left_out
-        logger.log(level, "%s%s", name, Fields(given), extra={FIELDS: {"event": name, **given}})
+        text = "".join(f" {key}={quoted(value)}" for key, value in given.items())
+        logger.log(level, "%s%s", name, text, extra={FIELDS: {"event": name, **given}})
 
     def refusal(self, method: str, reason: str, values: Mapping[str, str], more: Mapping[str, object]) -> None:
         """Log that a call was refused, at a level that depends on the reason. Of the error's `values` only those in

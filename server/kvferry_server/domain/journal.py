@@ -26,7 +26,7 @@ LAST_READS = 100  # Ended reads that are kept, even after their records are forg
 
 # Bounds of the histograms of leases and pins, in seconds.
 LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-LOCAL = "unix"  # The peer, in events, of callers on the UNIX socket, which cannot be told apart
+UNIX_PEER = "unix"  # The peer, in events, of callers on the UNIX socket, which cannot be told apart
 EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})  # Normal, of publications
 EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})  # Normal ends of leases
 
@@ -106,7 +106,7 @@ class Journal:
 
     # Engines and ranks.
 
-    def engine(self, event: str, ref: EngineRef, fields: Mapping[str, object], *, bad: bool = False) -> None:
+    def engine(self, event: str, ref: EngineRef, *, bad: bool = False, **fields: object) -> None:
         """Note an event of an engine or of one of its ranks, at WARNING if it is `bad`."""
         self.engine_events[event] += 1
         self.events.write(logging.WARNING if bad else logging.INFO, event, {**engine_fields(ref), **fields})
@@ -219,7 +219,7 @@ class Journal:
             "lease_number": lease.number,
             **_publication_fields(lease.publication),
             **_reader_fields(lease.request.read.reader),
-            "peer": lease.request.host or LOCAL,
+            "peer": lease.request.host or UNIX_PEER,
             **fields,
         }
         self.events.write(level, event, given, kind=f"{event} {fields.get('verdict') or ''}")

@@ -10,13 +10,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kvferry.errors import (
-    BadReference,
-    LeaseEnded,
-    PublicationAborted,
-    PublicationStale,
-    ServerDraining,
-)
+from kvferry.errors import BadReference, LeaseEnded, PublicationAborted, ServerDraining
 from kvferry_server.domain.budgets import check_budget
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
@@ -52,13 +46,8 @@ class Lessor:
 
     def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
         """Check that a reference with this key entitles its bearer to the agents of its engine. `number` 0: the
-        engine's own reference.
-
-        Raises:
-            WrongKey: the key is not that of the publication, or of the engine.
-            PublicationStale, PublicationReleased: there is nothing to read any more.
-            HomeRecovering: the home waits for the engine's snapshot, which may have the publication.
-        """
+        engine's own reference. Raises `WrongKey`; `PublicationStale` or `PublicationReleased` if there is nothing to
+        read any more; and `HomeRecovering` while the engine's snapshot, which may have the publication, is awaited."""
         engine, now = self._records.begin(source)
         if number == 0:
             engine.check_engine_key(key)
@@ -67,7 +56,7 @@ class Lessor:
         publication = self._records.publication(engine, number, now)
         if publication is None:
             engine.check_recovered()
-            engine.check_may_arrive(number, now - self._times.max_ttl)
+            engine.check_may_arrive(number, now)
         elif publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
 
@@ -76,10 +65,9 @@ class Lessor:
 
         Raises:
             WrongKey: the key is not that of the publication.
-            WrongIdentity, PartiesMismatch: the request contradicts an earlier request of this read.
-            LeaseEnded: the lease of this read has ended.
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: repeat the call later.
+            KvferryError: all that `Lease.check_replay` raises.
         """
         engine, publication, now = self._records.begin_with(request.read.source, request.read.publication)
         engine.check_key(request.read.publication, request.key)
@@ -92,17 +80,10 @@ class Lessor:
             raise ServerDraining("this node server is draining: ask again")
         engine.check_recovered()
         if publication is None:
-            engine.check_may_arrive(request.read.publication, now - self._times.max_ttl)
+            engine.check_may_arrive(request.read.publication, now)
         elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
-        self._check_room(engine, publication, request)
-        if publication is None:
-            publication = self._records.add_awaited(engine, request.read.publication)
-        expires = min(now + self._times.ttl, publication.final_at)
-        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, now, expires)
-        self._expect(publication, request)
-        self._records.add_lease(lease)
-        return lease
+        return self._add_lease(engine, publication, request, now)
 
     def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
         """Whether `lease_id` is that of the read's lease, live or ended."""
@@ -144,15 +125,11 @@ class Lessor:
         """Take reports of ranks whose transfers ended, and return the verdict. A replay gets the same answer.
 
         A lease without a record has EXPIRED, unless this home has just started and may have granted it before. The
-        reader may not know: its machine, and its clock, may have been paused for long.
-
-        Raises:
-            PartiesMismatch: more distinct ranks have reported than the read has participants.
-            WrongIdentity: another caller acquired the lease.
-        """
+        reader may not know: its machine, and its clock, may have been paused for long. Raises `WrongIdentity` if
+        another caller acquired the lease, and as `Lease.add`."""
         lease, now = self._lease(lease_id, reader, names)
         if lease is None:
-            verdict = Verdict.EXPIRED if self._records.knows_all_live(now) else Verdict.UNKNOWN
+            verdict = Verdict.EXPIRED if now >= self._records.knows_all_leases_from else Verdict.UNKNOWN
             self._records.journal.reported(verdict, reader, None)
             return ReportAnswer(verdict)
         if lease.live:
@@ -171,23 +148,15 @@ class Lessor:
     def validate(self, request: LeaseRequest, digest: bytes, reports: Iterable[RankReport]) -> ReportAnswer:
         """Take the end of a read without a lease, whose blocks come from the hint with this digest, and return the
         verdict (PROTOCOL, Optimistic reads). The read counts like one that was granted and has ended now. A replay gets
-        the same answer. Raises as `grant` and `report`, and:
-
-        Raises:
-            BadReference: the publication's hint is another one, or it has none.
-            HomeRecovering: the publication has not arrived, or its source's snapshot has not: ask again.
-            PublicationAborted: the source has been replaced, or is lost for good.
-        """
+        the same answer. Raises `BadReference` if the publication has another hint or none, `PublicationAborted` if the
+        source has been replaced or is lost, and as `grant` and `report`."""
         engine, now = self._records.begin(request.read.source)
         engine.check_key(request.read.publication, request.key)
         lease = self._records.lease_of_read(request.read, now)
         if lease is None:
             publication = self._still_published(engine, request.read.publication, now)
             self._check_hint(publication, digest)
-            self._check_room(engine, publication, request)
-            expires = min(now + self._times.ttl, publication.final_at)
-            lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, now, expires)
-            self._records.add_lease(lease)
+            lease = self._add_lease(engine, publication, request, now)
         else:
             self._check_hint(lease.publication, digest)
             if request.parties != lease.request.parties:
@@ -226,17 +195,13 @@ class Lessor:
         if publication is not None and publication.stage is not PublicationStage.AWAITED:
             self._records.end(publication, PublicationOutcome.DECLINED, now)
             return
-        if publication is None:
-            try:
-                engine.check_may_arrive(number, now - self._times.max_ttl)
-            except PublicationStale:
-                return
-        if publication is None or not publication.declined:
+        if publication is None and not engine.may_arrive(number, now):
+            return
+        if publication is None or publication not in engine.declined:
             check_limit("waiting_declines", len(engine.declined), self._limits.waiting_declines, self._times.ttl)
             self._memory.check(source, PUBLICATION_BYTES)
             publication = publication or self._records.add_awaited(engine, number)
             engine.declined.add(publication)
-            publication.declined = True
         publication.awaited_until = now + self._times.max_wait
         self._records.reschedule(publication)
 
@@ -276,10 +241,11 @@ class Lessor:
         lease.check_names(names)
         return lease, now
 
-    def _check_room(
-        self, engine: EnginePublications, publication: PublicationRecord | None, request: LeaseRequest
-    ) -> None:
-        """Raise `LimitReached` unless there is room for one more lease, and for a record of an awaited publication."""
+    def _add_lease(
+        self, engine: EnginePublications, publication: PublicationRecord | None, request: LeaseRequest, now: float
+    ) -> Lease:
+        """Add a lease on a publication; None: on an awaited publication without a record, which is added too. Raises
+        `LimitReached` if there is no room."""
         retry_after = self._times.ttl
         check_budget("leases", self._records.lease_budget, engine.source, retry_after)
         size = LEASE_BYTES
@@ -290,6 +256,13 @@ class Lessor:
         if publication is None or publication.stage is PublicationStage.AWAITED:
             check_budget("waiting_reads", engine.waiting_reads, request.holder, retry_after)
         self._memory.check(engine.source, size)
+        if publication is None:
+            publication = self._records.add_awaited(engine, request.read.publication)
+        expires = min(now + self._times.ttl, publication.final_at)
+        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), request, publication, now, expires)
+        self._expect(publication, request)
+        self._records.add_lease(lease)
+        return lease
 
     def _expect(self, publication: PublicationRecord, request: LeaseRequest) -> None:
         """Raise a publication's expected reads to the number that a reader states, within a limit: the publication

@@ -56,7 +56,7 @@ CALLER_FLOOR_BYTES = 64 << 10  # Bytes of unsent answers that every caller gets.
 
 
 def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
-    """Raise `LimitReached` if there is no room for one more. `limit` is a field of `Limits`; `retry_after` is in
+    """Raise `LimitReached` if there is no room for one more. `limit` names the limit in the error; `retry_after` is in
     seconds."""
     if count >= most:
         raise LimitReached(

@@ -51,7 +51,7 @@ class Grant:
             if engines and need.engine_id is None:
                 return True
             names = [name for name in (need.engine_id, need.or_engine_id) if name is not None]
-            if any(matches(pattern, name) for pattern in engines for name in names):
+            if any(fnmatchcase(name, pattern) for pattern in engines for name in names):
                 return True
         return False
 
@@ -101,11 +101,6 @@ class Policy:
             if any(identity_matches(pattern, identity) for pattern in rule.identities for identity in identities):
                 granted |= rule.grant
         return granted
-
-
-def matches(pattern: str, engine_id: str) -> bool:
-    """Whether an engine_id fits a shell pattern."""
-    return fnmatchcase(engine_id, pattern)
 
 
 def identity_matches(pattern: str, identity: str) -> bool:

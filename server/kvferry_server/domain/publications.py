@@ -79,7 +79,6 @@ class PublicationRecord:
     release_not_before: float = 0.0
     leases: set[Lease] = field(default_factory=set)  # the live leases
     reads: list[Lease] = field(default_factory=list)  # all leases ever granted, in order
-    declined: bool = False  # declined before the publication arrived
     not_published: bool = False  # the source's client has given the publication up
     awaited_until: float = NEVER  # until when a decline is remembered
     tell_again_at: float = NEVER  # when the release event is repeated, unless acknowledged
@@ -146,11 +145,10 @@ class PublicationRecord:
 
     def refusal(self) -> KvferryError:
         """Return the error for a new lease; the publication must be ending or released."""
-        if self.not_published:
-            return given_up(f"{self}", self.source.engine_id, self.number)
-        if self.stage is PublicationStage.ENDING and self.outcome is PublicationOutcome.ABORTED:
-            return PublicationAborted(f"{self} was aborted", engine_id=self.source.engine_id, publication=self.number)
-        return released(self.source.engine_id, self.number, self.outcome)
+        engine_id, aborted = self.source.engine_id, self.outcome is PublicationOutcome.ABORTED
+        if aborted and self.stage is PublicationStage.ENDING and not self.not_published:
+            return PublicationAborted(f"{self} was aborted", engine_id=engine_id, publication=self.number)
+        return ended(f"{self}", engine_id, self.number, self.outcome, not_published=self.not_published)
 
     def __str__(self) -> str:
         return f"publication {self.number} of engine {self.source.engine_id!r}"
@@ -184,7 +182,6 @@ class Lease:
 
     @property
     def complete(self) -> bool:
-        """Whether all participants have reported."""
         return len(self.reports) == self.request.parties
 
     @property
@@ -245,19 +242,17 @@ class Lease:
         return f"lease {self.number}"
 
 
-def given_up(what: str, engine_id: str, number: int) -> NotPublished:
-    """Return the error for a publication that its source has given up. `number` 0: the publication is known by a
-    router's key only."""
-    problem = f"{what} was given up by its source, whose home did not take it; the source's log says why"
-    return NotPublished(problem, engine_id=engine_id, publication=number)
-
-
-def released(engine_id: str, number: int, outcome: PublicationOutcome | None, problem: str = "") -> PublicationReleased:
-    """Return the error for a publication that was released, with its outcome. `number` 0: the publication is known by a
-    router's key only; `problem` then names the key."""
-    ended = outcome.name if outcome else ""
-    problem = problem or f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
-    return PublicationReleased(problem, engine_id=engine_id, publication=number, outcome=ended)
+def ended(
+    named: str, engine_id: str, number: int, outcome: PublicationOutcome | None, *, not_published: bool
+) -> NotPublished | PublicationReleased:
+    """Return the error for a publication that has ended, or that its source has given up (`not_published`). `number` 0:
+    it never arrived, and only its router key is known."""
+    if not_published:
+        problem = f"{named} was given up by its source, whose home did not take it; the source's log says why"
+        return NotPublished(problem, engine_id=engine_id, publication=number)
+    name = outcome.name if outcome else ""
+    how = f"was released; its outcome is {name}" if number else "was declined before it came"
+    return PublicationReleased(f"{named} {how}", engine_id=engine_id, publication=number, outcome=name)
 
 
 def check_follows(publication: PublicationRecord, step: PublicationStep) -> None:
@@ -316,7 +311,6 @@ def _check_unfinished(publication: PublicationRecord, step: PublicationStep) -> 
 
 
 def _check_marks(before: Sequence[int], step: PublicationStep) -> None:
-    """Check a step's marks of the prompt; `before`: ends of the marks of earlier steps."""
     ends = [*before, *(mark.end for mark in step.marks)]
     if len(ends) > MAX_MARKS:
         raise InvalidField("publish.marks", f"{len(ends)} marks", f"at most {MAX_MARKS} over all steps")

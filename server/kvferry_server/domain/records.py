@@ -41,11 +41,15 @@ class Records:
     """The publications of each engine, and leases, of a home. Not thread-safe: it belongs to its home's event loop.
 
     Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
-    however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`.
+    however late the home's timer is. The home's other parts share `clock`, `times`, `limits`, `memory` and `journal`,
+    and when it `started`.
     """
 
     def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
         self.clock, self.times, self.limits = clock, times, limits
+        self.started = clock.now()
+        # From then on every lease without a record here has ended: leases from before a restart last for a max_ttl.
+        self.knows_all_leases_from = self.started + times.max_ttl
         self.memory = MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
         self.journal = Journal(clock)
         self.engines: dict[EngineRef, EnginePublications] = {}
@@ -61,7 +65,6 @@ class Records:
         # Nothing is granted, renewed or accepted any more; reports, cancels and acknowledgements go on.
         self.draining = False
         self.changes: list[Changed] = []
-        self._forgot_nothing_from = clock.now() + times.max_ttl
         self._publication_deadlines: DeadlineQueue[PublicationRecord] = DeadlineQueue()
         self._lease_deadlines: DeadlineQueue[Lease] = DeadlineQueue()
 
@@ -76,21 +79,12 @@ class Records:
         self._publication_deadlines.advance(now, self._on_publication_due, MAX_ENDED_AT_ONCE)
         return now
 
-    def settled(self, now: float) -> bool:
-        """Whether nothing is due and nothing has changed since `take_changes`."""
-        return not self.changes and self.next_deadline() > now
-
     def next_deadline(self) -> float:
         return min(self._lease_deadlines.next_deadline(), self._publication_deadlines.next_deadline())
 
     def take_changes(self) -> list[Changed]:
         changes, self.changes = self.changes, []
         return changes
-
-    def knows_all_live(self, now: float) -> bool:
-        """Whether every lease without a record here has ended: leases granted before a restart last for a max_ttl at
-        most."""
-        return now >= self._forgot_nothing_from
 
     # Looking up.
 
@@ -121,16 +115,13 @@ class Records:
         return engine.publications.get(number)
 
     def unreleased(self, engine: EnginePublications, number: int, now: float) -> PublicationRecord:
-        """Return a publication that has arrived and is not released, so that it may have readers.
-
-        Raises:
-            PublicationStale, PublicationReleased: there is no publication with this number any more.
-            HomeRecovering: the publication has not arrived yet, or the source's snapshot may have it.
-        """
+        """Return a publication that has arrived and is not released, so that it may have readers. Raises
+        `PublicationStale` or `PublicationReleased` if there is none with this number any more, and `HomeRecovering` if
+        it has not arrived yet, or the source's snapshot may have it."""
         publication = self.publication(engine, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             engine.check_recovered()
-            engine.check_may_arrive(number, now - self.times.max_ttl)
+            engine.check_may_arrive(number, now)
             # A scheduler and its ranks call the home concurrently.
             problem = f"publication {number} of {engine.source} has not arrived yet"
             raise HomeRecovering(problem, engine_id=engine.source.engine_id)
@@ -155,15 +146,11 @@ class Records:
         return self.of_engine(publication.source).key(publication.number)
 
     def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
-        """Return the number of live leases on the publications of an incarnation (None: of all), and when the last of
-        them ends, in seconds on the home's clock; 0 without any."""
+        """Return the number of live leases on the publications of an incarnation (None: of all), and the seconds until
+        the last of them ends."""
         engines = [engine for ref, engine in self.engines.items() if source in (None, ref)]
-        return sum(engine.live_leases for engine in engines), max((each.live_until() for each in engines), default=0.0)
-
-    def publications(self) -> Iterator[PublicationRecord]:
-        """Yield the publications that have arrived and whose release is not acknowledged."""
-        for engine in self.engines.values():
-            yield from engine.arrived()
+        until = max((engine.live_until() for engine in engines), default=0.0)
+        return sum(engine.live_leases for engine in engines), max(0.0, until - self.clock.now())
 
     def leases(self) -> Iterator[Lease]:
         """Yield all leases, including ended ones whose outcome is kept."""
@@ -174,7 +161,8 @@ class Records:
         return any(lease.live and lease.publication.stage is not PublicationStage.AWAITED for lease in self.leases())
 
     def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
-        """Return `publications` by incarnation and number, for listings that need only a few of them."""
+        """Return the publications that have arrived and whose release is not acknowledged, by incarnation and number,
+        for listings that need only a few of them."""
         return {source: engine.listed for source, engine in self.engines.items()}
 
     def listed_reads(self) -> Mapping[EngineRef, Ordered[Lease | WaitingRead]]:
@@ -246,7 +234,6 @@ class Records:
         engine.see(publication.number, now)
         engine.listed.add((publication.number,), publication)
         self.memory.take(engine.source, engine.numbers_size - numbers)
-        engine.declined.discard(publication)
         for lease in publication.leases:
             engine.waiting_reads.give(lease.request.holder)
         publication.first_at = now
@@ -322,6 +309,7 @@ class Records:
         if not publication.grantable:
             return
         publication.outcome = outcome
+        self.engines[publication.source].declined.discard(publication)
         self.move(publication, PublicationStage.ENDING, now)
         self.changed(publication)
         self._settle(publication, now)
@@ -362,7 +350,7 @@ class Records:
             engine.listed.remove((publication.number,))
             engine.num_released -= publication.stage is PublicationStage.RELEASED
             if engine.recovering:
-                engine.gone.add(publication.number)
+                engine.forgotten.add(publication.number)
                 size -= NUMBER_BYTES
         self.move(publication, PublicationStage.FORGOTTEN, self.clock.now())
         self.memory.give(engine.source, size)
@@ -393,9 +381,10 @@ class Records:
         """Release or forget a publication that has no live leases."""
         if publication.leases or publication.stage is PublicationStage.FORGOTTEN:
             return
+        engine = self.engines[publication.source]
         if publication.stage is PublicationStage.ENDING and now >= publication.release_not_before:
             self._release(publication, now)
-        elif publication.stage is PublicationStage.AWAITED and not publication.declined:
+        elif publication.stage is PublicationStage.AWAITED and publication not in engine.declined:
             self.forget(publication)
         self.reschedule(publication)
 
@@ -442,6 +431,5 @@ class Records:
             final = now >= publication.final_at
             self.end(publication, PublicationOutcome.FINAL if final else PublicationOutcome.UNREAD, now)
         else:
-            publication.declined = False
             self.engines[publication.source].declined.discard(publication)
             self._settle(publication, now)

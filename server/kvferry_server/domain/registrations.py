@@ -34,13 +34,9 @@ class Agent:
 @dataclass(frozen=True, slots=True)
 class Registration:
     """One rank's cache. `num_ranks`, `identity`, `groups` and `partial` are those of the engine, the same for every
-    rank. The constructor refuses a registration that contradicts itself.
-
-    Raises:
-        InvalidField: the rank's index is not below `num_ranks`, or the agent has too many regions.
-        BadGeometry: planes contradict the groups, lie over each other, or lie outside the agent's memory.
-        BadAgentMetadata: the agent's metadata does not match its digest.
-    """
+    rank. The constructor raises `InvalidField` if the rank's index is not below `num_ranks`, or the agent has too many
+    regions; `BadGeometry` if planes contradict the groups, lie over each other, or lie outside the agent's memory; and
+    `BadAgentMetadata` if the agent's metadata does not match its digest."""
 
     engine: EngineRef
     num_ranks: int

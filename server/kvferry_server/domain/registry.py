@@ -32,7 +32,7 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import EngineDescription
 from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.journal import LOCAL
+from kvferry_server.domain.journal import UNIX_PEER
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
@@ -84,7 +84,6 @@ class Registry:
         self._clock, self._times, self._limits = records.clock, records.times, records.limits
         self._memory, self._journal = records.memory, records.journal
         self._engines_by_host = Budget(self._limits.engines)
-        self._started = self._clock.now()
         self._engines: dict[EngineRef, Engine] = {}  # Those that are not gone
         self._retired = _Retired(self._times.retire, self._limits.retired)
         self._deadlines: DeadlineQueue[Engine] = DeadlineQueue()
@@ -114,13 +113,8 @@ class Registry:
         return engine is not None and process in engine.feeds
 
     def find(self, ref: EngineRef) -> Engine:
-        """Return an engine that is alive or may come back.
-
-        Raises:
-            PeerRestarted: another incarnation took its place.
-            EngineUnknown: there is no such engine.
-            HomeRecovering: there is none, and this home has just started and waits for its engines.
-        """
+        """Return an engine that is alive or may come back. Raises `PeerRestarted` if another incarnation took its
+        place, `HomeRecovering` while this home, just started, waits for its engines, and otherwise `EngineUnknown`."""
         engine = self._engines.get(ref)
         if engine is not None:
             return engine
@@ -182,16 +176,14 @@ class Registry:
             if host and all(other.host != host for other in replaced):
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
-                by = short(ref.incarnation)
-                self._journal.engine("engine_replaced", other.ref, {"by": by, "peer": host or LOCAL})
+                self._journal.engine("engine_replaced", other.ref, by=short(ref.incarnation), peer=host or UNIX_PEER)
                 self._forget(other)
                 self._retired.add(other.ref, now)
-            engine = Engine(ref, self._times.engine_ttl, self._times.retire)
-            self._engines[ref] = engine
+            engine = self._engines[ref] = Engine(ref, self._times)
             self._records.open(engine, secret)
-            self._journal.engine("engine_opened", ref, {"peer": host or LOCAL})
+            self._journal.engine("engine_opened", ref, peer=host or UNIX_PEER)
         elif engine.lost_at is not None:
-            self._journal.engine("engine_back", ref, {"peer": host or LOCAL, "lost_s": now - engine.lost_at})
+            self._journal.engine("engine_back", ref, peer=host or UNIX_PEER, lost_s=now - engine.lost_at)
         engine.lost_at, engine.dead = None, False
         self._comes_from(engine, host)
         return engine
@@ -203,8 +195,8 @@ class Registry:
         if engine is not None and engine.lost_at is None:
             engine.lost_at = now
             self._deadlines.put(engine)
-            # An engine that stops in order ends its Watch like this, too. If it stays away, engine_dead warns.
-            self._journal.engine("engine_lost", ref, {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl})
+            # An engine that its scheduler stops ends its Watch like this, too. If it stays away, engine_dead warns.
+            self._journal.engine("engine_lost", ref, peer=engine.host or UNIX_PEER, dead_in_s=self._times.engine_ttl)
 
     def evict(self, ref: EngineRef) -> None:
         """End an incarnation for good, for an operator, alive or not, as if another had taken its place: its
@@ -216,7 +208,7 @@ class Registry:
         engine = self._engines.get(ref)
         if engine is None:
             raise self._unknown(ref.engine_id)
-        self._journal.engine("engine_evicted", ref, {}, bad=True)
+        self._journal.engine("engine_evicted", ref, bad=True)
         for feed in engine.feeds.values():
             feed.evicted = True
             self._records.changed(feed)
@@ -224,12 +216,12 @@ class Registry:
         self._retired.add(ref, now)
 
     def retire(self, ref: EngineRef) -> None:
-        """End an incarnation for good, for its own scheduler, which stops in order. Call `check_session` before. Raises
-        as `find`, and `LimitReached` if the host of its scheduler has retired too many."""
+        """End an incarnation for good, for its own scheduler, which stops. Call `check_session` before. Raises as
+        `find`, and `LimitReached` if the host of its scheduler has retired too many."""
         now = self.advance()
         engine = self.find(ref)
         self._retired.add(ref, now, engine.host)
-        self._journal.engine("engine_retired", ref, {})
+        self._journal.engine("engine_retired", ref)
         self._forget(engine, stopped=True)
 
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
@@ -273,14 +265,9 @@ class Registry:
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
         """Register a rank's cache. Idempotent for the same content. With the first rank come the engine's groups;
-        publications from an earlier snapshot are checked against them, and those that fail are aborted (R7).
-
-        Raises:
-            CacheDiffers: the rank, or its engine, was registered with other content.
-            InvalidField: the engine has too many ranks, or another rank's agent has this agent's name.
-            LimitReached: the engine takes too much memory.
-            KvferryError: all that `check_session` raises.
-        """
+        publications from an earlier snapshot are checked against them, and those that fail are aborted (R7). Raises
+        `CacheDiffers` if the rank, or its engine, was registered with other content; `InvalidField` if the engine has
+        too many ranks, or another rank's agent has this agent's name; `LimitReached`; and as `check_session`."""
         now = self.advance()
         engine = self._check_registration(registration, secret)
         before = engine.ranks.get(registration.rank)
@@ -296,11 +283,17 @@ class Registry:
             self._check_publications(engine)
         self._deadlines.put(engine)
         if before is None or back:
-            node, ranks = engine.nodes.get(registration.rank), engine.num_ranks
-            fields = {"rank": registration.rank, "ranks": ranks, "missing": engine.num_missing, "node": node}
-            self._journal.engine("rank_registered" if before is None else "rank_back", engine.ref, fields)
+            self._journal.engine(
+                "rank_registered" if before is None else "rank_back",
+                engine.ref,
+                rank=registration.rank,
+                ranks=engine.num_ranks,
+                missing=engine.num_missing,
+                node=engine.nodes.get(registration.rank),
+            )
             if not engine.num_missing:
-                self._journal.engine("engine_complete", engine.ref, {"ranks": ranks, "cache_bytes": engine.cache_bytes})
+                ranks, cache_bytes = engine.num_ranks, engine.cache_bytes
+                self._journal.engine("engine_complete", engine.ref, ranks=ranks, cache_bytes=cache_bytes)
         return engine
 
     def _check_registration(self, registration: Registration, secret: bytes) -> Engine:
@@ -356,7 +349,7 @@ class Registry:
         registered = sum(registration.size for registration in engine.ranks.values())
         self._memory.give(engine.ref, registered + engine.feed_bytes)
         engine.end()
-        # An engine that has stopped in order keeps its memory as it is until its leases have ended.
+        # An engine that its scheduler has stopped keeps its memory as it is until its leases have ended.
         reason = RevokeReason.ABORTED if stopped else RevokeReason.SOURCE_LOST
         self._records.end_all(self._records.of_engine(engine.ref), reason)
 
@@ -366,7 +359,7 @@ class Registry:
     @property
     def _recovering(self) -> bool:
         """Whether this home has just started, and waits for engines that it had before a restart."""
-        return self._clock.now() < self._started + self._times.engine_ttl
+        return self._clock.now() < self._records.started + self._times.engine_ttl
 
     def _named(self, engine_id: str) -> list[Engine]:
         """Return the engines of this name, including dead ones."""
@@ -387,22 +380,23 @@ class Registry:
         return EngineUnknown(problem, engine_id=engine_id)
 
     def _on_due(self, engine: Engine, now: float) -> None:
-        for rank in [rank for rank, lost_at in engine.rank_lost_at.items() if lost_at + engine.ttl <= now]:
+        engine_ttl = self._times.engine_ttl
+        for rank in [rank for rank, lost_at in engine.rank_lost_at.items() if lost_at + engine_ttl <= now]:
             del engine.rank_lost_at[rank]
             if rank in engine.ranks:
                 engine.lost_ranks.add(rank)
                 lost = engine.rank_lost(rank)
                 self._records.tell(engine, lost)
-                fields = {"rank": rank, "node": lost.node or None, "node_lost": lost.node_lost or None}
-                self._journal.engine("rank_lost", engine.ref, fields, bad=True)
-        if engine.lost_at is None or engine.lost_at + engine.ttl > now:
+                node, node_lost = lost.node or None, lost.node_lost or None
+                self._journal.engine("rank_lost", engine.ref, bad=True, rank=rank, node=node, node_lost=node_lost)
+        if engine.lost_at is None or engine.lost_at + engine_ttl > now:
             return
         if not engine.dead:
             engine.dead = True
             self._records.end_all(self._records.of_engine(engine.ref), RevokeReason.SOURCE_LOST)
-            self._journal.engine("engine_dead", engine.ref, {"lost_s": now - engine.lost_at}, bad=True)
-        elif engine.lost_at + engine.ttl + engine.retire <= now:
-            self._journal.engine("engine_forgotten", engine.ref, {})
+            self._journal.engine("engine_dead", engine.ref, bad=True, lost_s=now - engine.lost_at)
+        elif engine.lost_at + engine_ttl + self._times.retire <= now:
+            self._journal.engine("engine_forgotten", engine.ref)
             self._forget(engine)
 
 

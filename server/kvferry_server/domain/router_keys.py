@@ -16,11 +16,11 @@ import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
-from kvferry.errors import NotPublished, PublicationReleased, RouterKeyUsed, WrongKey
+from kvferry.errors import RouterKeyUsed, WrongKey
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
-from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, given_up, released
+from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord, ended
 from kvferry_server.domain.reads import LeaseRequest
 
 ROUTER_KEY_BYTES = 1024  # Bytes of a remembered key, or of a read that waits under one; estimated
@@ -87,25 +87,23 @@ class RouterKeys:
         return any(hmac.compare_digest(key, wanted.key) for key in keys)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
-        """Return the publication under a key; None: it has not arrived.
-
-        Raises:
-            WrongKey: the publication of this name has another key.
-            PublicationReleased: the publication was released and forgotten, or declined before it arrived.
-            NotPublished: the source gave the publication up before it arrived.
-        """
+        """Return the publication under a key; None: it has not arrived. Raises `WrongKey` if the publication of this
+        name has another key, `PublicationReleased` if it was released and forgotten, or declined before it arrived, and
+        `NotPublished` if its source has given it up."""
         self._drop_old(now)
         publication = self._held.get(wanted.name)
         if publication is not None and publication.router_key is not None:
             self._check(wanted, publication.router_key.key, publication.number)
             return publication
+        engine_id = self._source.engine_id
+        named = f"a publication of engine {engine_id!r} under the router key {wanted.name!r}"
         past = self._past.get(wanted.name)
         if past is not None:
             self._check(wanted, past.key, past.number)
-            raise self._ended(wanted.name, past.number, past.outcome, not_published=past.not_published)
+            raise ended(named, engine_id, past.number, past.outcome, not_published=past.not_published)
         declined = self._declined.get(wanted)
         if declined is not None:
-            raise self._ended(wanted.name, 0, PublicationOutcome.DECLINED, not_published=declined.not_published)
+            raise ended(named, engine_id, 0, PublicationOutcome.DECLINED, not_published=declined.not_published)
         return None
 
     def check_free(self, name: str, now: float) -> None:
@@ -182,16 +180,6 @@ class RouterKeys:
             engine_id = self._source.engine_id
             problem = f"the reference's key is not that of the publication of engine {engine_id!r} under its router key"
             raise WrongKey(problem, engine_id=engine_id, publication=number)
-
-    def _ended(
-        self, name: str, number: int, outcome: PublicationOutcome | None, *, not_published: bool
-    ) -> NotPublished | PublicationReleased:
-        engine_id = self._source.engine_id
-        named = f"a publication of engine {engine_id!r} under the router key {name!r}"
-        if not_published:
-            return given_up(named, engine_id, number)
-        problem = f"{named} was declined before it came" if not number else ""
-        return released(engine_id, number, outcome, problem)
 
     def _drop_old(self, now: float) -> None:
         while self._past and next(iter(self._past.values())).until <= now:

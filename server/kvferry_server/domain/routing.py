@@ -34,17 +34,17 @@ class Routing:
         self._numbers = itertools.count(1)
 
     def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
-        """Return the publication under a router's key; None: it has to be waited for.
-
-        Raises:
-            EngineUnknown: a source is gone.
-            WrongKey: the publication of this name has another key.
-            PublicationReleased, NotPublished: the publication was released, declined before it arrived, or given up.
-            HomeRecovering, ServerDraining: repeat the call later.
-        """
-        found = self._find(sources, wanted, self._records.advance())
-        if found is not None:
-            return found
+        """Return the publication under a router's key; None: the publication has to be waited for. Raises
+        `EngineUnknown` if a source is gone, `HomeRecovering` or `ServerDraining` if the call is to be repeated later,
+        and as `RouterKeys.find`."""
+        now = self._records.advance()
+        for source in sources:
+            try:
+                if found := self._records.of_engine(source).router_keys.find(wanted, now):
+                    return found
+            except WrongKey:
+                if len(sources) == 1:
+                    raise
         if self._records.draining:
             raise ServerDraining("this node server is draining: ask again")
         unless_all_refuse(sources, lambda source: self._records.of_engine(source).check_recovered())
@@ -102,8 +102,9 @@ class Routing:
         full: LimitReached | None = None
         for source in sources:
             # Sources are tried separately: a repeated call must reach a source whose budget was full before.
+            engine = self._records.of_engine(source)
             try:
-                publication = self._find((source,), wanted, now)
+                publication = engine.router_keys.find(wanted, now)
             except (NotPublished, PublicationReleased):
                 continue
             except WrongKey:
@@ -115,7 +116,6 @@ class Routing:
                 outcome = PublicationOutcome.ABORTED if not_published else PublicationOutcome.DECLINED
                 self._records.end(publication, outcome, now)
                 return
-            engine = self._records.of_engine(source)
             try:
                 until = now + self._times.max_wait
                 engine.router_keys.decline(wanted, holder, now, until, not_published=not_published)
@@ -129,16 +129,6 @@ class Routing:
     def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
         """Whether a source has, or had, a publication under a router's key, or a read waits there for one."""
         return any(self._records.of_engine(source).router_keys.concerned(wanted) for source in sources)
-
-    def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
-        for source in sources:
-            try:
-                if found := self._records.of_engine(source).router_keys.find(wanted, now):
-                    return found
-            except WrongKey:
-                if len(sources) == 1:
-                    raise
-        return None
 
 
 def unless_all_refuse(asked: Iterable[Asked], call: Callable[[Asked], Answer]) -> list[Answer]:

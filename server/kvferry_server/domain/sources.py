@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvferry.errors import (
-    EngineIncomplete,
-    InvalidField,
-    PublicationStale,
-    ServerDraining,
-)
-from kvferry_server.domain.checksum_pages import ChecksumPage
+from kvferry.errors import EngineIncomplete, InvalidField, PublicationStale, ServerDraining
+from kvferry.geometry.model import Group
+from kvferry_server.domain.checksum_pages import ChecksumPage, check_indexes
 from kvferry_server.domain.engine_publications import EnginePublications
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import check_limit
@@ -47,14 +43,13 @@ class Sources:
             InvalidField, BadBlock: the step contradicts itself, an earlier step, or the engine's groups.
             PublicationStale, PublicationReleased, PublicationAborted: the publication has ended.
             EngineIncomplete: no rank has registered groups yet.
-            HomeRecovering: the steps before it are missing; the engine's snapshot has them.
-            LimitReached: the engine has too many publications.
-            RouterKeyUsed: another publication has its router key.
-            ServerDraining: this would be a new publication, and the home is draining.
+            HomeRecovering: the steps before this one are missing; the engine's snapshot has them.
+            RouterKeyUsed: another publication has the router key.
+            LimitReached, ServerDraining: the home takes no new publication of this engine, or none at all.
         """
         engine, publication, now = self._records.begin_with(source, step.number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            engine.check_may_arrive(step.number, now - self._times.max_ttl)
+            engine.check_may_arrive(step.number, now)
         elif step.index < publication.step_count:
             if publication.steps and publication.steps[step.index] != step:
                 raise InvalidField("publish.step", step.index, "the same content as when it was first sent")
@@ -81,9 +76,7 @@ class Sources:
         """
         engine, publication, now = self._records.begin_with(source, number)
         if publication is None or publication.stage is PublicationStage.AWAITED:
-            try:
-                engine.check_may_arrive(number, now - self._times.max_ttl)
-            except PublicationStale:
+            if not engine.may_arrive(number, now):
                 return
             # The record is kept until the source acknowledges the release, so it counts as a publication.
             self._check_room(engine, number, 0)
@@ -121,10 +114,12 @@ class Sources:
         engine, now = self._records.begin(source)
         return self._records.unreleased(engine, number, now)
 
-    def add_checksums(self, source: EngineRef, number: int, page: ChecksumPage) -> None:
-        """Keep checksums of a publication's blocks, which exist, until it is released. Idempotent. Raises
-        `InvalidField` if the page contradicts another, `LimitReached`, and as `unreleased`."""
-        checksums, engine = self.unreleased(source, number).checksums, self._records.of_engine(source)
+    def add_checksums(self, source: EngineRef, number: int, group: Group, page: ChecksumPage) -> None:
+        """Keep checksums of a publication's blocks in a group until it is released. Idempotent. Raises `InvalidField`
+        if the page contradicts another, `LimitReached`, and as `unreleased` and `check_indexes`."""
+        publication, engine = self.unreleased(source, number), self._records.of_engine(source)
+        check_indexes(group, publication.extents, page, complete=publication.complete)
+        checksums = publication.checksums
         if checksums.has(page):
             return
         most = self._limits.checksum_bytes
@@ -189,7 +184,7 @@ class Sources:
         publication.request_id, publication.router_key = step.request_id, step.router_key
         self._records.arrive(engine, publication, now)
         if engine.router_keys.arrived(publication, now):
-            publication.declined = True
+            engine.declined.add(publication)
         if step.router_key is not None:
             self._records.wake_waiting(engine, step.router_key.name)
 
@@ -204,7 +199,7 @@ class Sources:
         self._touch(engine, publication, now)
         self._records.reschedule(publication)
         self._records.changed(publication)
-        if publication.declined:
+        if publication in engine.declined:
             self._records.end(publication, PublicationOutcome.DECLINED, now)
         self._records.end_if_read(publication, now)
 

@@ -66,13 +66,9 @@ class PublishedExtent:
 
 
 def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:
-    """Check a step against the groups of its engine.
-
-    Raises:
-        InvalidField: a group is unknown or named twice, its tokens and its number of blocks do not match, or the step
-            has something that only the last step may have.
-        BadBlock: a block id is out of range, or the null block.
-    """
+    """Check a step against the groups of its engine. Raises `InvalidField` if a group is unknown or named twice, its
+    tokens and its number of blocks do not match, or the step has something that only the last step may have; and
+    `BadBlock` if a block id is out of range, or the null block."""
     _check_groups(groups, "publish.groups", step.groups, last=step.last)
     if step.unfinished is not None:
         if step.last:

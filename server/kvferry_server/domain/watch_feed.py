@@ -67,29 +67,22 @@ class Feed:
         self._kept = kept
         self._dropped = 0
         self._events: dict[int, Numbered] = {}  # By number, in order
-        # By publication, the numbers of its release events: several if the event was repeated.
-        self._releases: dict[int, list[int]] = {}
 
     def push(self, event: Event) -> None:
         """Add an event. A full feed drops its oldest event."""
         self.sequence += 1
         if len(self._events) == self._kept:
             self._dropped = next(iter(self._events))
-            self._remove(self._dropped)
+            del self._events[self._dropped]
         self._events[self.sequence] = Numbered(self.sequence, event)
-        if isinstance(event, PublicationRecord):
-            self._releases.setdefault(event.number, []).append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the release events of these publications: the process has received them."""
-        for number in numbers:
-            for sequence in self._releases.pop(number, ()):
+        # An engine that keeps up has few events; none has more than `kept`.
+        events = [(sequence, numbered.event) for sequence, numbered in self._events.items()]
+        for sequence, event in events:
+            if isinstance(event, PublicationRecord) and event.number in numbers:
                 del self._events[sequence]
-
-    def take_over(self) -> int:
-        """Serve a newer Watch from now on. Returns its number."""
-        self.current_watch += 1
-        return self.current_watch
 
     def dropped_after(self, sequence: int) -> int | None:
         """Return how many events after this one were dropped; None if there has been no such event."""
@@ -102,10 +95,3 @@ class Feed:
         found = list(takewhile(lambda numbered: numbered.sequence > sequence, reversed(self._events.values())))
         found.reverse()
         return found
-
-    def _remove(self, sequence: int) -> None:
-        event = self._events.pop(sequence).event
-        if isinstance(event, PublicationRecord):
-            self._releases[event.number].remove(sequence)
-            if not self._releases[event.number]:
-                del self._releases[event.number]

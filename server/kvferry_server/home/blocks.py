@@ -32,13 +32,9 @@ async def read_blocks(
     home: Home, request: LeaseRequest | RoutedRequest, wait: float, lease_id: bytes = b"", next_step: int = 0
 ) -> ReadAnswer:
     """Grant a lease on a publication, or find the reader's lease, and answer as soon as there is something that the
-    reader lacks; with nothing new when the wait is over. Cancelling the call does not end the lease.
-
-    Args:
-        wait: seconds to wait for something new.
-        lease_id: the reader's lease. If it is empty, or another lease's, the answer has the lease and all steps, and
-            comes at once.
-        next_step: index of the first step that the reader lacks under that lease.
+    reader lacks; with nothing new when the `wait`, in seconds, is over. Cancelling the call does not end the lease. If
+    `lease_id` is empty, or another lease's, the answer has the lease and all steps, and comes at once. `next_step` is
+    the index of the first step that the reader lacks under that lease.
 
     Raises:
         InvalidField: `next_step` is above the number of steps.

@@ -52,7 +52,6 @@ class Home(AbstractContextManager[float]):
         self.time_slices = TimeSlices()
         self.wakeups = Wakeups()  # Topics: publications, reads that wait under a router's key, feeds
         self.stopping = False  # The node server is about to end, and Watches with it
-        self._started = clock.now()
         self._driver = Waker()
         self._sleeps_until = -math.inf
 
@@ -105,28 +104,22 @@ class Home(AbstractContextManager[float]):
 
     @property
     def draining(self) -> bool:
-        """Whether no new work is accepted."""
         return self.records.draining
-
-    @property
-    def uptime(self) -> float:
-        return self.clock.now() - self._started
-
-    def check_may_watch(self, process: Process) -> None:
-        """Raise `ServerDraining` unless a process may open a Watch: in a drain, only processes that had one."""
-        if self.stopping or not self.engines.has_feed(process):
-            self.check_not_draining()
 
     def check_not_draining(self) -> None:
         if self.draining:
             raise ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
     def open_watch(self, process: Process, secret: bytes, host: str = "") -> Feed:
-        """Open a process's Watch, within a turn. Returns its feed. Raises `LimitReached` if the engine takes too much
-        memory, and as `Registry.open_engine` and `Registry.open_rank`."""
-        is_scheduler = process.role is Role.SCHEDULER
+        """Open a process's Watch, within a turn. Returns its feed, which serves this Watch and no older one. Raises
+        `ServerDraining`; `LimitReached` if the engine takes too much memory; and as `Registry.open_engine` and
+        `Registry.open_rank`."""
+        is_scheduler, new = process.role is Role.SCHEDULER, not self.engines.has_feed(process)
         size = FEED_BYTES + (EVENT_BYTES * self.limits.watch_queue if is_scheduler else 0)
-        if not self.engines.has_feed(process):
+        if new or self.stopping:
+            # In a drain only processes that had a Watch may open one.
+            self.check_not_draining()
+        if new:
             self.memory.check(process.engine, size)
         if is_scheduler:
             engine = self.engines.open_engine(process.engine, secret, host)
@@ -136,7 +129,9 @@ class Home(AbstractContextManager[float]):
             engine.feeds[process] = Feed(process, self.limits.watch_queue)
             engine.feed_bytes += size
             self.memory.take(process.engine, size)
-        return engine.feeds[process]
+        feed = engine.feeds[process]
+        feed.current_watch += 1
+        return feed
 
     def close_watch(self, process: Process) -> None:
         """Note that a process's Watch ended and that no newer one took over; within a turn."""
@@ -149,14 +144,14 @@ class Home(AbstractContextManager[float]):
         """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source that
         restarts over the same memory).
 
-        A home that has been up for less than max_ttl does not know all of these leases; but none was granted after it
-        started. Leases on an older incarnation that still seems alive may be extended until its death is noticed, at
-        most to their final deadline.
+        A home that has just started does not know all of these leases; but none was granted after it started. Leases on
+        an older incarnation that still seems alive may be extended until its death is noticed, at most to their final
+        deadline.
         """
         if self.engines.has_rival(engine):
             return self.times.final
-        unknown_until = self._started + self.times.max_ttl
-        return max(0.0, max(self.records.others_until(engine), unknown_until) - self.clock.now())
+        until = max(self.records.others_until(engine), self.records.knows_all_leases_from)
+        return max(0.0, until - self.clock.now())
 
     def need_resync(self, process: Process) -> bool:
         """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""
@@ -186,8 +181,7 @@ class Home(AbstractContextManager[float]):
 
     def settle(self) -> None:
         """Act on deadlines that have passed and wake the calls that wait for what has changed: begin or end a turn."""
-        now = self.clock.now()
-        if self.engines.next_deadline() > now and self.records.settled(now):
+        if not self.records.changes and self.next_deadline() > self.clock.now():
             return
         self.engines.advance()
         self.records.advance()

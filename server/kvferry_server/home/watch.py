@@ -17,11 +17,8 @@ WatchMessage: TypeAlias = pb.WatchOpened | Numbered | pb.WatchSynced | pb.WatchL
 async def watch(
     home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, host: str = ""
 ) -> AsyncGenerator[WatchMessage, None]:
-    """Serve a process's Watch: yield its full state, or the events after `resume_sequence`, then events as they happen.
-
-    Args:
-        resume_epoch: epoch of the home that the process last watched; empty: its first Watch.
-        resume_sequence: number of the last event that it received.
+    """Serve a process's Watch: yield its full state, or the events after `resume_sequence` if `resume_epoch` is that of
+    this home, then events as they happen.
 
     Raises:
         WatchTakenOver: a newer Watch of the process has opened.
@@ -30,9 +27,8 @@ async def watch(
         KvferryError: all that `Home.open_watch` raises.
     """
     with home.turn():
-        home.check_may_watch(process)
         feed = home.open_watch(process, secret, host)
-        number = feed.take_over()
+        number = feed.current_watch
         home.wakeups.wake(feed)
         sent = resume_sequence
         resumed = resume_epoch == home.epoch and feed.dropped_after(sent) == 0

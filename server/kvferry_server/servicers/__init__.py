@@ -28,13 +28,8 @@ def add_servicers(
     drain: Callable[[], Awaitable[None]] | None = None,
     call_limits: Mapping[str, int] | None = None,
 ) -> None:
-    """Add a home's services to a server, which must run on the home's event loop.
-
-    Args:
-        names_of: returns the names of the server's callers.
-        drain: makes the node server take no new work; None: the home alone.
-        call_limits: limits of the node server on calls and connections, by name.
-    """
+    """Add a home's services to a server, which must run on the home's event loop. `drain` makes the node server take no
+    new work (None: the home alone); `call_limits` are the node server's limits on calls and connections, by name."""
 
     async def drain_home() -> None:
         home.drain()

@@ -87,14 +87,11 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
         else:
             # The lease_id names the read, and a lease accepts only the identity that acquired it.
             yield Need((READER,))
-    if "decline" in kinds:
-        declines = (n.decline for n in request.notifications if n.HasField("decline"))
-        yield from dict.fromkeys(need for decline in declines for need in _decline(decline))
-    if "validate" in kinds:
-        # Like a call of ReadBlocks: no lease was acquired before.
-        yield from dict.fromkeys(
-            need for n in request.notifications if n.HasField("validate") for need in _read(n.validate.reference)
-        )
+    declines = (n.decline for n in request.notifications if n.HasField("decline"))
+    yield from dict.fromkeys(need for decline in declines for need in _decline(decline))
+    # A validate is like a call of ReadBlocks: no lease was acquired before.
+    validates = (n.validate for n in request.notifications if n.HasField("validate"))
+    yield from dict.fromkeys(need for validate in validates for need in _read(validate.reference))
     if not kinds:
         yield Need((ENGINE, READER, RELAY))
 

@@ -21,12 +21,8 @@ audit = logging.getLogger("kvferry_server.audit")
 
 
 class Admin(AdminServicer):
-    """The service of one home. Runs on the home's event loop.
-
-    Args:
-        drain: makes the whole node server take no new work, the home included.
-        names_of: returns the names in the certificate of a caller, for the audit log.
-    """
+    """The service of one home. Runs on the home's event loop. `drain` makes the whole node server take no new work, the
+    home included."""
 
     def __init__(self, home: Home, drain: Callable[[], Awaitable[None]], names_of: NamesOf) -> None:
         self._home = home
@@ -41,10 +37,9 @@ class Admin(AdminServicer):
                 expected = f"{home.epoch.hex()}, this start of the node server"
                 raise InvalidField("home_epoch", epoch.hex(), expected)
             await self._drain()
-            with home.turn() as now:
-                leases, until = home.records.live_leases()
-        remaining = to_duration(max(0.0, until - now))
-        return apb.DrainResponse(home_epoch=home.epoch, leases=leases, leases_remaining=remaining)
+            with home.turn():
+                leases, remaining = home.records.live_leases()
+        return apb.DrainResponse(home_epoch=home.epoch, leases=leases, leases_remaining=to_duration(remaining))
 
     async def EndLease(self, request: apb.EndLeaseRequest, context: Context) -> apb.EndLeaseResponse:
         home = self._home
@@ -73,23 +68,21 @@ class Admin(AdminServicer):
             with home.turn() as now:
                 home.engines.find(source)
                 publication = home.sources.withdraw(source, number)
-        until = max((lease.expires for lease in publication.leases), default=now)
         return apb.AbortPublicationResponse(
             home_epoch=home.epoch,
             state=encode.request_state(publication),
             leases=len(publication.leases),
-            leases_remaining=to_duration(max(0.0, until - now)),
+            leases_remaining=to_duration(max((lease.remaining(now) for lease in publication.leases), default=0.0)),
         )
 
     async def EvictEngine(self, request: apb.EvictEngineRequest, context: Context) -> apb.EvictEngineResponse:
         home = self._home
         with self._audited("EvictEngine", context, _named(request.engine.engine_id, request.engine.incarnation)):
             engine: EngineRef = checks.engine_ref("engine", request.engine)
-            with home.turn() as now:
+            with home.turn():
                 home.engines.evict(engine)
-                leases, until = home.records.live_leases(engine)
-        remaining = to_duration(max(0.0, until - now))
-        return apb.EvictEngineResponse(home_epoch=home.epoch, leases=leases, leases_remaining=remaining)
+                leases, remaining = home.records.live_leases(engine)
+        return apb.EvictEngineResponse(home_epoch=home.epoch, leases=leases, leases_remaining=to_duration(remaining))
 
     @contextmanager
     def _audited(self, method: str, context: Context, values: dict[str, object]) -> Iterator[None]:

@@ -74,15 +74,10 @@ def relaying(context: Context) -> AbstractContextManager[None]:
     return calling_under(passed_on(traceparent_of(context)))
 
 
-def on_unix_socket(context: Context) -> bool:
-    """Whether a call came over a UNIX socket. The mode of the socket's directory decides who may connect."""
-    return context.peer().startswith("unix:")
-
-
 def caller(context: Context, names: Names) -> str:
     """Return the caller for the audit log: the names in the certificate if there is one, and the address. Names are
     chosen by the certificate's issuer, so they are escaped."""
-    where = "the UNIX socket" if on_unix_socket(context) else context.peer()
+    where = "the UNIX socket" if context.peer().startswith("unix:") else context.peer()
     who = ", ".join(sorted(repr(name.decode(errors="backslashreplace")) for name in names))
     return f"{who} at {where}" if who else where
 

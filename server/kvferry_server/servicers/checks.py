@@ -49,6 +49,14 @@ def positive(field: str, value: int) -> int:
     return value
 
 
+def within(field: str, value: int, most: int, *, least: int = 0, unit: str = "") -> int:
+    """Return a number from `least` to `most`, counted in `unit`; raises `InvalidField` for others."""
+    if not least <= value <= most:
+        expected = f"{least} to {most}" if least else f"at most {most}"
+        raise InvalidField(field, f"{value} {unit}" if unit else value, f"{expected} {unit}".rstrip())
+    return value
+
+
 def seconds(field: str, value: Duration) -> float:
     """Return a duration in seconds; raises `InvalidField` for a negative or malformed one."""
     if value.seconds < 0 or not 0 <= value.nanos < 1_000_000_000 or value.seconds > MAX_SECONDS:

@@ -8,7 +8,7 @@ from kvferry.errors import HomeRecovering, InvalidField
 from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, answers, check_indexes
+from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.home.time_slices import TimeSlice
@@ -19,14 +19,9 @@ from kvferry_server.servicers.worker import Worker
 
 async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, time_slice: TimeSlice) -> None:
     """Accept checksums of a source's rank, part by part, since each part is compared with hundreds of others. If a part
-    is refused, the parts before it are kept; sending them again is harmless.
-
-    Raises:
-        InvalidField: a rank, plane, unit or block does not exist, or a part contradicts an earlier one.
-        PublicationStale, PublicationReleased: checksums of this publication are not needed any more.
-        HomeRecovering: the publication, the step with these blocks, or the rank's registration has not arrived yet.
-        LimitReached: the engine has too many checksums.
-    """
+    is refused, the parts before it are kept; sending them again is harmless. Raises `InvalidField` if a rank, plane or
+    unit does not exist, `HomeRecovering` if the rank's registration has not arrived yet, and as
+    `Sources.add_checksums`."""
     number = checks.positive("checksums.publication", message.publication)
     parts, sums = len(message.checksums), sum(len(part.sums) for part in message.checksums)
     if parts > MAX_PAGE_PARTS or sums > MAX_PAGE_SUMS:
@@ -52,9 +47,7 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
         if page.units.intersect(plane.units) != page.units:
             raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
         with home.turn():
-            publication = home.sources.unreleased(sender, number)
-            check_indexes(groups[plane.group], publication.extents, page, complete=publication.complete)
-            home.sources.add_checksums(sender, number, page)
+            home.sources.add_checksums(sender, number, groups[plane.group], page)
         await time_slice.pause_if_over()
     with home.turn():
         publication = home.sources.unreleased(sender, number)
@@ -81,11 +74,13 @@ async def read_checksums(
         response = pb.ReadChecksumsResponse(home_epoch=home.epoch, pending_ranks=sorted(pending))
         left = limits.MAX_ANSWER_BYTES - response.ByteSize()
         for query, pages in found:
-            for page in answers(query, pages):
-                part = _to_proto(page)
+            for page in pages:
+                if (asked := page.part(query.units, query.indexes)) is None:
+                    continue
+                part = _to_proto(asked)
                 left -= checks.entry_size(part)
                 if left < 0:
-                    planes = sum(len(asked.planes) for asked in queries)
+                    planes = sum(len(query.planes) for query in queries)
                     raise InvalidField(
                         "queries",
                         f"{planes} planes",
@@ -94,7 +89,7 @@ async def read_checksums(
                 response.checksums.append(part)
         return response
 
-    return await worker.run_if_heavy(host, size, answer)
+    return answer() if size <= limits.MAX_INLINE_BYTES else await worker.run(host, size, answer)
 
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:

@@ -25,7 +25,7 @@ from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, R
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.steps import PromptMark, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
-from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text
+from kvferry_server.servicers.checks import engine_ref, exactly, positive, random_bytes, session_secret, text, within
 from kvferry_server.servicers.limits import (
     MAX_AGENT_NAME,
     MAX_GROUPS,
@@ -89,8 +89,7 @@ def lease_request(
 ) -> LeaseRequest | RoutedRequest:
     """Decode a ReadBlocks call, with at most `max_parties`; a `RoutedRequest` if a router made its reference. Raises
     `InvalidField` or `BadReference` if a field is malformed."""
-    if not 1 <= request.parties <= max_parties:
-        raise InvalidField("parties", request.parties, f"1 to {max_parties}")
+    within("parties", request.parties, max_parties, least=1)
     named = reference(request.reference)
     reader, read_id = engine_ref("reader", request.reader), random_bytes("read_id", request.read_id)
     found = Named(EngineRef(named.engine_id, b""), 0, b"") if isinstance(named, RouterReference) else named
@@ -116,11 +115,6 @@ def reference(given: str) -> Named | RouterReference:
         return RouterReference(engine_id, parsed.data_parallel_rank, RouterKey(name, parsed.key))
     source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
     return Named(engine_ref("reference", source), parsed.publication, parsed.key)
-
-
-def decline(message: pb.Decline) -> tuple[Named | RouterReference, str]:
-    """Decode a decline into its reference, and the home that the reference names. Raises as `reference`."""
-    return reference(message.reference), parse_reference(message.reference).home
 
 
 def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
@@ -158,15 +152,13 @@ def process(request: pb.WatchRequest) -> Process:
 
 def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
     """Decode a step of a publication; raises `InvalidField`. `check_step` checks it against the engine's groups."""
-    if len(message.payload) > MAX_PAYLOAD:
-        raise InvalidField("publish.payload", f"{len(message.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
+    within("publish.payload", len(message.payload), MAX_PAYLOAD, unit="bytes")
+    within("publish.expected_reads", message.expected_reads, max_reads)
     groups = len(message.groups) + len(message.unfinished.groups)
     listed = (*message.groups, *message.unfinished.groups) if groups <= MAX_GROUPS else ()
     runs = sum(len(blocks.run_starts) for blocks in listed)
     if runs > MAX_RUNS or groups > MAX_GROUPS:
         raise InvalidField("publish.groups", f"{runs} runs in {groups} groups", f"at most {MAX_RUNS} in {MAX_GROUPS}")
-    if message.expected_reads > max_reads:
-        raise InvalidField("publish.expected_reads", message.expected_reads, f"at most {max_reads}")
     if message.hint_digest and (message.step or not message.last):
         raise InvalidField("publish.hint_digest", f"in step {message.step}", "with a publication of one step only")
     if message.payload and not message.last:
@@ -189,8 +181,7 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
 
 
 def _unfinished(message: pb.Unfinished) -> Unfinished:
-    if not 1 <= len(message.layers) <= MAX_LAYERS:
-        raise InvalidField("publish.unfinished.layers", f"{len(message.layers)} layers", f"1 to {MAX_LAYERS}")
+    within("publish.unfinished.layers", len(message.layers), MAX_LAYERS, least=1, unit="layers")
     return Unfinished(
         groups=tuple(_group_blocks(blocks) for blocks in message.groups),
         layers=tuple(text("publish.unfinished.layers", name) for name in message.layers),
@@ -227,8 +218,7 @@ def _blocks(message: pb.Publish) -> bytes:
 
 def reports(message: pb.ReadDone | pb.Validate, max_parties: int) -> tuple[RankReport, ...]:
     """Decode the reports of a notification: at least one, at most `max_parties`."""
-    if not 1 <= len(message.reports) <= max_parties:
-        raise InvalidField("reports", f"{len(message.reports)}", f"1 to {max_parties}")
+    within("reports", len(message.reports), max_parties, least=1, unit="reports")
     return tuple(_report(report) for report in message.reports)
 
 
@@ -237,8 +227,7 @@ def hinted_read(
 ) -> tuple[LeaseRequest, bytes]:
     """Decode the read that a Validate ends, and the digest of its hint. Raises `InvalidField` or `BadReference` if a
     field is malformed."""
-    if not 1 <= message.parties <= max_parties:
-        raise InvalidField("validate.parties", message.parties, f"1 to {max_parties}")
+    within("validate.parties", message.parties, max_parties, least=1)
     named, read_id = reference(message.reference), random_bytes("validate.read_id", message.read_id)
     if isinstance(named, RouterReference):
         raise InvalidField("validate.reference", "one that a router made", "that of a publication, which has a hint")
@@ -258,15 +247,12 @@ def _report(message: pb.RankReport) -> RankReport:
 
 
 def _identity(entries: Mapping[str, str]) -> dict[str, str]:
-    identity = dict(entries)
-    if len(identity) > MAX_IDENTITY:
-        raise InvalidField("identity", f"{len(identity)} entries", f"at most {MAX_IDENTITY}")
-    return identity
+    within("identity", len(entries), MAX_IDENTITY, unit="entries")
+    return dict(entries)
 
 
 def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
-    if not 1 <= len(message.metadata) <= MAX_METADATA:
-        raise InvalidField("agent.metadata", f"{len(message.metadata)} bytes", f"1 to {MAX_METADATA} bytes")
+    within("agent.metadata", len(message.metadata), MAX_METADATA, least=1, unit="bytes")
     name = text("agent.name", message.name, most=MAX_AGENT_NAME)
     if not proves_agent(exactly("agent_key", key, AGENT_KEY_BYTES, optional=True), name):
         # NIXL knows agents by name: readers would take this agent for the agent of the rank that has the key.

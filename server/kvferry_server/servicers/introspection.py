@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import asdict
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -27,7 +27,7 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES, Limits
+from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.domain.router_keys import WaitingRead
@@ -35,7 +35,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode, limits
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
-from kvferry_server.servicers.paging import check_page_size, make_token, number_key, page, parse_token
+from kvferry_server.servicers.paging import make_token, number_key, page, parse_token
 from kvferry_server.servicers.worker import Worker
 
 PLAN_SECONDS = 5  # Longest planning of one PlanRead. Some engines take minutes; ranks that are left out are named.
@@ -89,23 +89,21 @@ class Introspection(IntrospectionServicer):
 
     async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
         home = self._home
-        with home.turn():
-            of_home = {field.name: getattr(home.limits, field.name) for field in fields(Limits)}
+        with home.turn() as now:
             return ipb.GetServerInfoResponse(
                 home_epoch=home.epoch,
                 version=OURS.release,
                 contract_revision=OURS.revision,
                 oldest_revision=OURS.oldest,
                 advertise=home.advertise,
-                uptime=to_duration(home.uptime),
+                uptime=to_duration(now - home.records.started),
                 draining=home.draining,
                 times=encode.times(home.times),
-                limits={**OF_FIELDS, **of_home, **self._call_limits},
+                limits={**OF_FIELDS, **asdict(home.limits), **self._call_limits},
                 capabilities=CAPABILITIES,
             )
 
     async def ListEngines(self, request: ipb.ListEnginesRequest, context: Context) -> ipb.ListEnginesResponse:
-        """List the engines that are not dead, in pages."""
         home = self._home
         with home.turn():
             engines = {engine.ref: Ordered[Engine]() for engine in home.engines.engines()}
@@ -115,11 +113,10 @@ class Introspection(IntrospectionServicer):
         return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
 
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
-        """Describe one engine and its ranks, in pages of ranks."""
         home = self._home
         engine_id = checks.text("engine_id", request.engine_id)
         incarnation, after = _rank_after(request.page_token)
-        most = check_page_size(request.page_size) or MAX_PAGE_SIZE
+        most = checks.within("page_size", request.page_size, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
             summary, description, first = self._summary(engine), engine.description, engine.first
@@ -196,8 +193,7 @@ class Introspection(IntrospectionServicer):
             read_from = source or engine_from_proto(request.source_geometry)
             read_into = destination or engine_from_proto(request.destination_geometry)
             ranks = sorted(set(request.ranks)) or [rank.rank for rank in read_into.ranks]
-            if len(ranks) > self._home.limits.ranks:
-                raise InvalidField("ranks", f"{len(ranks)} ranks", f"at most {self._home.limits.ranks}")
+            checks.within("ranks", len(ranks), self._home.limits.ranks, unit="ranks")
             response = ipb.PlanReadResponse(home_epoch=self._home.epoch)
             size = 0
             for index, rank in enumerate(ranks):

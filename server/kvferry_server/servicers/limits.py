@@ -32,9 +32,7 @@ MAX_PAGE_TOKEN = 4096  # Characters of a page token
 LISTING_PAGE_BYTES = 1 << 18  # Bytes of a listing's page, made on the event loop; one entry may be larger
 ENGINE_PAGE_BYTES = MAX_RANK_BYTES  # Bytes of the ranks in one GetEngine answer; one rank may be larger
 MAX_PLAN_BYTES = 3 << 20  # Bytes of the plans in one PlanRead answer
-MAX_INLINE_BYTES = (
-    16 * 1024
-)  # Bytes of a message that is decoded on the event loop; larger ones go to the worker thread
+MAX_INLINE_BYTES = 16 * 1024  # Bytes of a message that the event loop decodes; larger ones go to the worker thread
 # Bytes of a Handshake request up to which its geometry is looked up by its digest, in a tenth of a millisecond on the
 # event loop; larger ones are always compared.
 MAX_DIGESTED_BYTES = 64 * 1024

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Hashable, Sequence
 
 from kvferry._clock import to_duration
-from kvferry._wire.reference import engine_ids
+from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry._wire.version import OURS_ENCODED
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError
@@ -40,8 +40,7 @@ async def notify(
         WrongSession, PeerRestarted, EngineUnknown, Unavailable: the sender is not the source it claims to be, or is
             unknown at present.
     """
-    if len(request.notifications) > MAX_NOTIFICATIONS:
-        raise InvalidField("notifications", f"{len(request.notifications)}", f"at most {MAX_NOTIFICATIONS}")
+    checks.within("notifications", len(request.notifications), MAX_NOTIFICATIONS, unit="notifications")
     checks.session_secret(request.session_secret, optional=True)
     sender = checks.engine_ref("sender", request.sender) if request.HasField("sender") else None
     kinds = [notification.WhichOneof("kind") or "unknown" for notification in request.notifications]
@@ -59,23 +58,22 @@ async def notify(
     time_slice = TimeSlice(home.time_slices, caller.host, short=short, recheck=check)
     await time_slice.begin()
     results = list[pb.NotificationResult]()
-    elsewhere: dict[str, list[int]] = {}
+    elsewhere: dict[str, dict[int, pb.Decline]] = {}  # by home and index
     for index, notification in enumerate(request.notifications):
         await time_slice.pause_if_over()
         home.journal.notifications[kinds[index]] += 1
         try:
             results.append(await _result(home, relays, sender, notification, time_slice, caller))
         except _Elsewhere as other:
-            elsewhere.setdefault(other.home, []).append(index)
+            elsewhere.setdefault(other.home, {})[index] = notification.decline
             results.append(pb.NotificationResult())
     if elsewhere:
         timeout = min(DECLINE_TIMEOUT, time_left)
-        declines = {at: [request.notifications[index].decline for index in found] for at, found in elsewhere.items()}
         answers = await asyncio.gather(
-            *(_sent_on(relays, at, found, timeout, caller) for at, found in declines.items())
+            *(_sent_on(relays, at, list(declines.values()), timeout, caller) for at, declines in elsewhere.items())
         )
-        for found, answered in zip(elsewhere.values(), answers, strict=True):
-            for index, result in zip(found, answered, strict=True):
+        for declines, answered in zip(elsewhere.values(), answers, strict=True):
+            for index, result in zip(declines, answered, strict=True):
                 results[index] = result
     return pb.NotifyResponse(home_epoch=home.epoch, results=results, version=OURS_ENCODED)
 
@@ -130,7 +128,9 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
             number = checks.positive("abort.publication", notification.abort.publication)
             home.sources.abort(sender, number, not_published=notification.abort.not_published)
         elif kind == "released_ack":
-            _acknowledge(home, sender, notification.released_ack)
+            numbers = notification.released_ack.publications
+            checks.within("released_ack.publications", len(numbers), MAX_ACKNOWLEDGED, unit="publications")
+            home.sources.acknowledge(sender, frozenset(numbers))
         elif kind == "rank_left":
             home.engines.rank_left(sender, notification.rank_left.rank)
         elif kind == "retire":
@@ -140,16 +140,8 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
     return _done()
 
 
-def _acknowledge(home: Home, sender: EngineRef, message: pb.ReleasedAck) -> None:
-    if len(message.publications) > MAX_ACKNOWLEDGED:
-        given, most = f"{len(message.publications)}", f"at most {MAX_ACKNOWLEDGED}"
-        raise InvalidField("released_ack.publications", given, most)
-    home.sources.acknowledge(sender, frozenset(message.publications))
-
-
 def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:
-    if len(resync.snapshot) > MAX_SNAPSHOT_NAME:
-        raise InvalidField("resync.snapshot", f"{len(resync.snapshot)} bytes", f"at most {MAX_SNAPSHOT_NAME}")
+    checks.within("resync.snapshot", len(resync.snapshot), MAX_SNAPSHOT_NAME, unit="bytes")
     if resync.phase == pb.RESYNC_PHASE_BEGIN:
         home.sources.begin_snapshot(sender, resync.snapshot)
     elif resync.phase == pb.RESYNC_PHASE_END:
@@ -198,28 +190,25 @@ def _read_ended(answer: ReportAnswer) -> pb.NotificationResult:
 
 
 def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult:
-    found, named = decode.decline(decline)
+    found, named = decode.reference(decline.reference), parse_reference(decline.reference).home
     with home.turn():
         try:
             if isinstance(found, RouterReference):
                 names = engine_ids(found.engine_id, found.data_parallel_rank)
-                engines = home.engines.find_named(names)
+                sources = [engine.ref for engine in home.engines.find_named(names)]
                 # The reference names no incarnation, and an engine of another home may have the same name.
-                ours = home.routing.concerned([engine.ref for engine in engines], found.router_key)
+                ours = home.routing.concerned(sources, found.router_key)
                 if not (ours or decline.relayed_by) and relays.applies(named, ""):
                     raise _Elsewhere(named)
+                home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
             else:
-                engines = [home.engines.find_live(found.source.engine_id, found.source.incarnation)]
+                home.engines.find_live(found.source.engine_id, found.source.incarnation)
+                home.lessor.decline(found.source, found.publication, found.key)
         except (EngineUnknown, HomeRecovering):
             # Sent on only if unknown here: a home may be known by several addresses.
             if relays.applies(named, decline.relayed_by):
                 raise _Elsewhere(named) from None
             raise
-        if isinstance(found, RouterReference):
-            sources = [engine.ref for engine in engines]
-            home.routing.decline(sources, found.router_key, holder, not_published=decline.not_published)
-        else:
-            home.lessor.decline(found.source, found.publication, found.key)
     return _done()
 
 

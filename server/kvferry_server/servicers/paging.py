@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from kvferry.errors import InvalidField
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.ordered import Ordered
-from kvferry_server.servicers.checks import entry_size
+from kvferry_server.servicers.checks import entry_size, within
 from kvferry_server.servicers.limits import (
     DEFAULT_PAGE_SIZE,
     LISTING_PAGE_BYTES,
@@ -48,7 +48,7 @@ def page(
 
     Raises `InvalidField` for a malformed page size or token.
     """
-    size = check_page_size(page_size) or DEFAULT_PAGE_SIZE
+    size = within("page_size", page_size, MAX_PAGE_SIZE) or DEFAULT_PAGE_SIZE
     after = parse_token(page_token)
     room, looks, last = LISTING_PAGE_BYTES, MAX_LOOKS, after
     found: list[Summary] = []
@@ -74,13 +74,6 @@ def page(
             found.append(summary)
             last = key
     return found, ""
-
-
-def check_page_size(page_size: int) -> int:
-    """Return a page_size, which may be 0; raises `InvalidField` if it is too large."""
-    if page_size > MAX_PAGE_SIZE:
-        raise InvalidField("page_size", page_size, f"at most {MAX_PAGE_SIZE}")
-    return page_size
 
 
 def number_key(number: int) -> bytes:

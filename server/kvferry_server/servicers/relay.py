@@ -32,12 +32,13 @@ from kvferry._wire.channel import (
 )
 from kvferry._wire.status import error_of_peer, from_rpc_error
 from kvferry._wire.version import OURS_AS_RELAY, OURS_ENCODED, check_server
-from kvferry.errors import InvalidField, KvferryError, LimitReached, RelayLoop, Unreachable
+from kvferry.errors import InvalidField, KvferryError, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.event_log import EventLog
 from kvferry_server.domain.identity import Names
+from kvferry_server.domain.limits import check_limit
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
 
@@ -80,7 +81,6 @@ class _Places:
         self._budgets = (Budget(most), Budget(most))
 
     def check(self, caller: Caller) -> None:
-        """Raise `LimitReached` if a caller may not open another connection."""
         for budget, holder in zip(self._budgets, caller.holders(), strict=False):
             check_budget("relayed_homes", budget, holder, RELAY_RETRY_AFTER)
 
@@ -92,10 +92,11 @@ class _Places:
 
 @dataclass(slots=True)
 class _HomeChannel:
-    """A channel to a home, the TLS files that it was made with, the caller that it was opened for, the places that it
-    counts in, and the number of calls that use it."""
+    """A channel to a home and its stub, the TLS files that it was made with, the caller that it was opened for, the
+    places that it counts in, and the number of calls that use it."""
 
     channel: grpc.aio.Channel
+    stub: KVTransferAsyncStub
     tls: TlsConfig | TlsContent | None
     opened_by: Caller
     places: _Places = field(repr=False)
@@ -209,8 +210,8 @@ class Relays:
         if ending := self._endings.get(process):
             # The home must learn that the rank left before it learns that the rank is back.
             await asyncio.wait([ending])
-        stub, connection = self._enter(home, self._of_ranks, caller)
-        call = stub.Watch(request)
+        connection = self._enter(home, self._of_ranks, caller)
+        call = connection.stub.Watch(request)
         left = False
         try:
             messages = aiter(call)
@@ -232,14 +233,11 @@ class Relays:
             raise self.unreachable(home, f"it did not open a Watch within {OPEN_TIMEOUT:g} s") from None
         finally:
             # In a separate task: this task is cancelled if the rank is gone.
-            ending = self._endings[process] = asyncio.create_task(
-                self._end_watch(stub, connection, call, request, left=left)
-            )
+            ending = self._endings[process] = asyncio.create_task(self._end_watch(connection, call, request, left=left))
             ending.add_done_callback(partial(self._ended_watch, process))
 
     async def _end_watch(
         self,
-        stub: KVTransferAsyncStub,
         connection: _HomeChannel,
         call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse],
         request: pb.WatchRequest,
@@ -256,7 +254,7 @@ class Relays:
         )
         try:
             if left and not self._stopping:
-                await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
+                await connection.stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
         except grpc.RpcError as error:
             problem = from_rpc_error(error, request.home, self._tls)
             logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
@@ -287,35 +285,29 @@ class Relays:
     @asynccontextmanager
     async def _calling(self, home: str, places: _Places, caller: Caller) -> AsyncIterator[KVTransferAsyncStub]:
         """Give a stub of a home for a call within the context, whose failure becomes a typed error."""
-        stub, connection = self._enter(home, places, caller)
+        connection = self._enter(home, places, caller)
         try:
-            yield stub
+            yield connection.stub
         except grpc.RpcError as error:
             raise self._failed(error, home) from None
         finally:
             await self._leave(connection)
 
-    def _enter(self, home: str, places: _Places, caller: Caller) -> tuple[KVTransferAsyncStub, _HomeChannel]:
+    def _enter(self, home: str, places: _Places, caller: Caller) -> _HomeChannel:
         address = self._checked(home)
         connection = self._connections.get(address)
         if connection is None:
-            if len(self._connections) >= places.most:
-                raise LimitReached(
-                    f"relayed_homes: this node server is already connected to {places.most} homes",
-                    retry_after=RELAY_RETRY_AFTER,
-                    limit="relayed_homes",
-                    value=places.most,
-                )
+            check_limit("relayed_homes", len(self._connections), places.most, RELAY_RETRY_AFTER)
             places.check(caller)
         tls = self._tls if self._content is None else self._content()
         if connection is None or connection.tls != tls:
             # Calls that use an older channel keep it until they end.
-            connection = _HomeChannel(connect_async(str(address), tls), tls, caller, places)
-            self._connections[address] = connection
+            channel = connect_async(str(address), tls)
+            stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
+            connection = self._connections[address] = _HomeChannel(channel, stub, tls, caller, places)
             places.take(caller)
         connection.users += 1
-        stub: KVTransferAsyncStub = KVTransferStub(connection.channel)  # type: ignore[assignment]
-        return stub, connection
+        return connection
 
     def _checked(self, home: str) -> Address:
         """Return the address of a home; raise `InvalidField` unless this server may dial it. Every caller that can

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvferry.errors import LimitReached
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import Rotation
-from kvferry_server.servicers.limits import MAX_INLINE_BYTES, MAX_WAITING_BYTES
+from kvferry_server.servicers.limits import MAX_WAITING_BYTES
 
 WORKER_RETRY_AFTER = 0.25  # Retry delay, in seconds, when too many calls wait for the worker thread
 
@@ -48,12 +48,7 @@ class Worker:
         finally:
             self._waiting_bytes.give(host, size)
 
-    async def run_if_heavy(self, host: str, size: int, call: Callable[[], Result]) -> Result:
-        """Run a call at once if it works on at most `MAX_INLINE_BYTES`, otherwise on the thread. Raises as `run`."""
-        return call() if size <= MAX_INLINE_BYTES else await self.run(host, size, call)
-
     def join(self) -> None:
-        """Wait until the thread of the last call has ended."""
         if self._last is not None:
             self._last.shutdown()
 

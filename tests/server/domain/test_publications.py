@@ -28,7 +28,7 @@ from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PUBLICATION_BYTES, PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.steps import PromptMark
-from tests.support.parties import FULL, P2, SECRETS, TIMES, E, P, Scene, ask, blocks, key, offer, registration
+from tests.support.parties import FULL, P2, SECRETS, TIMES, E, P, Scene, arrived, ask, blocks, key, offer, registration
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_a_group_may_begin_in_a_later_step(scene: Scene) -> None:
 def test_block_ids_are_those_of_the_group(scene: Scene, start: int, count: int, problem: str) -> None:
     with pytest.raises(BadBlock, match=problem):
         scene.publish(groups=(blocks(start=start, count=count),))
-    assert not list(scene.records.publications())
+    assert not arrived(scene.records)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_block_ids_are_those_of_the_group(scene: Scene, start: int, count: int, 
 def test_blocks_that_do_not_fit_their_tokens_are_refused(scene: Scene, bad: BlockRuns) -> None:
     with pytest.raises(InvalidField):
         scene.publish(groups=(bad,))
-    assert not list(scene.records.publications())
+    assert not arrived(scene.records)
 
 
 def test_a_group_comes_once_per_step(scene: Scene) -> None:
@@ -427,7 +427,7 @@ def test_marks_are_accounted_with_about_the_memory_they_use(scene: Scene) -> Non
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    counted = sum(publication.size + PUBLICATION_BYTES for publication in scene.records.publications())
+    counted = sum(publication.size + PUBLICATION_BYTES for publication in arrived(scene.records))
     assert taken <= 1.2 * counted <= 4 * taken
 
 
@@ -666,9 +666,9 @@ def test_releases_of_a_replaced_incarnation_are_not_sent(scene: Scene) -> None:
     scene.registry.evict(P)
     scene.open(P2)
     assert scene.records.others_until(P2) == lease.expires
-    assert [publication.number for publication in scene.records.publications()] == [3]
+    assert [publication.number for publication in arrived(scene.records)] == [3]
     assert scene.report(lease, 0).verdict is Verdict.VALID
-    assert not list(scene.records.publications())
+    assert not arrived(scene.records)
     assert not scene.told()
     assert scene.records.others_until(P2) == 0
 
@@ -699,7 +699,7 @@ def test_records_are_empty_after_many_requests(scene: Scene) -> None:
         scene.sources.acknowledge(P, [found for found, _ in scene.told()])
         scene.wait(0.1)
     scene.wait(TIMES.final)
-    assert not list(scene.records.publications())
+    assert not arrived(scene.records)
     assert not list(scene.records.leases())
     assert scene.records.next_deadline() == float("inf")
 

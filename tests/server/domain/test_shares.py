@@ -61,7 +61,7 @@ def flood(call: Callable[[int], object], most: int = 100_000) -> int:
 
 
 def opened(sources: Sources, engine: EngineRef) -> None:
-    life = Engine(engine, TIMES.engine_ttl, TIMES.retire, groups={group.name: group for group in GROUPS})
+    life = Engine(engine, TIMES, groups={group.name: group for group in GROUPS})
     sources._records.open(life, SECRETS[engine])
     sources.begin_snapshot(engine)
     sources.end_snapshot(engine, 0)

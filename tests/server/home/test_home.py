@@ -18,7 +18,7 @@ from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process, Role
 from kvferry_server.home.home import EVENT_BYTES, Home
 from kvferry_server.home.watch import WatchMessage, watch
-from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, ask, offer, registration
+from tests.support.parties import P2, SECRETS, TIMES, D, E, FakeClock, P, arrived, ask, offer, registration
 
 SCHEDULER = Process(P, Role.SCHEDULER)
 
@@ -104,7 +104,7 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     clock.pass_by(home.times.ttl)
     with home.turn():
         assert home.reuse_after(successor.engine) == 0
-        assert not list(home.records.publications())
+        assert not arrived(home.records)
 
 
 async def test_leases_on_an_engine_that_stops_in_order_run_to_their_ends() -> None:

@@ -48,7 +48,7 @@ from tests.support.node_in_process import (
     register_request,
     running,
 )
-from tests.support.parties import P2, SECRETS, TIMES, D, E, P, read_id, start
+from tests.support.parties import P2, SECRETS, TIMES, D, E, P, arrived, read_id, start
 from tests.support.stubs import KVTransferStub
 
 LONGEST = "\N{PILE OF POO}" * 64
@@ -549,7 +549,7 @@ async def test_batch_of_an_engine_that_is_replaced_meanwhile_stops(
         batch = [publish_notification(number) for number in range(2, 500)]
         task = asyncio.create_task(raised(node.source(*batch)))
         for _ in range(100_000):
-            if len(list(node.home.records.publications())) >= 10:
+            if len(arrived(node.home.records)) >= 10:
                 break
             await asyncio.sleep(0)
         watch.cancel()
@@ -559,7 +559,7 @@ async def test_batch_of_an_engine_that_is_replaced_meanwhile_stops(
         with node.home.turn():
             node.home.open_watch(Process(P2, Role.SCHEDULER), SECRETS[P2])
         assert isinstance(await task, PeerRestarted)
-        assert len(list(node.home.records.publications())) <= 1
+        assert len(arrived(node.home.records)) <= 1
 
 
 async def test_flood_by_three_engines_is_refused_to_them_alone(tmp_path: Path) -> None:

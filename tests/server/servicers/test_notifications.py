@@ -34,7 +34,7 @@ from tests.support.node_in_process import (
     reference,
     running,
 )
-from tests.support.parties import P2, SECRETS, TIMES, D, E, P
+from tests.support.parties import P2, SECRETS, TIMES, D, E, P, arrived
 
 DIGEST = bytes(range(16))
 
@@ -111,7 +111,7 @@ async def test_a_batch_is_bounded(ready: Node) -> None:
 )
 async def test_publication_fields_are_all_checked(ready: Node, changes: dict[str, Any]) -> None:
     assert isinstance(error_of(await ready.publish(**changes)), InvalidField)
-    assert not list(ready.home.records.publications())
+    assert not arrived(ready.home.records)
 
 
 async def test_readers_notifications_are_checked_and_answered_by_kind(ready: Node) -> None:
@@ -205,7 +205,7 @@ async def test_a_read_without_a_lease_is_validated_once_and_the_replay_answered_
     assert [result.read_ended.verdict for result in results[:2]] == [pb.VERDICT_VALID] * 2
     assert isinstance(error_of(results[2]), PartiesMismatch)
     assert isinstance(error_of(results[3]), BadReference)
-    (publication,) = ready.home.records.publications()
+    (publication,) = arrived(ready.home.records)
     assert (publication.valid_reads, publication.leases) == (1, set())
 
 
@@ -225,7 +225,7 @@ async def test_a_read_that_is_not_validated_pins_nothing(ready: Node, wrong: pb.
     await ready.source(publish_notification(hint_digest=DIGEST))
     (refused,) = await ready.reader(wrong)
     assert error_of(refused).reason
-    (publication,) = ready.home.records.publications()
+    (publication,) = arrived(ready.home.records)
     assert not publication.reads
 
 
