@@ -164,7 +164,6 @@ class NodeServer:
             checked_home(self.advertise)
             directory = open_directory(config.directory)
             self._listings = Listings(directory, self.home, config.labels, config.directory_ttl)
-            self._begin(self._listings.run(), "listings")
 
     async def failed(self) -> None:
         """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
