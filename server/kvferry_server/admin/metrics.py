@@ -202,7 +202,7 @@ METRICS: tuple[Row, ...] = (
     _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda at: at.node.relays.num_homes),
     (
         Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
-        _of_certificates("handshakes"),
+        lambda at: at.node.handshakes(),
     ),
     (
         Metric(

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvferry._wire.channel import Address
+from kvferry._wire.tls_files import TlsFiles
 from kvferry.stats import Distribution, histogram
 from kvferry_server.admin.call_counts import CallCounts
 from kvferry_server.admin.limits import LAG_POLL, OVERDUE
@@ -32,21 +32,6 @@ class LoopLag:
             due = loop.time() + LAG_POLL
             await asyncio.sleep(LAG_POLL)
             self.seen.add(max(0.0, loop.time() - due))
-
-
-class ShownCertificates(Protocol):
-    """The TLS files of a node server. Times are seconds since 1970."""
-
-    handshakes: int
-    """TLS handshakes that have begun."""
-
-    @property
-    def expiry(self) -> float | None:
-        """When the server's certificate ends; None: unknown."""
-
-    @property
-    def authorities_expiry(self) -> float | None:
-        """When the first authority of client certificates ends; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +60,18 @@ class ShownListener:
 class NodeState:
     """A node server, for the admin listener. Belongs to the server's event loop.
 
-    `home_runs` says whether the home's timers run. Without TLS files `certificates` is None. `failed_handshakes` is by
-    reason; None: they are not counted. `settings` are those that may be shown: durations, in seconds, and limits.
-    `memory_limit` is in bytes, `started_at` in seconds since 1970. `listeners` grows while the server starts.
+    `home_runs` says whether the home's timers run. Without TLS, `certificates` is None, and `handshakes`, which counts
+    the TLS handshakes that have begun, returns None. `failed_handshakes` is by reason; None: they are not counted.
+    `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
+    in seconds since 1970. `listeners` grows while the server starts.
     """
 
     home: Home
     worker: Worker
     relays: Relays
     home_runs: Callable[[], bool]
-    certificates: ShownCertificates | None
+    certificates: TlsFiles | None
+    handshakes: Callable[[], int | None]
     failed_handshakes: Mapping[str, int] | None
     settings: Mapping[str, object]
     addresses: Sequence[str]

@@ -56,7 +56,6 @@ from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
 if TYPE_CHECKING:
-    from kvferry_server.admin.listener import AdminListener
     from kvferry_server.admin.service import AdminService
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class NodeServer:
         self._certificates: Certificates | None = None
         self._listings: Listings | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._admin: tuple[AdminListener, AdminService] | None = None
+        self._admin: AdminService | None = None
         self._tracing: Tracing | None = None
 
     async def start(self) -> None:
@@ -137,21 +136,19 @@ class NodeServer:
         )
         self._begin(trimmer.run(), "trim")
         connections = connections_each(config.max_connections, len(self._listeners), file_limit())
+        settings = {name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")}
         state = NodeState(
             self.home,
             self._worker,
             relays,
-            lambda: not driver.done(),
-            certificates,
-            self._failed_handshakes,
-            {
-                **asdict(config.times),
-                **{name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")},
-                "max_connections": connections,
-            },
-            self.addresses,
-            memory_limit(),
-            CallCounts(self.home.journal.events),
+            home_runs=lambda: not driver.done(),
+            certificates=certificates,
+            handshakes=lambda: None if certificates is None else certificates.handshakes,
+            failed_handshakes=self._failed_handshakes,
+            settings={**asdict(config.times), **settings, "max_connections": connections},
+            addresses=self.addresses,
+            memory_limit=memory_limit(),
+            calls=CallCounts(self.home.journal.events),
         )
         self._begin(state.lag.run(), "loop-lag")
         # Before the gRPC servers: operators can see why the node server is not ready yet.
@@ -233,9 +230,7 @@ class NodeServer:
             held.close()
         # Last, so that operators can follow the drain to its end.
         if self._admin is not None:
-            listener, service = self._admin
-            await listener.close()
-            service.close()
+            await self._admin.close()
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -272,7 +267,6 @@ class NodeServer:
         if address is None:
             return
         # Imported here, because a node server without this listener needs none of its packages.
-        from kvferry_server.admin.listener import AdminListener
         from kvferry_server.admin.service import AdminService
 
         local = is_on_loopback(address)
@@ -283,17 +277,15 @@ class NodeServer:
                 "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
                 "meant, allow it with --admin-insecure",
             )
-        service = AdminService(state, local=local)
-        listener = AdminListener(address, service.answer)
-        self._admin = listener, service
+        self._admin = AdminService(state, address, local=local)
         try:
-            await listener.start()
+            await self._admin.start()
         except OSError as error:
             if "admin" in self._config.model_fields_set:
                 raise CannotListen(address, f"{error.strerror or error} (setting admin)") from None
             logger.warning("no metrics and no page: %s is in use, so set another address with --admin", address)
         else:
-            self.admin = str(listener.address)
+            self.admin = str(self._admin.address)
 
     async def _serve(self, listener: Listener, relays: Relays, state: NodeState, connections: int) -> None:
         config, on_unix = self._config, listener.address.is_unix
