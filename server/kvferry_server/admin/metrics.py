@@ -21,8 +21,7 @@ from prometheus_client.registry import Collector
 import kvferry
 from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
-from kvferry_server.admin.call_counts import CallCounts
-from kvferry_server.admin.node_state import LoopLag, NodeState
+from kvferry_server.admin.node_state import CallCounts, LoopLag, NodeState
 from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.journal import LIVE, Journal

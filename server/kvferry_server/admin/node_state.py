@@ -1,30 +1,42 @@
-"""The state of a node server that the admin listener shows."""
+"""What the admin listener shows of a node server: its state, and counts of its gRPC calls."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
 
 from kvferry._wire.channel import Address
 from kvferry._wire.tls_files import TlsFiles
-from kvferry.stats import Distribution, histogram
-from kvferry_server.admin.call_counts import CallCounts
+from kvferry.stats import Distribution, counter, histogram
 from kvferry_server.admin.limits import LAG_POLL, OVERDUE
 from kvferry_server.domain.budgets import Budget
+from kvferry_server.domain.event_log import EventLog
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
-LATE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Bounds, in seconds, of how late timers are
+BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Of buckets of durations, in seconds
+
+OK = "OK"
+INTERNAL = "INTERNAL"  # The reason of a call that failed because of a bug
+LEFT = "CANCELLED"  # The result of a call whose client has left
+ABORTED = "ABORTED"  # Of a call that its handler aborted without a reason, as those of health and reflection do
+
+_refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
+"""The result of the current call if it gets no answer."""
 
 
 @dataclass(slots=True, eq=False)
 class LoopLag:
     """Measures how late the running event loop runs its timers: every call waits at least as long."""
 
-    seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=LATE)
+    seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=BOUNDS)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -32,6 +44,56 @@ class LoopLag:
             due = loop.time() + LAG_POLL
             await asyncio.sleep(LAG_POLL)
             self.seen.add(max(0.0, loop.time() - due))
+
+
+@dataclass(slots=True, eq=False)
+class CallCounts:
+    """Counts calls, and writes refusals to `events`. Belongs to the event loop that serves the calls. The number of
+    labels is bounded: methods come from the contract, reasons from `ErrorReason`."""
+
+    events: EventLog | None = None
+    results: Counter[tuple[str, str]] = counter(
+        "kvferry_calls",
+        "Calls that ended. The result is OK, the reason of the error, CANCELLED if the client left, or ABORTED for an "
+        "error without a reason. Other results than OK and INTERNAL begin with the first such call.",
+        method=(),
+        result=(),
+    )
+    taken: dict[str, Distribution] = histogram(
+        "kvferry_call_seconds", "How long calls take that do not wait for news.", BOUNDS, method=()
+    )
+
+    def counted(
+        self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        """Wrap a handler so that its calls are counted. `method` is a path, or the name of unknown methods in messages.
+        `timed`: the calls do not wait for news, so that their duration says something."""
+        name = method.removeprefix("/") if method.startswith("/") else "unknown"
+        # Both from the start, because a rate needs a first value.
+        self.results[name, OK] += 0
+        self.results[name, INTERNAL] += 0
+        distribution = self.taken.setdefault(name, Distribution(BOUNDS)) if timed else None
+
+        async def call(request: Any, context: Any) -> Any:
+            began, result = perf_counter(), ""
+            try:
+                answer = await behaviour(request, context)
+                result = OK
+                return answer
+            finally:
+                # Each call has its own task, so no other call sees this variable.
+                self.results[name, result or _refused.get()] += 1
+                if distribution is not None:
+                    distribution.add(perf_counter() - began)
+
+        return call
+
+    def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
+        """Record that the current call ends with an error; `reason` may be empty."""
+        _refused.set(reason or ABORTED)
+        if self.events is not None and reason:
+            name = method.rpartition("/")[2]
+            self.events.refusal(name, reason, values, {"peer": peer.rstrip(":")})
 
 
 @dataclass(frozen=True, slots=True)

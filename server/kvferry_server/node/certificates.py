@@ -80,14 +80,11 @@ class Certificates(TlsFiles):
             self.warn()
             await asyncio.sleep(CERTIFICATE_POLL)
             try:
-                await asyncio.to_thread(self._follow)
+                if await asyncio.to_thread(self._changed):
+                    await asyncio.to_thread(self.refresh)
             except Exception:
                 # Go on whatever the files hold: later files are still to be read.
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
-
-    def _follow(self) -> None:
-        if self._changed():
-            self.refresh()
 
     def _validity(self, content: TlsContent) -> Validity:
         valid, wall = validity(content, self._tls), self._wall_clock()

@@ -26,7 +26,7 @@ import grpc.aio
 
 from kvferry._wire.status import to_status
 from kvferry.errors import DeadlineRequired, InternalError, KvferryError, NotImplementedHere, ServerDraining
-from kvferry_server.admin.call_counts import CallCounts
+from kvferry_server.admin.node_state import CallCounts
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.connections import end_connection

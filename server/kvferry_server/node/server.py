@@ -21,8 +21,7 @@ from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
-from kvferry_server.admin.call_counts import CallCounts
-from kvferry_server.admin.node_state import NodeState, ShownListener
+from kvferry_server.admin.node_state import CallCounts, NodeState, ShownListener
 from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import Policy
