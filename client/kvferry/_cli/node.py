@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 CHECK = "/grpc.health.v1.Health/Check"
 STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 """grpc.health.v1.HealthCheckResponse.ServingStatus, by number."""
-PACKAGES = ("grpcio", "protobuf", "nixl", "torch")
-"""Packages whose versions a bug report needs."""
+PACKAGES = ("grpcio", "protobuf", "nixl", "torch")  # Packages whose versions a bug report needs
 
 OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
 OfRequest = Annotated[str, typer.Option("--request", metavar="ID", help="Only of requests of this name.")]

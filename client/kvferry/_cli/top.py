@@ -30,18 +30,14 @@ if TYPE_CHECKING:
     from kvferry.v1 import introspection_pb2 as ipb
 
 INTERVAL = 2.0
-LEAST_INTERVAL = 0.5
-"""Least seconds between two looks, because each look makes node servers list their reads."""
+LEAST_INTERVAL = 0.5  # Least seconds between two looks, because each look makes node servers list their reads
 MOST_INTERVAL = 3600.0
-SERVERS_AT_ONCE = 16
-"""How many node servers are asked at once."""
+SERVERS_AT_ONCE = 16  # How many node servers are asked at once
 PAGES = 4
 """Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for the
 node server, however many leases it has."""
-MOST_LISTED = 100
-"""Most reads, and pairs of engines, in JSON and in lines."""
-FRAME = 4
-"""Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows."""
+MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON and in lines
+FRAME = 4  # Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows
 SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
 """The fields of a `Look` that JSON has unchanged."""
 
@@ -277,14 +273,10 @@ class Peers:
 
     source: str
     reader: str
-    reading: int = 0
-    """Reads with live leases."""
-    ended: int = 0
-    """Ended reads that the node server still lists."""
-    bytes: int = 0
-    """Reported by the ranks."""
-    rate: float | None = None
-    """Reported bytes per second since the previous look; None: this is the first look."""
+    reading: int = 0  # Reads with live leases
+    ended: int = 0  # Ended reads that the node server still lists
+    bytes: int = 0  # Reported by the ranks
+    rate: float | None = None  # Reported bytes per second since the previous look; None: this is the first look
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,17 +284,13 @@ class Look:
     """The answer of one node server. `engines`, `publications` and `leases` are totals."""
 
     server: str
-    error: str = ""
-    """Why the node server did not answer; empty: it did."""
-    restarted: bool = False
-    """The node server was restarted since the previous look."""
+    error: str = ""  # Why the node server did not answer; empty: it did
+    restarted: bool = False  # The node server was restarted since the previous look
     engines: int = 0
     publications: int = 0
     leases: int = 0
-    transfers: Sequence[ListedRead] = ()
-    """The first reads, or all."""
-    whole: bool = True
-    """Whether the lists were short enough to be complete."""
+    transfers: Sequence[ListedRead] = ()  # The first reads, or all
+    whole: bool = True  # Whether the lists were short enough to be complete
     peers: Sequence[Peers] = ()
 
     @property

@@ -27,8 +27,7 @@ FOLLOW_LAST = 5.0
 that a fleet does not come back in one instant."""
 _RANDOM = Random()
 
-ANSWER_TIMEOUT = 5.0
-"""Default seconds to wait for the first answer."""
+ANSWER_TIMEOUT = 5.0  # Default seconds to wait for the first answer
 
 
 class Directory(Closing, ABC):

@@ -31,8 +31,7 @@ from kvferry.errors import DirectoryUnavailable, InvalidField, MessageTooLarge
 
 logger = Log(__name__)
 
-CALL_TIMEOUT = 5.0
-"""Seconds for one call."""
+CALL_TIMEOUT = 5.0  # Seconds for one call
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -45,22 +44,16 @@ WITH_LEADER = ("hasleader", "true")
 TOKEN_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 """etcd's answers to a token that it no longer knows, and to a token from before a change of users."""
 
-PAGE = 1000
-"""Most keys in one request; fewer if values are large, because an answer of etcd has to fit a message."""
-
-WITHDRAW_TIMEOUT = 2.0
-"""Seconds that a stopping node server waits for etcd to withdraw its listings."""
+PAGE = 1000  # Most keys in one request; fewer if values are large, because an answer of etcd has to fit a message
+WITHDRAW_TIMEOUT = 2.0  # Seconds that a stopping node server waits for etcd to withdraw its listings
 
 MAX_KEYS = 200_000
 MAX_BYTES = 64 << 20
 """Most listings, and most bytes of keys and values, that a client takes from a directory, so that a peer that can write
 there cannot fill the client's memory."""
 
-MAX_NAMED = 100
-"""Most keys without a listing that the log names, and most bytes of each."""
-
-MAX_PROBLEM = 500
-"""Most characters of a log line's reason why a key is no listing."""
+MAX_NAMED = 100  # Most keys without a listing that the log names, and most bytes of each
+MAX_PROBLEM = 500  # Most characters of a log line's reason why a key is no listing
 
 
 class EtcdDirectory(Directory):
@@ -269,13 +262,10 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    endpoints: tuple[str, ...]
-    """``host:port`` of each member."""
+    endpoints: tuple[str, ...]  # `host:port` of each member
     tls: TlsConfig | None = None
-    user: str = ""
-    """Empty: no authentication."""
-    password_file: Path | None = None
-    """Read for each authentication, so that the password can be changed."""
+    user: str = ""  # Empty: no authentication
+    password_file: Path | None = None  # Read for each authentication, so that the password can be changed
 
 
 class EtcdCalls:

@@ -21,8 +21,7 @@ from kvferry._directory.directory import Directory, unavailable
 from kvferry._directory.listing import Listed, Listing, checked_home
 from kvferry.errors import InvalidField
 
-LOOK_EVERY = 1.0
-"""Seconds between looks at whether the file has changed."""
+LOOK_EVERY = 1.0  # Seconds between looks at whether the file has changed
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 

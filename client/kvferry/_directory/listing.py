@@ -11,11 +11,9 @@ from kvferry._wire.authority import INCARNATION_BYTES
 from kvferry._wire.channel import parse_address
 from kvferry.errors import InvalidField
 
-MAX_NAME_BYTES = 256
-"""Most bytes of an engine_id, of a home, and of the name and the value of a label."""
+MAX_NAME_BYTES = 256  # Most bytes of an engine_id, of a home, and of the name and the value of a label
 MAX_LABELS = 16
-MAX_ENTRY_BYTES = 16 * 1024
-"""Most bytes of an entry that is read from a directory: more than any valid entry has."""
+MAX_ENTRY_BYTES = 16 * 1024  # Most bytes of an entry that is read from a directory: more than any valid entry has
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,11 @@ from pathlib import Path
 class Finding:
     """A result of a check, with the fields of `kvferry doctor --json`."""
 
-    finding: str
-    """Name in the table."""
-    level: str
-    """``ok``, ``warning``, ``problem`` or ``unknown``; see docs/doctor.md."""
-    found: str
-    """What the check saw, with numbers."""
-    means: str
-    """The consequence for kvferry; empty: none."""
-    do: str
-    """The remedy; empty: there is nothing to do."""
+    finding: str  # Name in the table
+    level: str  # `ok`, `warning`, `problem` or `unknown`; see docs/doctor.md
+    found: str  # What the check saw, with numbers
+    means: str  # The consequence for kvferry; empty: none
+    do: str  # The remedy; empty: there is nothing to do
 
 
 @functools.cache
@@ -48,14 +43,10 @@ class Host:
     root: Path = Path("/")
     """The folder with ``proc``, ``sys`` and ``dev``; another one in tests, for hardware that is not there."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    pid: int | None = None
-    """A process of this host to check, such as an engine."""
-    peer: str = ""
-    """Address of a node server to check; empty: none."""
-    tls: Mapping[str, Path | None] = field(default_factory=dict)
-    """The PEM files for the peer, by field of `TlsConfig`."""
-    timeout: float = 5.0
-    """Seconds to wait for an answer of the peer."""
+    pid: int | None = None  # A process of this host to check, such as an engine
+    peer: str = ""  # Address of a node server to check; empty: none
+    tls: Mapping[str, Path | None] = field(default_factory=dict)  # The PEM files for the peer, by field of `TlsConfig`
+    timeout: float = 5.0  # Seconds to wait for an answer of the peer
 
     def path(self, path: str) -> Path:
         """Return the place of an absolute path of the system."""

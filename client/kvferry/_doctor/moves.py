@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 SIZE = 64 << 20
 ROUNDS = 3
-SHARE = 0.2
-"""Fraction of a copy's speed below which a read by CMA is slow; measured were 0.41 to 1.13 (docs/nixl.md)."""
+SHARE = 0.2  # Fraction of a copy's speed below which a read by CMA is slow; measured were 0.41 to 1.13 (docs/nixl.md)
 _WAIT = 20.0
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from kvferry._doctor.check import Finding, Host, finding
 from kvferry._doctor.moves import complaints, ucx_log
 
-SIZE = 64 << 20
-"""Bytes to register: more than distributions let a process lock by default (8 MiB)."""
+SIZE = 64 << 20  # Bytes to register: more than distributions let a process lock by default (8 MiB)
 
 
 def check(host: Host) -> list[Finding]:

@@ -33,8 +33,7 @@ read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p,
 got = read(pid, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0)
 print(0 if got == 16 else ctypes.get_errno() or -1)
 """
-_ALONE = ("-I", "-S", "-c")
-"""Options of a Python that imports nothing but the modules that its lines name."""
+_ALONE = ("-I", "-S", "-c")  # Options of a Python that imports nothing but the modules that its lines name
 _CAP_SYS_PTRACE = 19
 
 

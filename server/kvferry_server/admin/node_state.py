@@ -101,14 +101,11 @@ class ShownListener:
     """A gRPC listener of a node server."""
 
     address: Address
-    is_serving: Callable[[], bool]
-    """False while a new gRPC server replaces another."""
+    is_serving: Callable[[], bool]  # False while a new gRPC server replaces another
     calls: Budget
     streams: Budget
-    answers: Budget
-    """Bytes of answers that clients have not taken yet."""
-    requests: Budget
-    """Bytes of requests in work."""
+    answers: Budget  # Bytes of answers that clients have not taken yet
+    requests: Budget  # Bytes of requests in work
     connections: Callable[[], int]
     """Counts open connections, which takes a while if there are many. Any thread may call it."""
     max_connections: int

@@ -18,9 +18,7 @@ MAX_REQUESTS = 16
 """Requests of one host that are being read, or worked on if they are large; as many again for requests with geometries.
 A request has at most 4 MiB."""
 
-MAX_LOCAL_REQUESTS = 64
-"""`MAX_REQUESTS` of all callers on the UNIX socket together: gRPC cannot tell them apart."""
-
+MAX_LOCAL_REQUESTS = 64  # `MAX_REQUESTS` of all callers on the UNIX socket together: gRPC cannot tell them apart
 LARGE_MESSAGE = 256 * 1024  # From this size a request or an answer counts as large
 COUNTED_REQUEST = 16 * 1024  # From this size a decoded request is counted against the budget
 HEAVY_REQUEST = 1 << 20  # From this size a decoded request waits for its host's turn, and the worker decodes it
@@ -55,10 +53,7 @@ connections of the admin listener."""
 MIN_CONNECTIONS = 8  # Connections that each listener gets at least
 FULL_CONNECTIONS = 0.75  # Fraction of connections in use above which the host with the most loses its newest ones
 PORT_TRIES = 20  # Free ports that are tried until one is free on every address of a host name
-
-MAX_HOME_MEMORY = 1 << 30
-"""Most of a home's budget if the setting `memory` is 0. Far above what working engines need."""
-
+MAX_HOME_MEMORY = 1 << 30  # Most of a home's budget if the setting `memory` is 0. Far above what working engines need
 MIN_HOME_MEMORY = 16 << 20  # Least of a home's budget
 
 WORKING_MEMORY = 384 << 20
