@@ -34,7 +34,6 @@ from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import (
     CannotListen,
     Listener,
-    Serving,
     TcpListener,
     UnixListener,
     advertised,
@@ -88,7 +87,6 @@ class NodeServer:
         self._relays: Relays | None = None
         self._listeners: list[Listener] = []
         self._guards: list[Guard] = []
-        self._servings: list[Serving] = []
         self._driver: asyncio.Task[None] | None = None
         self._policy = Policy()
         self._reloading = asyncio.Lock()
@@ -166,7 +164,10 @@ class NodeServer:
         stopped, so that nothing would be released, or ended gRPC servers are no longer replaced."""
         if self._driver is None:
             raise InternalError("the server was not started")
-        running = [self._driver, *(serving.replacing for serving in self._servings if serving.replacing is not None)]
+        running = [
+            self._driver,
+            *(listener.replacing for listener in self._listeners if listener.replacing is not None),
+        ]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         ended = next(task for task in running if task.done())
         cause = None if ended.cancelled() else ended.exception()
@@ -198,7 +199,7 @@ class NodeServer:
         cancelled. Live leases and calls in progress get `grace` seconds; None: as configured."""
         grace = self._config.drain if grace is None else grace
         loop, unlisting = asyncio.get_running_loop(), None
-        if self._servings and self._relays is not None:
+        if self._guards and self._relays is not None:
             self._relays.stop()
             # The order matters: load balancers leave, then new work is refused, then readers report their reads and
             # sources get the releases, then streams end. Only gRPC's stop refuses reports, and a single open stream,
@@ -217,7 +218,7 @@ class NodeServer:
             for guard in self._guards:
                 guard.end_streams()
             grace = max(0.0, until - loop.time())
-        await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
+        await asyncio.gather(*(listener.stop(grace) for listener in self._listeners))
         if self._relays is not None:
             await self._relays.close()
         if unlisting is not None:
@@ -225,8 +226,6 @@ class NodeServer:
         for task in self._tasks:
             task.cancel()
             await asyncio.wait([task])
-        for held in self._listeners:
-            held.close()
         # Last, so that operators can follow the drain to its end.
         if self._admin is not None:
             await self._admin.close()
@@ -302,15 +301,13 @@ class NodeServer:
             add_reflection(server, OFFERED)
 
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
-        serving = Serving(listener, lambda: make_server(guard, options, add_services))
         self._guards.append(guard)
-        self._servings.append(serving)
-        await serving.start()
+        await listener.serve(lambda: make_server(guard, options, add_services))
         address = listener.address
         state.listeners.append(
             ShownListener(
                 address,
-                lambda: serving.is_serving,
+                lambda: listener.is_serving,
                 guard.calls,
                 guard.streams,
                 guard.answers,
