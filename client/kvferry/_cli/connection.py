@@ -62,8 +62,7 @@ class Connection:
 
     @contextmanager
     def node(self, server: str, *, as_json: bool = False) -> Iterator[Node]:
-        """Make a channel to a node server, which connects with its first call. Raises `typer.BadParameter` if an
-        address or file cannot be used."""
+        """Make a channel to a node server. Raises `typer.BadParameter` if an address or file cannot be used."""
         from kvferry._wire.channel import TlsConfig, connect
 
         files = self.tls_ca, self.tls_cert, self.tls_key
@@ -166,8 +165,7 @@ class Node:
         return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
 
     def listing(self, kind: str, most: float = math.inf, **asked: str) -> Any:
-        """Return at most `most` pages of a list (engines, requests or transfers) as one response, which has a
-        ``next_page_token`` if there are more."""
+        """Return at most `most` pages of a list as one response, which has a `next_page_token` if there are more."""
         return self._asked(f"List{kind.title()}", lambda page: getattr(page, kind), most, page_size=PAGE_SIZE, **asked)
 
     def _asked(

@@ -207,8 +207,7 @@ class Entries:
         self._found, self._bytes = {}, 0
 
     def put(self, entry: etcd.KeyValue) -> None:
-        """Add or replace a key and its value. Raises `DirectoryUnavailable` if the listings exceed a client's
-        limits."""
+        """Add or replace a key and its value. Raises `DirectoryUnavailable` if the limits are exceeded."""
         self.drop(entry.key)
         kind, *names = entry.key[len(self._prefix.encode()) + 1 :].split(b"/")
         if (kind, len(names)) not in ((b"homes", 1), (b"engines", 2)):
@@ -286,7 +285,7 @@ class EtcdCalls:
         there is no answer or etcd refused, and `MessageTooLarge` if the answer does not fit a message."""
         had_token = bool(self._token)
         try:
-            made = self._dialled().unary_unary(PACKAGE + method, _encode, answer.FromString)
+            made = self._dialled().unary_unary(PACKAGE + method, type(request).SerializeToString, answer.FromString)
             return made(request, timeout=timeout or CALL_TIMEOUT, metadata=self._metadata())
         except grpc.RpcError as error:
             if not had_token or cast("grpc.Call", error).code() not in TOKEN_REFUSED:
@@ -302,7 +301,8 @@ class EtcdCalls:
         # A watch lasts until its requests end. gRPC takes them on a thread of gRPC.
         requests: Queue[etcd.WatchRequest | None] = Queue()
         requests.put(request)
-        made: Any = self._dialled().stream_stream(f"{PACKAGE}Watch/Watch", _encode, etcd.WatchResponse.FromString)
+        encode, decode = etcd.WatchRequest.SerializeToString, etcd.WatchResponse.FromString
+        made: Any = self._dialled().stream_stream(f"{PACKAGE}Watch/Watch", encode, decode)
         try:
             yield from made(iter(requests.get, None), metadata=self._metadata())
         except grpc.RpcError as error:
@@ -338,8 +338,8 @@ class EtcdCalls:
                 password = access.password_file.read_text().rstrip("\n") if access.password_file else ""
             except (OSError, ValueError):
                 raise unavailable(self._name, f"{access.password_file}, its password_file, cannot be read") from None
-            decode = etcd.AuthenticateResponse.FromString
-            made = self._dialled().unary_unary(f"{PACKAGE}Auth/Authenticate", _encode, decode)
+            encode, decode = etcd.AuthenticateRequest.SerializeToString, etcd.AuthenticateResponse.FromString
+            made = self._dialled().unary_unary(f"{PACKAGE}Auth/Authenticate", encode, decode)
             request = etcd.AuthenticateRequest(name=access.user, password=password)
             self._token = made(request, timeout=CALL_TIMEOUT).token
         return (WITH_LEADER, ("token", self._token)) if self._token else (WITH_LEADER,)
@@ -361,7 +361,3 @@ class EtcdCalls:
 
     def _is_closed(self) -> DirectoryUnavailable:
         return unavailable(self._name, "it is closed")
-
-
-def _encode(message: Message) -> bytes:
-    return message.SerializeToString()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry._arguments import instance, mapping, string_map, text
 from kvferry._wire.authority import INCARNATION_BYTES
@@ -56,14 +57,13 @@ class Listing:
         if len(encoded) > MAX_ENTRY_BYTES:
             raise InvalidField("listing", f"{len(encoded)} bytes", f"at most {MAX_ENTRY_BYTES}")
         try:
-            said = mapping("listing", json.loads(encoded), "a JSON object")
+            said: dict[Any, Any] = mapping("listing", json.loads(encoded), "a JSON object")
             incarnation = bytes.fromhex(text("incarnation", said.get("incarnation", "")))
         except InvalidField:
             raise
         except (ValueError, RecursionError):
             raise InvalidField("listing", f"{len(encoded)} bytes", "a JSON object") from None
-        engine_id, home = (text(name, said.get(name)) for name in ("engine_id", "home"))
-        return cls(engine_id, home, incarnation, string_map("labels", said.get("labels", {})))
+        return cls(said.get("engine_id"), said.get("home"), incarnation, said.get("labels", {}))
 
 
 @dataclass(frozen=True, slots=True)

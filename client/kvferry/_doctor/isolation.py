@@ -29,8 +29,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def run(check: str, host: Host, seconds: float) -> list[Finding]:
-    """Run a check of `kvferry._doctor.catalogue`, by name, in a new process, which is killed with its children after
-    `seconds`."""
+    """Run a check of the catalogue in a new process, which is killed with its children after `seconds`."""
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         answer = Path(folder) / "findings"
         with (Path(folder) / "stderr").open("w+b") as written:

@@ -86,8 +86,7 @@ def _way(text: str) -> str:
 
 
 def _measure() -> tuple[float, float, int]:
-    """Return bytes per second of the fastest read and of the fastest copy in this process, and the return code of the
-    source process."""
+    """Return bytes per second of the fastest read and the fastest copy, and the source process's return code."""
     import numpy as np
 
     from kvferry._transport.nixl_agent import NixlOptions, ReadingAgent

@@ -60,8 +60,7 @@ def _two_of_ours(host: Host) -> Finding:
 
 
 def _read(pid: int, address: int) -> int:
-    """Have a process read another's memory. Returns errno, or 0. Without a timeout: the whole check has one, and is
-    ended with its children."""
+    """Have a process read another's memory; returns errno, or 0. The timeout is that of the whole check."""
     command = [sys.executable, *_ALONE, _READER, str(pid), str(address)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

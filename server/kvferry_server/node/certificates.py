@@ -66,8 +66,7 @@ class Certificates(TlsFiles):
         )
 
     def refresh(self) -> bool:
-        """Read the files again. If they cannot be used, keep the current certificate, log why, and return False. Blocks
-        while reading."""
+        """Read the files again, and block meanwhile. Unusable files are logged, change nothing, and give False."""
         with self._reading:
             before = self.content()
             if self._read() is not before and self.expiry is not None:

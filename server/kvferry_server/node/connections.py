@@ -46,14 +46,12 @@ def file_limit() -> int:
 
 
 def connections_each(wanted: int, listeners: int, files: int) -> int:
-    """Return how many of the `wanted` connections each listener may have, so that no listener takes another's file
-    descriptors; `files` is the process's limit of open files."""
+    """Return how many connections each listener may have, so that none takes another's of the process's `files`."""
     return max(MIN_CONNECTIONS, min(wanted, (files - RESERVED_FILES) // listeners))
 
 
 class ConnectionLimiter:
-    """Keeps some of the connections free that gRPC accepts on one TCP port, `most` in all. Belongs to one event
-    loop."""
+    """Keeps some of the `most` connections free that gRPC accepts on one TCP port. Belongs to one event loop."""
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most
@@ -69,8 +67,7 @@ class ConnectionLimiter:
                 self.check()
 
     def check(self) -> int:
-        """Close the newest connections of the host that has the most, until there are not too many. Returns how many
-        were closed."""
+        """Close the newest connections of the host that has the most, until few enough are left; returns how many."""
         self._checks += 1
         # Of each host: when a connection was first seen, its descriptor and its inode.
         by_host: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -127,8 +124,7 @@ def end_connection(peer: str) -> None:
 
 
 def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:
-    """Yield gRPC's connections in this process: file descriptor, a duplicate that is valid until the next step, own
-    address and the peer's address."""
+    """Yield gRPC's connections: file descriptor, a duplicate for this step only, own address and the peer's."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
             # A socket that listens, or only reserves the port, has no peer: getpeername raises.
@@ -143,8 +139,7 @@ def _descriptors() -> list[int]:
 
 
 def _duplicate(fd: int) -> socket.socket:
-    """Duplicate a socket, so that its descriptor stays valid while in use. Raises `OSError` if `fd` is not a socket of
-    gRPC."""
+    """Duplicate a socket of gRPC, so that its descriptor stays valid while in use; raises `OSError` for others."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(errno.ENOTSOCK, "not a socket")
     # gRPC's sockets do not block. A blocking socket belongs to other code of this process (`kvferry.serve`), and where

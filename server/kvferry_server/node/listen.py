@@ -73,8 +73,7 @@ class Listener(ABC):
         """Close the descriptors. For a forked child, in which the address must not outlive the parent."""
 
     async def serve(self, make: Callable[[], Server]) -> None:
-        """Start to serve, with gRPC servers of `make`, which have all services and no address; raises
-        `CannotListen`."""
+        """Start to serve; `make` makes gRPC servers with all services and no address. Raises `CannotListen`."""
         self._server = await self._started(make)
         self.replacing = asyncio.create_task(self._replace(make), name=f"kvferry-serving-{self.address}")
 
@@ -151,8 +150,7 @@ class UnixListener(Listener):
         self._acquire()
 
     def bind(self, server: Server) -> None:
-        """Make a gRPC server listen on the path; raises `CannotListen` if a file that is no socket is there, or the
-        directory is not writable."""
+        """Raises `CannotListen` also if a file that is no socket is there, or the directory is not writable."""
         self._check_clear()
         try:
             server.add_insecure_port(f"unix:{self._new}")
@@ -271,8 +269,7 @@ class TcpListener(Listener):
         self._reserving: list[socket.socket] = []
 
     def hold(self) -> None:
-        """Reserve the port; for port 0, find a free one. Raises `CannotListen` if the port is in use, or the address is
-        not one of this host."""
+        """Raises `CannotListen` if the port is in use, or the address is not of this host. Port 0: a free one."""
         for left in reversed(range(PORT_TRIES)):
             try:
                 port = self._reserve(self.address.port)

@@ -83,8 +83,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
-    """Load the settings from all sources: the flags that were given, by setting, the environment and a TOML file.
-    Raises `BadConfig`."""
+    """Load the settings from the flags that were given, the environment and a TOML file. Raises `BadConfig`."""
     in_file = _read_file(file) if file is not None else {}
     given = {name.upper(): value for name, value in os.environ.items()}
     variables = {name: ENV_PREFIX + name.upper() for name in NodeConfig.model_fields}
@@ -99,8 +98,7 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
 
 
 def configure(**settings: Any) -> NodeConfig:
-    """Return the settings of an embedded server: the given ones, otherwise defaults. Reads neither the environment nor
-    a file. Raises `BadConfig`."""
+    """Return the settings of an embedded server: the given ones, otherwise defaults. Raises `BadConfig`."""
     return _validated(settings, dict.fromkeys(settings, "the caller"))
 
 

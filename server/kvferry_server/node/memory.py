@@ -44,8 +44,7 @@ def home_memory(limit: int) -> int:
 
 
 def use_few_arenas() -> None:
-    """Limit this process to `ARENAS` arenas, however many threads it has. Only for processes that are nothing but a
-    node server."""
+    """Limit the whole process to `ARENAS` arenas. Only for processes that are nothing but a node server."""
     _of_glibc("mallopt", _M_ARENA_MAX, ARENAS)
 
 
