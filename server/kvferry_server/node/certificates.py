@@ -21,7 +21,7 @@ from kvferry._wire.channel import TlsConfig, TlsContent, server_certificates
 from kvferry._wire.expiry import Validity, date
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
-from kvferry_server.node.times import CERTIFICATE_POLL
+from kvferry_server.node.limits import CERTIFICATE_POLL
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from kvferry._wire.channel import Address
 from kvferry_server.domain.hosts import host_of, host_of_address
-from kvferry_server.node.limits import FULL_CONNECTIONS, MIN_CONNECTIONS, RESERVED_FILES
-from kvferry_server.node.times import CONNECTION_POLL
+from kvferry_server.node.limits import CONNECTION_POLL, FULL_CONNECTIONS, MIN_CONNECTIONS, RESERVED_FILES
 
 logger = logging.getLogger(__name__)
 

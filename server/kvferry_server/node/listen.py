@@ -31,8 +31,7 @@ from kvferry._wire.channel import MAX_SOCKET_PATH, Address, parse_address
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.grpc_server import Server
-from kvferry_server.node.limits import PORT_TRIES
-from kvferry_server.node.times import RESTART_LOG_PAUSE, RESTART_PAUSE
+from kvferry_server.node.limits import PORT_TRIES, RESTART_LOG_PAUSE, RESTART_PAUSE
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from kvferry._directory.directory import Directory
 from kvferry._directory.listing import MAX_NAME_BYTES, Listing
 from kvferry.errors import KvferryError
 from kvferry_server.home.home import Home
-from kvferry_server.node.times import LISTING_POLL, WITHDRAW_PATIENCE
+from kvferry_server.node.limits import LISTING_POLL, WITHDRAW_PATIENCE
 
 logger = logging.getLogger(__name__)
 

@@ -125,9 +125,9 @@ def _refuse(lines: Iterable[str]) -> int:
 def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
     import uvloop
 
+    from kvferry_server.node.limits import SWITCH_INTERVAL
     from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.memory import use_few_arenas
-    from kvferry_server.node.times import SWITCH_INTERVAL
 
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
     native.start(verbose=verbose)
@@ -161,8 +161,8 @@ def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bo
 async def _serve(loaded: Loaded, native: NativeLog) -> None:
     from kvferry_server.domain.event_log import FIELDS
     from kvferry_server.node.connections import raise_file_limit
+    from kvferry_server.node.limits import DRAIN_STREAMS, STOP_MARGIN
     from kvferry_server.node.server import NodeServer
-    from kvferry_server.node.times import DRAIN_STREAMS, STOP_MARGIN
 
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()

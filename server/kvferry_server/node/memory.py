@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, WORKING_MEMORY
-from kvferry_server.node.times import TRIM_POLL
+from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, TRIM_POLL, WORKING_MEMORY
 
 ARENAS = 2  # glibc's of kvferryd: for the event loop, and for all other threads
 TRIM_BYTES = 16 << 20  # Bytes that have been or may have been freed before they are given back

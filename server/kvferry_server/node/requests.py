@@ -26,7 +26,7 @@ from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.node import limits
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of
-from kvferry_server.node.times import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
+from kvferry_server.node.limits import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 from kvferry_server.servicers.callers import Context
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES
 from kvferry_server.servicers.worker import Worker

@@ -31,6 +31,7 @@ from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
+from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.listen import (
     CannotListen,
     Listener,
@@ -45,7 +46,6 @@ from kvferry_server.node.memory import Trimmer, memory_limit
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.requests import Requests
-from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED, UNKNOWN_CALLERS, Access
