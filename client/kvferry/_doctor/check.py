@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,3 +93,14 @@ class Host:
             found.append(next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), name))
         # Without /proc/driver, as some sandboxes are, the device files remain.
         return found or self.gpu_files() or (["an AMD GPU (/dev/kfd)"] if self.path("/dev/kfd").exists() else [])
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command that runs lines of Python without modules from the current folder: root runs the doctor, too,
+    and any user may put a json.py into /tmp."""
+    return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
+
+
+def ended(code: int) -> str:
+    """Describe how a process ended, given the return code of `subprocess`: negative for a signal."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from kvferry._doctor.check import Finding, Host, finding
-from kvferry._doctor.isolation import ended, python
+from kvferry._doctor.check import Finding, Host, ended, finding, python
 from kvferry._doctor.software import version_of
 
 if TYPE_CHECKING:
