@@ -320,30 +320,29 @@ class Looker:
         if restarted:
             self._bytes, self._at = {}, 0.0
         self._epoch = read.home_epoch
+        reads = [_listed(node.server, summary) for summary in read.transfers]
         return Look(
             node.server,
             restarted=restarted,
             engines=len(listed.engines),
             publications=sum(engine.publications for engine in listed.engines),
             leases=sum(engine.leases for engine in listed.engines),
-            transfers=[_listed(node.server, summary) for summary in read.transfers],
+            transfers=reads,
             whole=not (listed.next_page_token or read.next_page_token),
-            peers=self._peers(read.transfers),
+            peers=self._peers(read.transfers, reads),
         )
 
-    def _peers(self, transfers: Sequence[ipb.TransferSummary]) -> list[Peers]:
+    def _peers(self, transfers: Sequence[ipb.TransferSummary], reads: Sequence[ListedRead]) -> list[Peers]:
         now, before = time.monotonic(), self._at
         known: dict[tuple[bytes, int, int], int] = {}
         moved: dict[tuple[str, str], int] = defaultdict(int)
         found: dict[tuple[str, str], Peers] = {}
-        for transfer in transfers:
-            read, source = transfer.read, transfer.source
-            key = source.incarnation, transfer.publication, read.lease_number
-            pair = source.engine_id, read.reader.engine_id
+        for transfer, read in zip(transfers, reads, strict=True):
+            key = transfer.source.incarnation, read.publication, read.lease_number
+            pair = read.source, read.reader
             peers = found.setdefault(pair, Peers(*pair))
-            alive = transfer.lease_remaining.ToNanoseconds() > 0 or transfer.HasField("waited")
-            peers.reading += alive
-            peers.ended += not alive
+            peers.reading += read.alive
+            peers.ended += not read.alive
             peers.bytes += read.bytes
             known[key] = read.bytes
             moved[pair] += max(0, read.bytes - self._bytes.get(key, 0))

@@ -26,7 +26,6 @@ FOLLOW_LAST = 5.0
 """Shortest and longest seconds between attempts to follow an unreadable directory. Half of each pause is random, so
 that a fleet does not come back in one instant."""
 _RANDOM = Random()
-
 ANSWER_TIMEOUT = 5.0  # Default seconds to wait for the first answer
 
 
@@ -34,9 +33,7 @@ class Directory(Closing, ABC):
     """Lists the homes of a fleet, and the home of each engine. `open_directory` makes one.
 
     From the first call on, a thread follows the directory. Answers come from memory, also while the directory cannot be
-    reached.
-
-    Threading: every method may be called from any thread.
+    reached. Every method may be called from any thread.
 
     `publish`, `renew` and `withdraw` raise `DirectoryUnavailable` if the directory could not be written, and
     `WrongState` if node servers do not publish in this kind of directory.
@@ -63,12 +60,8 @@ class Directory(Closing, ABC):
     # For readers.
 
     def start(self) -> None:
-        """Begin to follow the directory. Does not wait. Idempotent.
-
-        Raises:
-            Closed: the directory is closed.
-            LimitReached: the system refused a thread.
-        """
+        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached` if the system
+        refused a thread."""
         if self._thread is None:
             with self._changed:
                 if self._thread is None and not self._closed:
@@ -84,12 +77,8 @@ class Directory(Closing, ABC):
             return self._listed is not None
 
     def listed(self) -> Listed:
-        """Return the directory's content. Does not wait.
-
-        Raises:
-            DirectoryUnavailable: the directory has not answered yet.
-            Closed: the directory is closed.
-        """
+        """Return the directory's content. Does not wait. Raises `DirectoryUnavailable` if it has not answered yet, or
+        `Closed`."""
         self.start()
         problem, listed = self._problem, self._listed
         if listed is None:
@@ -98,13 +87,7 @@ class Directory(Closing, ABC):
 
     def resolve(self, engine_id: str, incarnation: bytes = b"") -> Listing:
         """Return the listing of an engine; of several with its name, prefers the incarnation, then the newest. Does not
-        wait.
-
-        Raises:
-            EngineNotListed: the directory does not list the engine.
-            DirectoryUnavailable: the directory has not answered yet.
-            Closed: the directory is closed.
-        """
+        wait. Raises `EngineNotListed`, `DirectoryUnavailable` if the directory has not answered yet, or `Closed`."""
         found = self.listed().find(engine_id, incarnation)
         if found is None:
             message = f"engine {engine_id!r} is not listed in {self.name}"

@@ -210,10 +210,18 @@ class Entries:
         """Add or replace a key and its value. Raises `DirectoryUnavailable` if the limits are exceeded."""
         self.drop(entry.key)
         kind, *names = entry.key[len(self._prefix.encode()) + 1 :].split(b"/")
-        if (kind, len(names)) not in ((b"homes", 1), (b"engines", 2)):
-            return
+        found: str | Listing
         try:
-            found = self._parsed(entry, names[0] if kind == b"homes" else None)
+            if kind == b"homes" and len(names) == 1:
+                found = checked_home(unquote(names[0].decode(), errors="strict"))
+                meant = _key(self._prefix, "homes", found)
+            elif kind == b"engines" and len(names) == 2:
+                found = Listing.from_json(entry.value)
+                meant = _key(self._prefix, "engines", found.engine_id, found.home)
+            else:
+                return
+            if meant != entry.key:
+                raise InvalidField("key", entry.key.decode(), f"{meant.decode()}, as the value says")
         except (InvalidField, UnicodeDecodeError) as error:
             # A peer that may write there may write anything, but that does not make other entries wrong.
             self.skip(entry.key, str(error))
@@ -244,19 +252,6 @@ class Entries:
         # The newest last; within a revision by name.
         engines.sort(key=lambda each: (each[0], each[1].engine_id, each[1].home))
         return Listed(homes, tuple(listing for _, listing in engines))
-
-    def _parsed(self, entry: etcd.KeyValue, home_in_key: bytes | None) -> str | Listing:
-        """Return the home or the engine that an entry lists; raises `InvalidField` if the entry has a wrong key."""
-        found: str | Listing
-        if home_in_key is not None:
-            found = checked_home(unquote(home_in_key.decode(), errors="strict"))
-            meant = _key(self._prefix, "homes", found)
-        else:
-            found = Listing.from_json(entry.value)
-            meant = _key(self._prefix, "engines", found.engine_id, found.home)
-        if meant != entry.key:
-            raise InvalidField("key", entry.key.decode(), f"{meant.decode()}, as the value says")
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,13 @@ MAX_ENTRY_BYTES = 16 * 1024  # Most bytes of an entry that is read from a direct
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The home of one engine. All fields are public.
+    """The home of one engine. All fields are public. Raises `InvalidField` for a field of the wrong type or value.
 
     Attributes:
         engine_id: the engine.
         home: ``host:port`` at which other hosts reach the engine's home.
         incarnation: tells apart two engines of one name; empty: not known.
         labels: for people and routers, such as ``{"role": "prefill", "model": "llama3-70b"}``.
-
-    Raises:
-        InvalidField: a field has the wrong type or value.
     """
 
     engine_id: str

@@ -127,20 +127,18 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     given = {name.upper() for name in environment}
     sentences = []
     for name, value in sorted(environment.items()):
-        upper = name.upper()
+        upper, setting = name.upper(), _setting(name)
         if upper in OF_CLIENTS:
-            if (setting := _setting(name)) and ENV_PREFIX + setting not in given:
+            if setting and ENV_PREFIX + setting not in given:
                 sentences.append(f"{name} is read by clients only; kvferryd reads {ENV_PREFIX}{setting}")
-            continue
-        if not upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) or upper in known:
-            continue
-        if OF_KUBERNETES.fullmatch(f"{name}={value}"):
-            continue
-        # Compared without the prefixes, which would make all names alike.
-        rest = [one.partition("_")[2] for one in known]
-        close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
-        meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
-        sentences.append(f"nothing reads the variable {name}{meant}")
+        elif upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) and upper not in known:
+            if OF_KUBERNETES.fullmatch(f"{name}={value}"):
+                continue
+            # Compared without the prefixes, which would make all names alike.
+            rest = [one.partition("_")[2] for one in known]
+            close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
+            meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
+            sentences.append(f"nothing reads the variable {name}{meant}")
     return sentences
 
 
@@ -179,9 +177,8 @@ def _explain(errors: Sequence[ErrorDetails], values: Mapping[str, Any], origins:
         if detail["type"] == "extra_forbidden":
             close = difflib.get_close_matches(name, NodeConfig.model_fields, n=1)
             problem = "no such setting" + (f"; did you mean {close[0]}?" if close else "")
-        value = values.get(name, NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None)
-        origin = origins.get(name, "default")
-        value = shown(value)
+        default = NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None
+        value, origin = shown(values.get(name, default)), origins.get(name, "default")
         lines.append(f"{name} is {value!r} (from {origin}): {problem}")
         found = found or {"setting": name, "value": str(value), "origin": origin, "problem": problem}
     error = BadConfig("\n".join(lines))
