@@ -109,15 +109,12 @@ def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
     """Draw on the terminal, and restore its screen at the end, also after SIGTERM."""
     from rich.live import Live
 
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
     screen = Screen(interval)
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         # Drawn several times a second, to follow the terminal's size.
         with Live(screen, console=console(), screen=True, refresh_per_second=4):
-            yield lambda looks: screen.show(looks, time.strftime("%H:%M:%S"))
+            yield screen.show
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -130,8 +127,8 @@ class Screen:
     looks: Sequence[Look] = ()
     at: str = ""
 
-    def show(self, looks: Sequence[Look], at: str) -> None:
-        self.looks, self.at = looks, at
+    def show(self, looks: Sequence[Look]) -> None:
+        self.looks, self.at = looks, time.strftime("%H:%M:%S")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text

@@ -54,7 +54,7 @@ class Listing:
         if len(encoded) > MAX_ENTRY_BYTES:
             raise InvalidField("listing", f"{len(encoded)} bytes", f"at most {MAX_ENTRY_BYTES}")
         try:
-            said: dict[Any, Any] = mapping("listing", json.loads(encoded), "a JSON object")
+            said: Any = mapping("listing", json.loads(encoded), "a JSON object")
             incarnation = bytes.fromhex(text("incarnation", said.get("incarnation", "")))
         except InvalidField:
             raise

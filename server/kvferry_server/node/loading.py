@@ -13,13 +13,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize, ValidationError
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, Address, chain_bytes, read_tls, tls_problems
@@ -143,10 +142,28 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeConfig:
+    """Raises `BadConfig`, which explains each wrong setting."""
     try:
         return NodeConfig(**values)
     except ValidationError as error:
-        raise _explain(error.errors(), values, origins) from None
+        wrong = error.errors()
+    lines: list[str] = []
+    found: dict[str, Any] = {}
+    for detail in wrong:
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidField):
+            name, problem = cause.values["field"], f"expected {cause.values['expected']}"
+        else:
+            name = str(detail["loc"][0]) if detail["loc"] else "configuration"
+            problem = detail["msg"][0].lower() + detail["msg"][1:]
+        if detail["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, NodeConfig.model_fields, n=1)
+            problem = "no such setting" + (f"; did you mean {close[0]}?" if close else "")
+        default = NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None
+        value, origin = shown(values.get(name, default)), origins.get(name, "default")
+        lines.append(f"{name} is {value!r} (from {origin}): {problem}")
+        found = found or {"setting": name, "value": str(value), "origin": origin, "problem": problem}
+    raise BadConfig("\n".join(lines), **found)
 
 
 def _flag(name: str) -> str:
@@ -162,28 +179,6 @@ def _read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{path}: {error}"
     raise BadConfig(problem, setting="config", value=path, origin="--config", problem=problem)
-
-
-def _explain(errors: Sequence[ErrorDetails], values: Mapping[str, Any], origins: Mapping[str, str]) -> BadConfig:
-    lines: list[str] = []
-    found: dict[str, str] = {}
-    for detail in errors:
-        cause = detail.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidField):
-            name, problem = cause.values["field"], f"expected {cause.values['expected']}"
-        else:
-            name = str(detail["loc"][0]) if detail["loc"] else "configuration"
-            problem = detail["msg"][0].lower() + detail["msg"][1:]
-        if detail["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, NodeConfig.model_fields, n=1)
-            problem = "no such setting" + (f"; did you mean {close[0]}?" if close else "")
-        default = NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None
-        value, origin = shown(values.get(name, default)), origins.get(name, "default")
-        lines.append(f"{name} is {value!r} (from {origin}): {problem}")
-        found = found or {"setting": name, "value": str(value), "origin": origin, "problem": problem}
-    error = BadConfig("\n".join(lines))
-    error.values = found
-    return error
 
 
 def _setting(name: str) -> str:
