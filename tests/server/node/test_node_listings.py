@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,42 @@ async def test_listings_continue_after_any_failed_attempt(monkeypatch: pytest.Mo
     finally:
         await server.stop(0)
     assert set(attempts) == {server.advertise}
+
+
+async def test_listings_are_written_once_renewed_in_time_and_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("publish", "renew", "withdraw"):
+        monkeypatch.setattr(EtcdDirectory, name, lambda *_, name=name: calls.append(name))
+    server = NodeServer(configure(listen="127.0.0.1:0", unix="", directory="etcd://127.0.0.1:1", directory_ttl=2))
+    await server.start()
+    try:
+        await asyncio.to_thread(until, lambda: "renew" in calls)
+        # A home that drains is listed until it stops.
+        await server.drain()
+        so_far = len(calls)
+        await asyncio.to_thread(until, lambda: len(calls) > so_far)
+    finally:
+        await server.stop(0)
+    assert (calls[0], {*calls[1:-1]}, calls[-1]) == ("publish", {"renew"}, "withdraw")
+
+
+async def test_server_stops_although_its_directory_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, closed = threading.Event(), threading.Event()
+
+    def publish(*_: object) -> None:
+        entered.set()
+        closed.wait(60)
+        raise RuntimeError("closed")
+
+    monkeypatch.setattr(EtcdDirectory, "publish", publish)
+    monkeypatch.setattr(EtcdDirectory, "close", lambda _: closed.set())
+    monkeypatch.setattr("kvferry_server.node.listings.WITHDRAW_PATIENCE", 0.1)
+    server = NodeServer(configure(listen="127.0.0.1:0", unix="", directory="etcd://127.0.0.1:1"))
+    await server.start()
+    await asyncio.to_thread(entered.wait, 30)
+    await asyncio.wait_for(server.stop(0), 30)
+    assert closed.is_set()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "kvferry-listings"]
 
 
 @pytest.mark.parametrize(
