@@ -35,9 +35,12 @@ class Listings:
         """Withdraw all listings; waits at most `WITHDRAW_PATIENCE`. Idempotent."""
         if not self._stopping.done():
             self._stopping.set_result(None)
-        await asyncio.wait([self._running], timeout=WITHDRAW_PATIENCE)
-        await asyncio.to_thread(self._directory.close)
-        self._running.cancel()
+        try:
+            await asyncio.wait([self._running], timeout=WITHDRAW_PATIENCE)
+        finally:
+            # Also if the process ends at once, which waits for the threads of calls: this ends a call that hangs.
+            await asyncio.to_thread(self._directory.close)
+            self._running.cancel()
         await asyncio.wait([self._running])
 
     def _engines(self) -> tuple[Listing, ...]:
