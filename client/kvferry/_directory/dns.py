@@ -12,8 +12,7 @@ from typing import Any
 import dns.exception
 import dns.resolver
 
-from kvferry._directory.directory import Directory, unavailable
-from kvferry._directory.listing import Listed, Listing
+from kvferry._directory.directory import Directory, Listed, Listing, unavailable
 from kvferry._wire.channel import Address
 
 SERVICE = "_kvferry._tcp"

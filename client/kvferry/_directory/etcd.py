@@ -22,8 +22,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvferry._directory import etcd_v3_pb2 as etcd
-from kvferry._directory.directory import Directory, unavailable
-from kvferry._directory.listing import Listed, Listing, checked_home
+from kvferry._directory.directory import Directory, Listed, Listing, checked_home, unavailable
 from kvferry._logs import Log
 from kvferry._wire.channel import TlsConfig, connect
 from kvferry._wire.status import is_too_large

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry._arguments import mapping, string_map, text, texts
-from kvferry._directory.directory import Directory, unavailable
-from kvferry._directory.listing import Listed, Listing, checked_home
+from kvferry._directory.directory import Directory, Listed, Listing, checked_home, unavailable
 from kvferry.errors import InvalidField
 
 LOOK_EVERY = 1.0  # Seconds between looks at whether the file has changed

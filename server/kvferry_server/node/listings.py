@@ -7,8 +7,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
-from kvferry._directory.directory import Directory
-from kvferry._directory.listing import MAX_NAME_BYTES, Listing
+from kvferry._directory.directory import MAX_NAME_BYTES, Directory, Listing
 from kvferry.errors import KvferryError
 from kvferry_server.home.home import Home
 from kvferry_server.node.limits import LISTING_POLL, WITHDRAW_PATIENCE

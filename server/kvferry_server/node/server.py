@@ -16,7 +16,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from kvferry._directory.listing import checked_home
+from kvferry._directory.directory import checked_home
 from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
