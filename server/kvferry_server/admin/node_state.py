@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -16,6 +16,7 @@ from kvferry._wire.tls_files import TlsFiles
 from kvferry.stats import Distribution, counter, histogram
 from kvferry_server.admin.limits import LAG_POLL, OVERDUE
 from kvferry_server.domain.budgets import Budget
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import EventLog
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
@@ -122,7 +123,8 @@ class NodeState:
     `home_runs` says whether the home's timers run. Without TLS, `certificates` is None, and `handshakes`, which counts
     the TLS handshakes that have begun, returns None. `failed_handshakes` is by reason; None: they are not counted.
     `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
-    in seconds since 1970. `listeners` grows while the server starts.
+    in seconds since 1970. `listeners` grows while the server starts. `connections` are the open connections, by the
+    listener's name, when they were last counted.
     """
 
     home: Home
@@ -138,7 +140,16 @@ class NodeState:
     calls: CallCounts
     lag: LoopLag = field(default_factory=LoopLag)
     listeners: list[ShownListener] = field(default_factory=list)
+    connections: Mapping[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
+
+    @property
+    def engines(self) -> Collection[Engine]:
+        return self.home.engines.all_engines()
+
+    @property
+    def alive(self) -> Collection[Engine]:
+        return [engine for engine in self.engines if not engine.dead]
 
     def why_not_ready(self) -> str:
         """Return why the node server takes no new work; empty if it does."""
@@ -156,6 +167,6 @@ class NodeState:
         late = self.home.clock.now() - self.home.next_deadline()
         return f"the home's timers are {late:.0f} s late" if late > OVERDUE else ""
 
-    def open_connections(self) -> Mapping[str, int]:
-        """Count the open connections, by the listener's name. Any thread may call this."""
-        return {listener.name: listener.connections() for listener in tuple(self.listeners)}
+    def count_connections(self) -> None:
+        """Count the open connections. Any thread may call this."""
+        self.connections = {listener.name: listener.connections() for listener in tuple(self.listeners)}

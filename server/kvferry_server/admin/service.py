@@ -195,8 +195,8 @@ class AdminService(AdminListener):
     async def _measure(self) -> None:
         try:
             # Counting connections looks at all open files.
-            connections = await asyncio.to_thread(self._node.open_connections)
-            self._metrics = asyncio.get_running_loop().time(), self._collector.text(connections)
+            await asyncio.to_thread(self._node.count_connections)
+            self._metrics = asyncio.get_running_loop().time(), self._collector.text()
         finally:
             self._scraping = None
 

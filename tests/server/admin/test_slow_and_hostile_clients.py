@@ -173,12 +173,11 @@ async def test_metrics_clients_that_leave_cost_one_measurement(monkeypatch: pyte
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     begun, goes_on = list[float](), threading.Event()
 
-    def slow(_: NodeState) -> dict[str, int]:
+    def slow(_: NodeState) -> None:
         begun.append(time.monotonic())
         goes_on.wait(30)
-        return {}
 
-    monkeypatch.setattr(NodeState, "open_connections", slow)
+    monkeypatch.setattr(NodeState, "count_connections", slow)
     await node.start()
     try:
         for _ in range(5):
