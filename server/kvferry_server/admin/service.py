@@ -129,12 +129,11 @@ class AdminService(AdminListener):
         self._listing = asyncio.Lock()
         self._listed_until = float("-inf")
         static = files("kvferry_server.admin").joinpath("static")
-        self._files = {
-            "/page.css": ("text/css; charset=utf-8", static.joinpath("page.css").read_bytes()),
-            "/page.js": ("text/javascript; charset=utf-8", static.joinpath("page.js").read_bytes()),
-        }
+        css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
         self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
             **dict.fromkeys(("/", "/ui"), self._in_turn(lambda query: _page(page.front(node, query)))),
+            "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
+            "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
             "/metrics": self._scrape,
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
@@ -165,9 +164,6 @@ class AdminService(AdminListener):
             return 405, TEXT, b"only GET and HEAD\n"
         if self._local and not _is_this_host(request.headers.get("Host", "")):
             return 421, TEXT, b"name this host by its IP address or as localhost\n"
-        static = self._files.get(request.path)
-        if static is not None:
-            return 200, *static
         handler = self._paths.get(request.path)
         if handler is None:
             return 404, HTML, page.problem_page("There is no such page.").encode()
