@@ -98,12 +98,7 @@ def abort(
 
 
 @with_connection
-def evict(
-    engine_id: Engine,
-    yes: Yes = False,
-    *,
-    node: Node,
-) -> None:
+def evict(engine_id: Engine, yes: Yes = False, *, node: Node) -> None:
     """End a stuck engine at its home, for good.
 
     Its publications end and its name is free at once; leases on its blocks run out. Its processes do not come back:
