@@ -57,16 +57,17 @@ class Listings:
         """Write changes at once, repeat failed writes, and renew in time, until `stop`; then withdraw."""
         loop = asyncio.get_running_loop()
         wanted: tuple[Listing, ...] = ()
-        written: tuple[Listing, ...] | None = None
-        failing, pause, due = False, 0.0, 0.0
+        # `pending` until what is wanted has been written: after a failed attempt it is not known what is listed.
+        pending, published, failing, pause, due = True, False, False, 0.0, 0.0
         while not self._stopping.done():
             # A draining home keeps its listings until it stops.
             if not self._home.draining:
-                wanted = self._engines()
-            if loop.time() >= due or (wanted != written and not failing):
+                before, wanted = wanted, self._engines()
+                pending = pending or wanted != before
+            if loop.time() >= due or (pending and not failing):
                 publish = partial(self._directory.publish, self._home.advertise, wanted, self._ttl)
                 try:
-                    await asyncio.to_thread(self._directory.renew if wanted == written else publish)
+                    await asyncio.to_thread(publish if pending else self._directory.renew)
                 except Exception as error:
                     # Any error, such as a system that refuses threads: if this task ended, so would the listings.
                     if not failing:
@@ -78,10 +79,10 @@ class Listings:
                 else:
                     if failing:
                         logger.info("engines are listed again in %s", self._directory.name)
-                    written, failing, pause = wanted, False, self._ttl / 3
+                    pending, published, failing, pause = False, True, False, self._ttl / 3
                 due = loop.time() + pause
             await asyncio.wait([self._stopping], timeout=min(LISTING_POLL, pause))
-        if written is None:
+        if not published:
             return
         try:
             await asyncio.to_thread(self._directory.withdraw)

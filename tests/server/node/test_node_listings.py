@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry import Directory, open_directory
+from kvferry import Directory, Listing, open_directory
 from kvferry._directory.etcd import EtcdDirectory
 from kvferry._wire.channel import connect
+from kvferry_server.node.listings import Listings
 from kvferry_server.node.loading import BadConfig, configure
 from kvferry_server.node.server import NodeServer
 from tests.support.etcd import Etcd
@@ -133,6 +134,33 @@ async def test_listings_are_written_once_renewed_in_time_and_withdrawn(monkeypat
     finally:
         await server.stop(0)
     assert (calls[0], {*calls[1:-1]}, calls[-1]) == ("publish", {"renew"}, "withdraw")
+
+
+async def test_listings_that_return_after_a_failed_change_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt may have written a part of the change, and the directory would renew it."""
+    wanted: list[tuple[Listing, ...]] = [()]
+    calls: list[object] = []
+
+    def publish(_: EtcdDirectory, home: str, engines: tuple[Listing, ...], ttl: float) -> None:
+        calls.append(engines)
+        if engines:
+            wanted[0] = ()
+            raise RuntimeError("in the middle of the change")
+
+    monkeypatch.setattr(EtcdDirectory, "publish", publish)
+    monkeypatch.setattr(EtcdDirectory, "renew", lambda _: calls.append("renew"))
+    monkeypatch.setattr(EtcdDirectory, "withdraw", lambda _: None)
+    monkeypatch.setattr(Listings, "_engines", lambda _: wanted[0])
+    server = NodeServer(configure(listen="127.0.0.1:0", unix="", directory="etcd://127.0.0.1:1"))
+    await server.start()
+    try:
+        await asyncio.to_thread(until, lambda: calls == [()])
+        come = (Listing("engine", server.advertise),)
+        wanted[0] = come
+        await asyncio.to_thread(until, lambda: len(calls) == 3)
+    finally:
+        await server.stop(0)
+    assert calls == [(), come, ()]
 
 
 async def test_server_stops_although_its_directory_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
