@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from kvferry._control.publications import Release as Release
     from kvferry._control.publications import ReleaseOutcome as ReleaseOutcome
     from kvferry._directory.directory import Directory as Directory
-    from kvferry._directory.listing import Listed as Listed
-    from kvferry._directory.listing import Listing as Listing
+    from kvferry._directory.directory import Listed as Listed
+    from kvferry._directory.directory import Listing as Listing
     from kvferry._directory.opening import open_directory as open_directory
     from kvferry._embed import EmbeddedServer as EmbeddedServer
     from kvferry._embed import ServerSettings as ServerSettings
@@ -84,8 +84,7 @@ _NAMES = {
     "_cache": ("Cache",),
     "_client": ("Client",),
     "_control.publications": ("Publication", "ReadSummary", "Release", "ReleaseOutcome"),
-    "_directory.directory": ("Directory",),
-    "_directory.listing": ("Listed", "Listing"),
+    "_directory.directory": ("Directory", "Listed", "Listing"),
     "_directory.opening": ("open_directory",),
     "_embed": ("EmbeddedServer", "ServerSettings", "serve"),
     "_engine_spec": ("EngineSpec",),

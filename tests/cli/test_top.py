@@ -243,7 +243,7 @@ def read_of(number: int, size: int = 0, remaining: float = 10.0) -> ListedRead:
 
 def drawn(looks: list[Look], height: int) -> list[str]:
     screen, out = Screen(2.0), console()
-    screen.show(looks, "12:00:00")
+    screen.show(looks)
     with out.capture() as capture:
         out.print(screen, height=height)
     return [line for line in capture.get().splitlines() if line.strip()]

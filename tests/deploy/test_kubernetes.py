@@ -12,8 +12,8 @@ import yaml
 
 import kvferry
 from kvferry_server.node.config import ENV_PREFIX, NodeConfig
+from kvferry_server.node.limits import DRAIN_STREAMS, STOP_MARGIN
 from kvferry_server.node.loading import load
-from kvferry_server.node.times import DRAIN_STREAMS, STOP_MARGIN
 from tests.support.repository import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"

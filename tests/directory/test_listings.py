@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvferry import Listed, Listing, open_directory
-from kvferry._directory.listing import MAX_ENTRY_BYTES
+from kvferry._directory.directory import MAX_ENTRY_BYTES
 from kvferry.errors import InvalidField, WrongState
 
 HERE, THERE = "10.0.0.1:7423", "10.0.0.2:7423"

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry._doctor import isolation
-from kvferry._doctor.catalogue import CHECKS, Check
+from kvferry._doctor.catalogue import CHECKS, Check, run_alone
 from kvferry._doctor.check import Finding, Host
 from tests.doctor.looking import names, run
 from tests.support.waiting import until
@@ -29,7 +28,7 @@ def test_check_whose_process_dies_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, how: str
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = isolation.run("cma", host_with(tmp_path, f"import sys; print('last words', file=sys.stderr); {lines}"), 30)
+    found = run_alone("cma", host_with(tmp_path, f"import sys; print('last words', file=sys.stderr); {lines}"), 30)
     assert names(found) == {"check-died"}
     assert how in found[0].found
     assert "last words" in found[0].found
@@ -46,7 +45,7 @@ child.wait()
 """
     # On a busy machine Python's start alone may take longer than the first of them.
     for limit in (2.0, 10.0, 50.0):
-        found = isolation.run("cma", host_with(tmp_path, lines), limit)
+        found = run_alone("cma", host_with(tmp_path, lines), limit)
         assert names(found) == {"check-hung"}
         assert f"longer than {limit:g} s" in found[0].found
         if started.exists() and started.read_text():
@@ -58,7 +57,7 @@ child.wait()
 
 def test_check_leaves_no_process() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    assert names(isolation.run("cma", Host(), 30)) == {"cma-works"}
+    assert names(run_alone("cma", Host(), 30)) == {"cma-works"}
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
@@ -104,7 +103,7 @@ if "cma" in sys.argv:
         signal.pause()
     same_host.check = hang
 """)
-    run_it = "from kvferry._doctor import check, isolation; isolation.run('cma', check.Host(), 1000)"
+    run_it = "from kvferry._doctor import catalogue, check; catalogue.run_alone('cma', check.Host(), 1000)"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     with subprocess.Popen(
         [sys.executable, "-c", run_it], env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
@@ -116,7 +115,7 @@ if "cma" in sys.argv:
 
 
 def test_check_whose_parent_is_gone_before_its_start_ends() -> None:
-    code = f"from kvferry._doctor.isolation import end_with; end_with({os.getpid() + 1}); print('went on')"
+    code = f"from kvferry._doctor.catalogue import end_with; end_with({os.getpid() + 1}); print('went on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 
@@ -125,9 +124,9 @@ def test_check_is_not_forked(tmp_path: Path) -> None:
     """If the parent uses gRPC in a thread, gRPC's code in the child of a fork can end the child."""
     code = """
 import os
-from kvferry._doctor import check, isolation
+from kvferry._doctor import catalogue, check
 os.register_at_fork(before=lambda: print("forked", flush=True))
-print(*(found.finding for found in isolation.run("cma", check.Host(), 30)))
+print(*(found.finding for found in catalogue.run_alone("cma", check.Host(), 30)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "cma-works\n"), done.stderr

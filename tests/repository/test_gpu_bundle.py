@@ -30,7 +30,6 @@ LEFT_OUT = {
     "client/kvferry/_directory/dns.py": {"dns"},
     "client/kvferry/_directory/file.py": {"tomli"},
     "server/kvferry_server/admin/metrics.py": ADMIN,
-    "server/kvferry_server/admin/listener.py": ADMIN,
     "server/kvferry_server/admin/service.py": ADMIN,
     "server/kvferry_server/node/logs.py": {"pythonjsonlogger"},
     "server/kvferry_server/node/tracing.py": {"opentelemetry"},

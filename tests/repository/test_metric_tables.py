@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.stats import shown
-from kvferry_server.node.native_log import ALL_REASONS
+from kvferry_server.node.logs import ALL_REASONS
 from scripts.metric_tables import TABLES
 from tests.support.repository import ROOT
 

@@ -12,8 +12,7 @@ import typer
 from kvferry._cli.connection import Node, with_connection
 from kvferry._cli.render import enum_name, lasting, safe
 
-POLL = 0.5
-"""Seconds between two questions for the number of live leases."""
+POLL = 0.5  # Seconds between two questions for the number of live leases
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before.")]
 Engine = Annotated[str, typer.Argument(metavar="ENGINE", help="engine_id, as `kvferry engines` lists it.")]
@@ -99,12 +98,7 @@ def abort(
 
 
 @with_connection
-def evict(
-    engine_id: Engine,
-    yes: Yes = False,
-    *,
-    node: Node,
-) -> None:
+def evict(engine_id: Engine, yes: Yes = False, *, node: Node) -> None:
     """End a stuck engine at its home, for good.
 
     Its publications end and its name is free at once; leases on its blocks run out. Its processes do not come back:

@@ -61,9 +61,8 @@ class Connection:
     ] = None
 
     @contextmanager
-    def node(self, server: str, *, as_json: bool = False) -> Iterator[Node]:
-        """Make a channel to a node server, which connects with its first call. Raises `typer.BadParameter` if an
-        address or file cannot be used."""
+    def node(self, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> Iterator[Node]:
+        """Make a channel to a node server. Raises `typer.BadParameter` if an address or file cannot be used."""
         from kvferry._wire.channel import TlsConfig, connect
 
         files = self.tls_ca, self.tls_cert, self.tls_key
@@ -78,28 +77,25 @@ class Connection:
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     """Replace a command's last parameter, ``connection`` or ``node``, by the fields of `Connection` as options; for
-    ``node``, which is one node server, the address and the form of the output are options, too.
+    ``node``, which is one node server, the parameters of `Connection.node` are options, too.
 
     Needed because typer makes options of parameters, but not of the fields of dataclasses.
     """
 
-    def node(connection: Connection, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> Any:
-        return connection.node(server, as_json=as_json)
-
     *own, last = inspect.signature(command, eval_str=True).parameters.values()
-    of_node = list(inspect.signature(node, eval_str=True).parameters.values())[1:] if last.name == "node" else []
     of_connection = list(inspect.signature(Connection, eval_str=True).parameters.values())
+    _, *of_node = inspect.signature(Connection.node, eval_str=True).parameters.values()
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         connection = Connection(**{option.name: given.pop(option.name) for option in of_connection})
-        if not of_node:
+        if last.name == "connection":
             command(**given, connection=connection)
             return
-        with node(connection, given.pop("server"), given.pop("as_json")) as asked:
-            command(**given, node=asked)
+        with connection.node(given.pop("server"), given.pop("as_json")) as node:
+            command(**given, node=node)
 
-    parameters = [*own, *of_node, *of_connection]
+    parameters = [*own, *(of_node if last.name == "node" else ()), *of_connection]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -114,11 +110,9 @@ def look_up(url: str, timeout: float, ask: Callable[[_Directory], Response]) -> 
         directory = open_directory(url)
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from None
-    try:
+    with directory:
         directory.wait(timeout)
         return ask(directory)
-    finally:
-        directory.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +160,7 @@ class Node:
         return self._asked("GetEngine", engine_id=engine_id, page_size=1).summary  # type: ignore[no-any-return]
 
     def listing(self, kind: str, most: float = math.inf, **asked: str) -> Any:
-        """Return at most `most` pages of a list (engines, requests or transfers) as one response, which has a
-        ``next_page_token`` if there are more."""
+        """Return at most `most` pages of a list as one response, which has a `next_page_token` if there are more."""
         return self._asked(f"List{kind.title()}", lambda page: getattr(page, kind), most, page_size=PAGE_SIZE, **asked)
 
     def _asked(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 CHECK = "/grpc.health.v1.Health/Check"
 STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 """grpc.health.v1.HealthCheckResponse.ServingStatus, by number."""
-PACKAGES = ("grpcio", "protobuf", "nixl", "torch")
-"""Packages whose versions a bug report needs."""
+PACKAGES = ("grpcio", "protobuf", "nixl", "torch")  # Packages whose versions a bug report needs
 
 OfEngine = Annotated[str, typer.Option("--engine", metavar="ID", help="Only of this engine.")]
 OfRequest = Annotated[str, typer.Option("--request", metavar="ID", help="Only of requests of this name.")]
 OfReader = Annotated[str, typer.Option("--reader", metavar="ID", help="Only what this engine reads or has read.")]
-Listed = TypeVar("Listed")
 
 
 @with_connection
@@ -109,7 +107,7 @@ def requests(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfRea
     columns = "Engine", ">Publication", "Request", "State", ">Blocks", ">Reads", ">Leases", ">Age"
     which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
     found = node.listing("requests", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
-    _show(node, found, found.requests, f"{which} is published at {node.server}.", columns, _request)
+    _show(node, found, f"{which} is published at {node.server}.", columns, map(_request, found.requests))
 
 
 def _request(request: introspection_pb2.RequestSummary) -> tuple[object, ...]:
@@ -130,23 +128,17 @@ def transfers(engine_id: OfEngine = "", request_id: OfRequest = "", reader: OfRe
     """List reads from a node server's engines, and their leases."""
     columns = "Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining"
     found = node.listing("transfers", engine_id=engine_id, request_id=request_id, reader_engine_id=reader)
-    _show(node, found, found.transfers, f"Nothing is read from the engines of {node.server}.", columns, _transfer)
+    none = f"Nothing is read from the engines of {node.server}."
+    _show(node, found, none, columns, map(_transfer, found.transfers))
 
 
-def _show(
-    node: Node,
-    response: Message,
-    listed: Sequence[Listed],
-    none: str,
-    columns: Sequence[str],
-    row: Callable[[Listed], Sequence[object]],
-) -> None:
+def _show(node: Node, found: Message, none: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     if node.as_json:
-        print_json(response)
-    elif not listed:
-        console().print(safe(none), markup=False)
+        print_json(found)
+    elif listed := tuple(rows):
+        console().print(table(*columns, rows=listed))
     else:
-        console().print(table(*columns, rows=map(row, listed)))
+        console().print(safe(none), markup=False)
 
 
 def _transfer(transfer: introspection_pb2.TransferSummary) -> tuple[object, ...]:

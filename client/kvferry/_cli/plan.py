@@ -157,12 +157,10 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
 
 
 def _refuse(error: KvferryError, as_json: bool) -> None:
-    if as_json:
-        found: dict[str, Any] = {"reason": error.reason, "message": error.message}
-        if isinstance(error, Incompatible):
-            found["mismatches"] = list(map(dataclasses.asdict, error.mismatches))
-        else:
-            found["values"] = error.values
-        print(json.dumps({"error": found}, indent=2))
+    if not as_json:
+        print(f"kvferry: {sentences(error)}", file=sys.stderr)
         return
-    print(f"kvferry: {sentences(error)}", file=sys.stderr)
+    found: dict[str, Any] = {"values": error.values}
+    if isinstance(error, Incompatible):
+        found = {"mismatches": list(map(dataclasses.asdict, error.mismatches))}
+    print(json.dumps({"error": {"reason": error.reason, "message": error.message, **found}}, indent=2))

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,18 +29,14 @@ if TYPE_CHECKING:
     from kvferry.v1 import introspection_pb2 as ipb
 
 INTERVAL = 2.0
-LEAST_INTERVAL = 0.5
-"""Least seconds between two looks, because each look makes node servers list their reads."""
+LEAST_INTERVAL = 0.5  # Least seconds between two looks, because each look makes node servers list their reads
 MOST_INTERVAL = 3600.0
-SERVERS_AT_ONCE = 16
-"""How many node servers are asked at once."""
+SERVERS_AT_ONCE = 16  # How many node servers are asked at once
 PAGES = 4
 """Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for the
 node server, however many leases it has."""
-MOST_LISTED = 100
-"""Most reads, and pairs of engines, in JSON and in lines."""
-FRAME = 4
-"""Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows."""
+MOST_LISTED = 100  # Most reads, and pairs of engines, in JSON and in lines
+FRAME = 4  # Lines of a table that are not rows: title, head, rule, and the line that counts omitted rows
 SHOWN = ("server", "error", "restarted", "engines", "publications", "leases", "whole")
 """The fields of a `Look` that JSON has unchanged."""
 
@@ -85,7 +80,7 @@ def top(
                 show(looks)
                 if once:
                     raise typer.Exit(any(look.error for look in looks))
-                threading.Event().wait(max(0.0, began + interval - time.monotonic()))
+                time.sleep(max(0.0, began + interval - time.monotonic()))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
@@ -113,15 +108,12 @@ def _screen(interval: float) -> Iterator[Callable[[Sequence[Look]], None]]:
     """Draw on the terminal, and restore its screen at the end, also after SIGTERM."""
     from rich.live import Live
 
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
     screen = Screen(interval)
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         # Drawn several times a second, to follow the terminal's size.
         with Live(screen, console=console(), screen=True, refresh_per_second=4):
-            yield lambda looks: screen.show(looks, time.strftime("%H:%M:%S"))
+            yield screen.show
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -134,8 +126,8 @@ class Screen:
     looks: Sequence[Look] = ()
     at: str = ""
 
-    def show(self, looks: Sequence[Look], at: str) -> None:
-        self.looks, self.at = looks, at
+    def show(self, looks: Sequence[Look]) -> None:
+        self.looks, self.at = looks, time.strftime("%H:%M:%S")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
@@ -277,14 +269,10 @@ class Peers:
 
     source: str
     reader: str
-    reading: int = 0
-    """Reads with live leases."""
-    ended: int = 0
-    """Ended reads that the node server still lists."""
-    bytes: int = 0
-    """Reported by the ranks."""
-    rate: float | None = None
-    """Reported bytes per second since the previous look; None: this is the first look."""
+    reading: int = 0  # Reads with live leases
+    ended: int = 0  # Ended reads that the node server still lists
+    bytes: int = 0  # Reported by the ranks
+    rate: float | None = None  # Reported bytes per second since the previous look; None: this is the first look
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,17 +280,13 @@ class Look:
     """The answer of one node server. `engines`, `publications` and `leases` are totals."""
 
     server: str
-    error: str = ""
-    """Why the node server did not answer; empty: it did."""
-    restarted: bool = False
-    """The node server was restarted since the previous look."""
+    error: str = ""  # Why the node server did not answer; empty: it did
+    restarted: bool = False  # The node server was restarted since the previous look
     engines: int = 0
     publications: int = 0
     leases: int = 0
-    transfers: Sequence[ListedRead] = ()
-    """The first reads, or all."""
-    whole: bool = True
-    """Whether the lists were short enough to be complete."""
+    transfers: Sequence[ListedRead] = ()  # The first reads, or all
+    whole: bool = True  # Whether the lists were short enough to be complete
     peers: Sequence[Peers] = ()
 
     @property
@@ -332,30 +316,29 @@ class Looker:
         if restarted:
             self._bytes, self._at = {}, 0.0
         self._epoch = read.home_epoch
+        reads = [_listed(node.server, summary) for summary in read.transfers]
         return Look(
             node.server,
             restarted=restarted,
             engines=len(listed.engines),
             publications=sum(engine.publications for engine in listed.engines),
             leases=sum(engine.leases for engine in listed.engines),
-            transfers=[_listed(node.server, summary) for summary in read.transfers],
+            transfers=reads,
             whole=not (listed.next_page_token or read.next_page_token),
-            peers=self._peers(read.transfers),
+            peers=self._peers(read.transfers, reads),
         )
 
-    def _peers(self, transfers: Sequence[ipb.TransferSummary]) -> list[Peers]:
+    def _peers(self, transfers: Sequence[ipb.TransferSummary], reads: Sequence[ListedRead]) -> list[Peers]:
         now, before = time.monotonic(), self._at
         known: dict[tuple[bytes, int, int], int] = {}
         moved: dict[tuple[str, str], int] = defaultdict(int)
         found: dict[tuple[str, str], Peers] = {}
-        for transfer in transfers:
-            read, source = transfer.read, transfer.source
-            key = source.incarnation, transfer.publication, read.lease_number
-            pair = source.engine_id, read.reader.engine_id
+        for transfer, read in zip(transfers, reads, strict=True):
+            key = transfer.source.incarnation, read.publication, read.lease_number
+            pair = read.source, read.reader
             peers = found.setdefault(pair, Peers(*pair))
-            alive = transfer.lease_remaining.ToNanoseconds() > 0 or transfer.HasField("waited")
-            peers.reading += alive
-            peers.ended += not alive
+            peers.reading += read.alive
+            peers.ended += not read.alive
             peers.bytes += read.bytes
             known[key] = read.bytes
             moved[pair] += max(0, read.bytes - self._bytes.get(key, 0))

@@ -1,43 +1,142 @@
-"""The interface of all directories, and the thread that follows a directory.
+"""What directories list, their interface, and the thread that follows a directory.
 
 Answers come from memory, so that looking an engine up never waits, and the last answers stay in use during an outage.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from random import SystemRandom
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from kvferry._directory.listing import Listed, Listing
+from kvferry._arguments import instance, mapping, string_map, text
 from kvferry._forks import Closing
 from kvferry._logs import Log
 from kvferry._threads import guarded, start_loop
-from kvferry.errors import Closed, DirectoryUnavailable, EngineNotListed, KvferryError, WrongState
+from kvferry._wire.authority import INCARNATION_BYTES
+from kvferry._wire.channel import parse_address
+from kvferry.errors import Closed, DirectoryUnavailable, EngineNotListed, InvalidField, KvferryError, WrongState
 
 logger = Log(__name__)
+
+MAX_NAME_BYTES = 256  # Most bytes of an engine_id, of a home, and of the name and the value of a label
+MAX_LABELS = 16
+MAX_ENTRY_BYTES = 16 * 1024  # Most bytes of an entry that is read from a directory: more than any valid entry has
 
 FOLLOW_FIRST = 0.1
 FOLLOW_LAST = 5.0
 """Shortest and longest seconds between attempts to follow an unreadable directory. Half of each pause is random, so
 that a fleet does not come back in one instant."""
 _RANDOM = SystemRandom()
+ANSWER_TIMEOUT = 5.0  # Default seconds to wait for the first answer
 
-ANSWER_TIMEOUT = 5.0
-"""Default seconds to wait for the first answer."""
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The home of one engine. All fields are public. Raises `InvalidField` for a field of the wrong type or value.
+
+    Attributes:
+        engine_id: the engine.
+        home: ``host:port`` at which other hosts reach the engine's home.
+        incarnation: tells apart two engines of one name; empty: not known.
+        labels: for people and routers, such as ``{"role": "prefill", "model": "llama3-70b"}``.
+    """
+
+    engine_id: str
+    home: str
+    incarnation: bytes = b""
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(text("engine_id", self.engine_id).encode()) <= MAX_NAME_BYTES:
+            raise InvalidField("engine_id", self.engine_id, f"1 to {MAX_NAME_BYTES} bytes")
+        if len(instance("incarnation", self.incarnation, bytes, "bytes")) not in (0, INCARNATION_BYTES):
+            raise InvalidField("incarnation", self.incarnation, f"{INCARNATION_BYTES} bytes, or none")
+        object.__setattr__(self, "home", checked_home(self.home))
+        object.__setattr__(self, "labels", checked_labels(self.labels))
+
+    def to_json(self) -> bytes:
+        """Encode the listing as directories keep it."""
+        said = {"engine_id": self.engine_id, "home": self.home, "labels": dict(self.labels)}
+        if self.incarnation:
+            said["incarnation"] = self.incarnation.hex()
+        return json.dumps(said, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, encoded: bytes) -> Listing:
+        """Decode a listing, and ignore fields that a later version has added. Raises `InvalidField`."""
+        if len(encoded) > MAX_ENTRY_BYTES:
+            raise InvalidField("listing", f"{len(encoded)} bytes", f"at most {MAX_ENTRY_BYTES}")
+        try:
+            said: Any = mapping("listing", json.loads(encoded), "a JSON object")
+            incarnation = bytes.fromhex(text("incarnation", said.get("incarnation", "")))
+        except InvalidField:
+            raise
+        except (ValueError, RecursionError):
+            raise InvalidField("listing", f"{len(encoded)} bytes", "a JSON object") from None
+        return cls(said.get("engine_id"), said.get("home"), incarnation, said.get("labels", {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The content of a directory at one time.
+
+    Attributes:
+        homes: ``host:port`` of every node server, with and without engines.
+        engines: the engines, the last listed at the end. An engine may be listed twice, e.g. while its old home has not
+            noticed yet that the engine moved.
+        aliases: further addresses of the same homes, which references may contain.
+    """
+
+    homes: frozenset[str] = frozenset()
+    engines: tuple[Listing, ...] = ()
+    aliases: frozenset[str] = frozenset()
+
+    def find(self, engine_id: str, incarnation: bytes = b"") -> Listing | None:
+        """Return the listing of this incarnation of an engine, else the engine's newest listing, else None.
+
+        Another incarnation's home helps, too: it answers with a typed error that the engine has restarted.
+        """
+        found = [listing for listing in self.engines if listing.engine_id == engine_id]
+        same = [listing for listing in found if incarnation and listing.incarnation == incarnation]
+        chosen = same or found
+        return chosen[-1] if chosen else None
+
+    def covers(self, home: str) -> bool:
+        """Whether a listed home has this address."""
+        return home in self.homes or home in self.aliases or any(listing.home == home for listing in self.engines)
+
+
+def checked_home(home: str) -> str:
+    """Return the address of a home if other hosts can connect to it; else raises `InvalidField`."""
+    address = parse_address(text("home", home), "home")
+    if address.is_unix or not address.port or len(home.encode()) > MAX_NAME_BYTES or not home.isprintable():
+        raise InvalidField("home", home, f"host:port, as other hosts reach it, in at most {MAX_NAME_BYTES} bytes")
+    return str(address)
+
+
+def checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return labels if they are few, short and printable; else raises `InvalidField`."""
+    checked = dict(string_map("labels", labels))
+    if len(checked) > MAX_LABELS:
+        raise InvalidField("labels", f"{len(checked)} labels", f"at most {MAX_LABELS}")
+    for part in (*checked, *checked.values()):
+        if len(part.encode()) > MAX_NAME_BYTES or not part.isprintable():
+            raise InvalidField("labels", part, f"printable names and values of at most {MAX_NAME_BYTES} bytes")
+    return checked
 
 
 class Directory(Closing, ABC):
     """Lists the homes of a fleet, and the home of each engine. `open_directory` makes one.
 
     From the first call on, a thread follows the directory. Answers come from memory, also while the directory cannot be
-    reached.
-
-    Threading: every method may be called from any thread.
+    reached. Every method may be called from any thread.
 
     `publish`, `renew` and `withdraw` raise `DirectoryUnavailable` if the directory could not be written, and
     `WrongState` if node servers do not publish in this kind of directory.
@@ -64,12 +163,8 @@ class Directory(Closing, ABC):
     # For readers.
 
     def start(self) -> None:
-        """Begin to follow the directory. Does not wait. Idempotent.
-
-        Raises:
-            Closed: the directory is closed.
-            LimitReached: the system refused a thread.
-        """
+        """Begin to follow the directory. Does not wait. Idempotent. Raises `Closed`, or `LimitReached` if the system
+        refused a thread."""
         if self._thread is None:
             with self._changed:
                 if self._thread is None and not self._closed:
@@ -85,12 +180,8 @@ class Directory(Closing, ABC):
             return self._listed is not None
 
     def listed(self) -> Listed:
-        """Return the directory's content. Does not wait.
-
-        Raises:
-            DirectoryUnavailable: the directory has not answered yet.
-            Closed: the directory is closed.
-        """
+        """Return the directory's content. Does not wait. Raises `DirectoryUnavailable` if it has not answered yet, or
+        `Closed`."""
         self.start()
         problem, listed = self._problem, self._listed
         if listed is None:
@@ -99,13 +190,7 @@ class Directory(Closing, ABC):
 
     def resolve(self, engine_id: str, incarnation: bytes = b"") -> Listing:
         """Return the listing of an engine; of several with its name, prefers the incarnation, then the newest. Does not
-        wait.
-
-        Raises:
-            EngineNotListed: the directory does not list the engine.
-            DirectoryUnavailable: the directory has not answered yet.
-            Closed: the directory is closed.
-        """
+        wait. Raises `EngineNotListed`, `DirectoryUnavailable` if the directory has not answered yet, or `Closed`."""
         found = self.listed().find(engine_id, incarnation)
         if found is None:
             message = f"engine {engine_id!r} is not listed in {self.name}"

@@ -12,19 +12,14 @@ from typing import Any
 import dns.exception
 import dns.resolver
 
-from kvferry._directory.directory import Directory, unavailable
-from kvferry._directory.listing import Listed, Listing
+from kvferry._directory.directory import Directory, Listed, Listing, unavailable
 from kvferry._wire.channel import Address
 
 SERVICE = "_kvferry._tcp"
 """Service and protocol of the SRV records: the port in a Kubernetes Service is named ``kvferry``."""
 
-ASK_AT_LEAST = 1.0
-ASK_AT_MOST = 30.0
-"""Shortest and longest seconds between questions; between them, the answers' TTL decides."""
-
-QUESTION_TIMEOUT = 5.0
-"""Seconds for one question, repetitions included."""
+ASK_AT_LEAST, ASK_AT_MOST = 1.0, 30.0  # Seconds between questions; between them, the answers' TTL decides
+QUESTION_TIMEOUT = 5.0  # Seconds for one question, repetitions included
 
 
 class DnsDirectory(Directory):

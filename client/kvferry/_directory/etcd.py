@@ -22,8 +22,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvferry._directory import etcd_v3_pb2 as etcd
-from kvferry._directory.directory import Directory, unavailable
-from kvferry._directory.listing import Listed, Listing, checked_home
+from kvferry._directory.directory import Directory, Listed, Listing, checked_home, unavailable
 from kvferry._logs import Log
 from kvferry._wire.channel import TlsConfig, connect
 from kvferry._wire.status import is_too_large
@@ -31,8 +30,7 @@ from kvferry.errors import DirectoryUnavailable, InvalidField, MessageTooLarge
 
 logger = Log(__name__)
 
-CALL_TIMEOUT = 5.0
-"""Seconds for one call."""
+CALL_TIMEOUT = 5.0  # Seconds for one call
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -45,22 +43,16 @@ WITH_LEADER = ("hasleader", "true")
 TOKEN_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 """etcd's answers to a token that it no longer knows, and to a token from before a change of users."""
 
-PAGE = 1000
-"""Most keys in one request; fewer if values are large, because an answer of etcd has to fit a message."""
-
-WITHDRAW_TIMEOUT = 2.0
-"""Seconds that a stopping node server waits for etcd to withdraw its listings."""
+PAGE = 1000  # Most keys in one request; fewer if values are large, because an answer of etcd has to fit a message
+WITHDRAW_TIMEOUT = 2.0  # Seconds that a stopping node server waits for etcd to withdraw its listings
 
 MAX_KEYS = 200_000
 MAX_BYTES = 64 << 20
 """Most listings, and most bytes of keys and values, that a client takes from a directory, so that a peer that can write
 there cannot fill the client's memory."""
 
-MAX_NAMED = 100
-"""Most keys without a listing that the log names, and most bytes of each."""
-
-MAX_PROBLEM = 500
-"""Most characters of a log line's reason why a key is no listing."""
+MAX_NAMED = 100  # Most keys without a listing that the log names, and most bytes of each
+MAX_PROBLEM = 500  # Most characters of a log line's reason why a key is no listing
 
 
 class EtcdDirectory(Directory):
@@ -214,14 +206,21 @@ class Entries:
         self._found, self._bytes = {}, 0
 
     def put(self, entry: etcd.KeyValue) -> None:
-        """Add or replace a key and its value. Raises `DirectoryUnavailable` if the listings exceed a client's
-        limits."""
+        """Add or replace a key and its value. Raises `DirectoryUnavailable` if the limits are exceeded."""
         self.drop(entry.key)
         kind, *names = entry.key[len(self._prefix.encode()) + 1 :].split(b"/")
-        if (kind, len(names)) not in ((b"homes", 1), (b"engines", 2)):
-            return
+        found: str | Listing
         try:
-            found = self._parsed(entry, names[0] if kind == b"homes" else None)
+            if kind == b"homes" and len(names) == 1:
+                found = checked_home(unquote(names[0].decode(), errors="strict"))
+                meant = _key(self._prefix, "homes", found)
+            elif kind == b"engines" and len(names) == 2:
+                found = Listing.from_json(entry.value)
+                meant = _key(self._prefix, "engines", found.engine_id, found.home)
+            else:
+                return
+            if meant != entry.key:
+                raise InvalidField("key", entry.key.decode(), f"{meant.decode()}, as the value says")
         except (InvalidField, UnicodeDecodeError) as error:
             # A peer that may write there may write anything, but that does not make other entries wrong.
             self.skip(entry.key, str(error))
@@ -253,29 +252,13 @@ class Entries:
         engines.sort(key=lambda each: (each[0], each[1].engine_id, each[1].home))
         return Listed(homes, tuple(listing for _, listing in engines))
 
-    def _parsed(self, entry: etcd.KeyValue, home_in_key: bytes | None) -> str | Listing:
-        """Return the home or the engine that an entry lists; raises `InvalidField` if the entry has a wrong key."""
-        found: str | Listing
-        if home_in_key is not None:
-            found = checked_home(unquote(home_in_key.decode(), errors="strict"))
-            meant = _key(self._prefix, "homes", found)
-        else:
-            found = Listing.from_json(entry.value)
-            meant = _key(self._prefix, "engines", found.engine_id, found.home)
-        if meant != entry.key:
-            raise InvalidField("key", entry.key.decode(), f"{meant.decode()}, as the value says")
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    endpoints: tuple[str, ...]
-    """``host:port`` of each member."""
+    endpoints: tuple[str, ...]  # `host:port` of each member
     tls: TlsConfig | None = None
-    user: str = ""
-    """Empty: no authentication."""
-    password_file: Path | None = None
-    """Read for each authentication, so that the password can be changed."""
+    user: str = ""  # Empty: no authentication
+    password_file: Path | None = None  # Read for each authentication, so that the password can be changed
 
 
 class EtcdCalls:
@@ -296,7 +279,7 @@ class EtcdCalls:
         there is no answer or etcd refused, and `MessageTooLarge` if the answer does not fit a message."""
         had_token = bool(self._token)
         try:
-            made = self._dialled().unary_unary(PACKAGE + method, _encode, answer.FromString)
+            made = self._dialled().unary_unary(PACKAGE + method, type(request).SerializeToString, answer.FromString)
             return made(request, timeout=timeout or CALL_TIMEOUT, metadata=self._metadata())
         except grpc.RpcError as error:
             if not had_token or cast("grpc.Call", error).code() not in TOKEN_REFUSED:
@@ -312,7 +295,8 @@ class EtcdCalls:
         # A watch lasts until its requests end. gRPC takes them on a thread of gRPC.
         requests: Queue[etcd.WatchRequest | None] = Queue()
         requests.put(request)
-        made: Any = self._dialled().stream_stream(f"{PACKAGE}Watch/Watch", _encode, etcd.WatchResponse.FromString)
+        encode, decode = etcd.WatchRequest.SerializeToString, etcd.WatchResponse.FromString
+        made: Any = self._dialled().stream_stream(f"{PACKAGE}Watch/Watch", encode, decode)
         try:
             yield from made(iter(requests.get, None), metadata=self._metadata())
         except grpc.RpcError as error:
@@ -348,8 +332,8 @@ class EtcdCalls:
                 password = access.password_file.read_text().rstrip("\n") if access.password_file else ""
             except (OSError, ValueError):
                 raise unavailable(self._name, f"{access.password_file}, its password_file, cannot be read") from None
-            decode = etcd.AuthenticateResponse.FromString
-            made = self._dialled().unary_unary(f"{PACKAGE}Auth/Authenticate", _encode, decode)
+            encode, decode = etcd.AuthenticateRequest.SerializeToString, etcd.AuthenticateResponse.FromString
+            made = self._dialled().unary_unary(f"{PACKAGE}Auth/Authenticate", encode, decode)
             request = etcd.AuthenticateRequest(name=access.user, password=password)
             self._token = made(request, timeout=CALL_TIMEOUT).token
         return (WITH_LEADER, ("token", self._token)) if self._token else (WITH_LEADER,)
@@ -371,7 +355,3 @@ class EtcdCalls:
 
     def _is_closed(self) -> DirectoryUnavailable:
         return unavailable(self._name, "it is closed")
-
-
-def _encode(message: Message) -> bytes:
-    return message.SerializeToString()

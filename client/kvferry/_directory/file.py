@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from kvferry._arguments import mapping, string_map, text, texts
-from kvferry._directory.directory import Directory, unavailable
-from kvferry._directory.listing import Listed, Listing, checked_home
+from kvferry._directory.directory import Directory, Listed, Listing, checked_home, unavailable
 from kvferry.errors import InvalidField
 
-LOOK_EVERY = 1.0
-"""Seconds between looks at whether the file has changed."""
+LOOK_EVERY = 1.0  # Seconds between looks at whether the file has changed
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 

@@ -19,11 +19,8 @@ from kvferry._directory.file import FileDirectory
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField
 
-DEFAULT_PORT = 7423
-"""The port of node servers, where a name in DNS has no SRV record and the URL no port."""
-
-DEFAULT_PREFIX = "/kvferry"
-"""Prefix of keys in etcd if the URL has none."""
+DEFAULT_PORT = 7423  # The port of node servers, where a name in DNS has no SRV record and the URL no port
+DEFAULT_PREFIX = "/kvferry"  # Prefix of keys in etcd if the URL has none
 
 MAX_ENDPOINTS = 16
 FORMS = "file:/PATH, dns:///NAME[:PORT], or etcd://HOST:PORT[,HOST:PORT]/PREFIX (etcds:// for TLS)"

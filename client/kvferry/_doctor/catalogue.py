@@ -1,16 +1,27 @@
-"""The table of checks, in the order of the output, and how each is run."""
+"""The table of checks, in the order of the output, and how each is run.
+
+Some run in separate processes, because NIXL can crash its process, and look-ups of names or locks can hang.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvferry._doctor import isolation, moves, peer, rdma, same_host, software, system
-from kvferry._doctor.check import Finding, Host, finding
+from kvferry._doctor import moves, peer, rdma, same_host, software, system
+from kvferry._doctor.check import Finding, Host, ended, finding, python
+
+_LINES = 5
+_PR_SET_PDEATHSIG = 1
 
 
 class Check(NamedTuple):
@@ -25,7 +36,7 @@ class Check(NamedTuple):
         """Run the check. An exception becomes a finding."""
         try:
             # The check of a peer waits several times: for the name, the port, and answers.
-            return isolation.run(self.name, host, self.alone + 4 * host.timeout) if self.alone else self.look(host)
+            return run_alone(self.name, host, self.alone + 4 * host.timeout) if self.alone else self.look(host)
         except Exception as error:
             return [finding("check-died", f"the check `{self.name}` raised {type(error).__name__}: {error}")]
 
@@ -56,11 +67,58 @@ def examine(host: Host) -> Iterator[tuple[str, list[Finding]]]:
             yield check.name, check.run(host)
 
 
+def run_alone(check: str, host: Host, seconds: float) -> list[Finding]:
+    """Run a check of the catalogue in a new process, which is killed with its children after `seconds`."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
+        answer = Path(folder) / "findings"
+        with (Path(folder) / "stderr").open("w+b") as written:
+            process = subprocess.Popen(
+                # The name is for lists of processes.
+                python("from kvferry._doctor.catalogue import main; main()", check),
+                stdin=subprocess.PIPE,
+                stdout=written,
+                stderr=written,
+                # The process's temporary files end with the folder, also if the process is killed.
+                env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": folder},
+                # So that its children can be ended with it. No `preexec_fn`, with which Python forks: gRPC's code in
+                # the child of a fork can end the child.
+                start_new_session=True,
+            )
+            hung = False
+            try:
+                process.communicate(pickle.dumps((check, host, os.getpid(), str(answer))), timeout=seconds)
+            except subprocess.TimeoutExpired:
+                hung = True
+            finally:
+                # Also after an orderly end: none of its children may stay.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            written.seek(0)
+            last = " / ".join(written.read().decode(errors="replace").split("\n")[-_LINES:]).strip(" /")
+        wrote = f"; it wrote last: {last}" if last else ""
+        if hung:
+            return [finding("check-hung", f"the check `{check}` took longer than {seconds:g} s{wrote}")]
+        if process.returncode != 0 or not answer.exists():
+            return [finding("check-died", f"the check `{check}` ended {ended(process.returncode)}{wrote}")]
+        found: list[Finding] = pickle.loads(answer.read_bytes())
+        return found
+
+
 def main() -> None:
-    """Run the process of one check, which `isolation.run` starts."""
+    """Run the process of one check, which `run_alone` starts. The input has the host and the name of the file for the
+    findings, both pickled."""
     name, host, parent, answer = pickle.load(sys.stdin.buffer)
-    isolation.end_with(parent)
+    end_with(parent)
     check = next(check for check in CHECKS if check.name == name)
     Path(answer).write_bytes(pickle.dumps(check.look(host)))
     # Without the exit handlers of libraries, whose faults are not those of the check.
     os._exit(0)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this process with its parent: a killed command cannot end a check that hangs. If the parent
+    is gone already, this process ends here."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +17,11 @@ from pathlib import Path
 class Finding:
     """A result of a check, with the fields of `kvferry doctor --json`."""
 
-    finding: str
-    """Name in the table."""
-    level: str
-    """``ok``, ``warning``, ``problem`` or ``unknown``; see docs/doctor.md."""
-    found: str
-    """What the check saw, with numbers."""
-    means: str
-    """The consequence for kvferry; empty: none."""
-    do: str
-    """The remedy; empty: there is nothing to do."""
+    finding: str  # Name in the table
+    level: str  # `ok`, `warning`, `problem` or `unknown`; see docs/doctor.md
+    found: str  # What the check saw, with numbers
+    means: str  # The consequence for kvferry; empty: none
+    do: str  # The remedy; empty: there is nothing to do
 
 
 @functools.cache
@@ -48,14 +45,10 @@ class Host:
     root: Path = Path("/")
     """The folder with ``proc``, ``sys`` and ``dev``; another one in tests, for hardware that is not there."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    pid: int | None = None
-    """A process of this host to check, such as an engine."""
-    peer: str = ""
-    """Address of a node server to check; empty: none."""
-    tls: Mapping[str, Path | None] = field(default_factory=dict)
-    """The PEM files for the peer, by field of `TlsConfig`."""
-    timeout: float = 5.0
-    """Seconds to wait for an answer of the peer."""
+    pid: int | None = None  # A process of this host to check, such as an engine
+    peer: str = ""  # Address of a node server to check; empty: none
+    tls: Mapping[str, Path | None] = field(default_factory=dict)  # The PEM files for the peer, by field of `TlsConfig`
+    timeout: float = 5.0  # Seconds to wait for an answer of the peer
 
     def path(self, path: str) -> Path:
         """Return the place of an absolute path of the system."""
@@ -100,3 +93,14 @@ class Host:
             found.append(next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), name))
         # Without /proc/driver, as some sandboxes are, the device files remain.
         return found or self.gpu_files() or (["an AMD GPU (/dev/kfd)"] if self.path("/dev/kfd").exists() else [])
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command that runs lines of Python without modules from the current folder: root runs the doctor, too,
+    and any user may put a json.py into /tmp."""
+    return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
+
+
+def ended(code: int) -> str:
+    """Describe how a process ended, given the return code of `subprocess`: negative for a signal."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

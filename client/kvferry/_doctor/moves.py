@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from kvferry._doctor.check import Finding, Host, finding
-from kvferry._doctor.isolation import ended, python
+from kvferry._doctor.check import Finding, Host, ended, finding, python
 from kvferry._doctor.software import version_of
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
 SIZE = 64 << 20
 ROUNDS = 3
-SHARE = 0.2
-"""Fraction of a copy's speed below which a read by CMA is slow; measured were 0.41 to 1.13 (docs/nixl.md)."""
+SHARE = 0.2  # Fraction of a copy's speed below which a read by CMA is slow; measured were 0.41 to 1.13 (docs/nixl.md)
 _WAIT = 20.0
 
 
@@ -87,8 +85,7 @@ def _way(text: str) -> str:
 
 
 def _measure() -> tuple[float, float, int]:
-    """Return bytes per second of the fastest read and of the fastest copy in this process, and the return code of the
-    source process."""
+    """Return bytes per second of the fastest read and the fastest copy, and the source process's return code."""
     import numpy as np
 
     from kvferry._transport.nixl_agent import NixlOptions, ReadingAgent

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from kvferry._wire.channel import Address
 
 ECHOES = 21
-_SAID = 300
-"""Most characters of a text from a peer, which may send anything."""
+_SAID = 300  # Most characters of a text from a peer, which may send anything
 _HEALTH = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
 """HealthCheckResponse with status SERVING. Encoded by hand, because only kvferryd's packages have its module."""

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from kvferry._doctor.check import Finding, Host, finding
 from kvferry._doctor.moves import complaints, ucx_log
 
-SIZE = 64 << 20
-"""Bytes to register: more than distributions let a process lock by default (8 MiB)."""
+SIZE = 64 << 20  # Bytes to register: more than distributions let a process lock by default (8 MiB)
 
 
 def check(host: Host) -> list[Finding]:
@@ -87,8 +86,7 @@ def _try_port(nixl: object, port: str, said: str, written: Callable[[], str]) ->
 
 
 def _link() -> str:
-    """Return the command that makes UCX use the distribution's libibverbs; empty if UCX uses it already, or there is
-    none."""
+    """Return the command that makes UCX use the distribution's libibverbs; empty if it does, or there is none."""
     from kvferry._transport.rdma_cards import mapped
 
     # kvferry loads the distribution's library. The wheel's libraries are in the parent of the folder of UCX's modules.

@@ -33,8 +33,7 @@ read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p,
 got = read(pid, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0)
 print(0 if got == 16 else ctypes.get_errno() or -1)
 """
-_ALONE = ("-I", "-S", "-c")
-"""Options of a Python that imports nothing but the modules that its lines name."""
+_ALONE = ("-I", "-S", "-c")  # Options of a Python that imports nothing but the modules that its lines name
 _CAP_SYS_PTRACE = 19
 
 
@@ -61,8 +60,7 @@ def _two_of_ours(host: Host) -> Finding:
 
 
 def _read(pid: int, address: int) -> int:
-    """Have a process read another's memory. Returns errno, or 0. Without a timeout: the whole check has one, and is
-    ended with its children."""
+    """Have a process read another's memory; returns errno, or 0. The timeout is that of the whole check."""
     command = [sys.executable, *_ALONE, _READER, str(pid), str(address)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

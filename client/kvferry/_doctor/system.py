@@ -97,8 +97,7 @@ def _quota(host: Host) -> tuple[float, int, int]:
 
 
 def _cgroups(host: Host) -> list[tuple[bool, str]]:
-    """Return the folders of this process's cgroup and of its parents, the nearest first, each with whether it is of
-    version 2."""
+    """Return the folders of this process's cgroup and its parents, nearest first, and whether each is of version 2."""
     folders = []
     for line in host.text("/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

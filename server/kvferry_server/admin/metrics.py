@@ -10,8 +10,8 @@ the number of series does not grow with the fleet. The page and `kvferry engines
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -21,8 +21,7 @@ from prometheus_client.registry import Collector
 import kvferry
 from kvferry._exposition import family
 from kvferry.stats import Metric, metrics_of
-from kvferry_server.admin.call_counts import CallCounts
-from kvferry_server.admin.node_state import LoopLag, NodeState
+from kvferry_server.admin.node_state import CallCounts, LoopLag, NodeState
 from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.journal import LIVE, Journal
@@ -39,25 +38,10 @@ def engine_state(engine: Engine) -> str:
     return "incomplete" if engine.num_missing or engine.first is None else "ready"
 
 
-class Scrape(NamedTuple):
-    """What the values of one scrape are computed from: the node server, and its open connections by listener."""
-
-    node: NodeState
-    connections: Mapping[str, int]
-
-    @property
-    def engines(self) -> Collection[Engine]:
-        return self.node.home.engines.all_engines()
-
-    @property
-    def alive(self) -> Collection[Engine]:
-        return [engine for engine in self.engines if not engine.dead]
-
-
-Value: TypeAlias = Callable[[Scrape], Any]
+Value: TypeAlias = Callable[[NodeState], Any]
 """Computes the value of a metric: a number, or numbers by the values of the labels. None: the metric is left out."""
 
-Bounded: TypeAlias = Callable[[Scrape], Mapping[Any, tuple[int, int]]]
+Bounded: TypeAlias = Callable[[NodeState], Mapping[Any, tuple[int, int]]]
 """Computes use and limit, by the values of the labels."""
 
 Row: TypeAlias = tuple[Metric, Value]
@@ -71,36 +55,36 @@ def _bounded(used: str, limit: str, documentation: str, value: Bounded, **labels
     """Return the row of a use and the row of its limit."""
     most = f"The limit of kvferry_{used}."
     return (
-        _gauge(used, documentation, lambda at: {key: pair[0] for key, pair in value(at).items()}, **labels),
-        _gauge(limit, most, lambda at: {key: pair[1] for key, pair in value(at).items()}, **labels),
+        _gauge(used, documentation, lambda node: {key: pair[0] for key, pair in value(node).items()}, **labels),
+        _gauge(limit, most, lambda node: {key: pair[1] for key, pair in value(node).items()}, **labels),
     )
 
 
 def _counted(kind: type, of: Callable[[NodeState], object]) -> Iterator[Row]:
     for name, metric in metrics_of(kind).items():
-        yield metric, lambda at, name=name: getattr(of(at.node), name)  # type: ignore[misc]
+        yield metric, lambda node, name=name: getattr(of(node), name)  # type: ignore[misc]
 
 
-def _ranks(at: Scrape) -> Mapping[str, int]:
-    missing = sum(engine.num_missing for engine in at.alive)
-    return {"registered": sum(engine.num_ranks for engine in at.alive) - missing, "missing": missing}
+def _ranks(node: NodeState) -> Mapping[str, int]:
+    missing = sum(engine.num_missing for engine in node.alive)
+    return {"registered": sum(engine.num_ranks for engine in node.alive) - missing, "missing": missing}
 
 
-def _oldest_pin(at: Scrape) -> float:
-    home = at.node.home
+def _oldest_pin(node: NodeState) -> float:
+    home = node.home
     oldest = next(iter(home.journal.pinned), None)
     return 0.0 if oldest is None else home.clock.now() - oldest.first_at
 
 
-def _leases(at: Scrape) -> Mapping[str, int]:
-    home = at.node.home
+def _leases(node: NodeState) -> Mapping[str, int]:
+    home = node.home
     live = {state.name.lower(): home.journal.live_leases[state] for state in LIVE}
     return {**live, "kept": home.records.lease_budget.used - sum(live.values())}
 
 
-def _budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
-    node, home = at.node, at.node.home
-    used = {"memory": home.memory.used, "leases": home.records.lease_budget.used, "engines": len(at.engines)}
+def _budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
+    home = node.home
+    used = {"memory": home.memory.used, "leases": home.records.lease_budget.used, "engines": len(node.engines)}
     found = {name: (value, getattr(home.limits, name)) for name, value in used.items()}
     for name in ("answers", "requests"):
         budgets: list[Budget] = [getattr(listener, name) for listener in node.listeners]
@@ -108,9 +92,9 @@ def _budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
     return found
 
 
-def _engine_budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
-    home = at.node.home
-    kept = [home.records.engines.get(engine.ref) for engine in at.engines]
+def _engine_budgets(node: NodeState) -> Mapping[str, tuple[int, int]]:
+    home = node.home
+    kept = [home.records.engines.get(engine.ref) for engine in node.engines]
     engines = [each for each in kept if each is not None]
     used = {
         "waiting_reads": max((each.waiting_reads.used for each in engines), default=0),
@@ -121,23 +105,23 @@ def _engine_budgets(at: Scrape) -> Mapping[str, tuple[int, int]]:
     return {name: (most, getattr(home.limits, name)) for name, most in used.items()}
 
 
-def _calls(at: Scrape) -> Mapping[tuple[str, str], tuple[int, int]]:
+def _calls(node: NodeState) -> Mapping[tuple[str, str], tuple[int, int]]:
     kinds = {"call": "calls", "stream": "streams"}
     budgets = {
-        (listener.name, kind): getattr(listener, name) for kind, name in kinds.items() for listener in at.node.listeners
+        (listener.name, kind): getattr(listener, name) for kind, name in kinds.items() for listener in node.listeners
     }
     return {labels: (budget.used, budget.capacity) for labels, budget in budgets.items()}
 
 
 def _of_certificates(name: str) -> Value:
-    return lambda at: None if at.node.certificates is None else getattr(at.node.certificates, name)
+    return lambda node: None if node.certificates is None else getattr(node.certificates, name)
 
 
 METRICS: tuple[Row, ...] = (
     _gauge(
         "build_info",
         "Always 1; labels say what runs.",
-        lambda at: {(kvferry.__version__, grpc.__version__): 1},
+        lambda node: {(kvferry.__version__, grpc.__version__): 1},
         version=(),
         grpc=(),
     ),
@@ -145,23 +129,23 @@ METRICS: tuple[Row, ...] = (
         "process_memory_limit_bytes",
         "Memory that the process may have: the least that its cgroups and its host allow. "
         "process_resident_memory_bytes is the memory in use.",
-        lambda at: at.node.memory_limit,
+        lambda node: node.memory_limit,
     ),
-    _gauge("start_time_seconds", "When the node server started.", lambda at: at.node.started_at),
-    _gauge("ready", "1 if the node server takes new work.", lambda at: not at.node.why_not_ready()),
-    _gauge("draining", "1 if the node server drains.", lambda at: at.node.home.draining),
-    _gauge("engines", "Engines.", lambda at: Counter(map(engine_state, at.engines)), state=ENGINE_STATES),
+    _gauge("start_time_seconds", "When the node server started.", lambda node: node.started_at),
+    _gauge("ready", "1 if the node server takes new work.", lambda node: not node.why_not_ready()),
+    _gauge("draining", "1 if the node server drains.", lambda node: node.home.draining),
+    _gauge("engines", "Engines.", lambda node: Counter(map(engine_state, node.engines)), state=ENGINE_STATES),
     _gauge("ranks", "Ranks of engines that are not dead.", _ranks, state=("registered", "missing")),
     _gauge(
         "watches",
         "Open Watches of engines' processes.",
-        lambda at: {
-            "scheduler": sum(engine.lost_at is None for engine in at.engines),
-            "rank": sum(len(engine.watched_ranks) for engine in at.engines),
+        lambda node: {
+            "scheduler": sum(engine.lost_at is None for engine in node.engines),
+            "rank": sum(len(engine.watched_ranks) for engine in node.engines),
         },
         role=("scheduler", "rank"),
     ),
-    _gauge("cache_bytes", "Bytes of the registered caches.", lambda at: sum(one.cache_bytes for one in at.alive)),
+    _gauge("cache_bytes", "Bytes of the registered caches.", lambda node: sum(one.cache_bytes for one in node.alive)),
     *_counted(Journal, lambda node: node.home.journal),
     _gauge("oldest_pin_age_seconds", "Age of the oldest publication that is not released.", _oldest_pin),
     _gauge(
@@ -195,14 +179,14 @@ METRICS: tuple[Row, ...] = (
     *_bounded(
         *("connections", "connections_limit"),
         "Open connections, by listener (unix, tcp).",
-        lambda at: {one.name: (at.connections.get(one.name, 0), one.max_connections) for one in at.node.listeners},
+        lambda node: {one.name: (node.connections.get(one.name, 0), one.max_connections) for one in node.listeners},
         listener=(),
     ),
     *_counted(LoopLag, lambda node: node.lag),
-    _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda at: at.node.relays.num_homes),
+    _gauge("relayed_homes", "Homes to which the node server relays ranks.", lambda node: node.relays.num_homes),
     (
         Metric("counter", "kvferry_tls_handshakes", "Connections whose TLS handshake has begun. Only with TLS."),
-        _of_certificates("handshakes"),
+        lambda node: node.handshakes(),
     ),
     (
         Metric(
@@ -213,7 +197,7 @@ METRICS: tuple[Row, ...] = (
             "closes the connection in the middle is not counted.",
             {"reason": ("no_certificate", "untrusted", "expired", "not_tls", "version", "rejected_by_peer", "other")},
         ),
-        lambda at: None if at.node.certificates is None else at.node.failed_handshakes,
+        lambda node: None if node.certificates is None else node.failed_handshakes,
     ),
     _gauge(
         "certificate_expiry_timestamp_seconds",
@@ -233,15 +217,14 @@ class NodeCollector(Collector):
     """Collects the metrics of one node server. Belongs to its event loop."""
 
     def __init__(self, node: NodeState) -> None:
-        self._scrape = Scrape(node, {})
+        self._node = node
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def text(self, connections: Mapping[str, int]) -> bytes:
-        """Return all metrics in Prometheus' text format; `connections` are counts by the listener's name."""
-        self._scrape = self._scrape._replace(connections=connections)
-        with self._scrape.node.home.turn():
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        with self._node.home.turn():
             return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Family]:
@@ -251,6 +234,6 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Family]:
         """Yield the current metrics, within a turn of the home."""
         for metric, value in METRICS:
-            found = value(self._scrape)
+            found = value(self._node)
             if found is not None:
                 yield family(metric, [((), found)])

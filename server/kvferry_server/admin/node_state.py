@@ -1,30 +1,43 @@
-"""The state of a node server that the admin listener shows."""
+"""What the admin listener shows of a node server: its state, and counts of its gRPC calls."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from time import perf_counter
+from typing import Any
 
 from kvferry._wire.channel import Address
-from kvferry.stats import Distribution, histogram
-from kvferry_server.admin.call_counts import CallCounts
+from kvferry._wire.tls_files import TlsFiles
+from kvferry.stats import Distribution, counter, histogram
 from kvferry_server.admin.limits import LAG_POLL, OVERDUE
 from kvferry_server.domain.budgets import Budget
+from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.event_log import EventLog
 from kvferry_server.home.home import Home
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
-LATE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Bounds, in seconds, of how late timers are
+BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # Of buckets of durations, in seconds
+
+OK = "OK"
+INTERNAL = "INTERNAL"  # The reason of a call that failed because of a bug
+LEFT = "CANCELLED"  # The result of a call whose client has left
+ABORTED = "ABORTED"  # Of a call that its handler aborted without a reason, as those of health and reflection do
+
+_refused: ContextVar[str] = ContextVar("kvferry_refused", default=LEFT)
+"""The result of the current call if it gets no answer."""
 
 
 @dataclass(slots=True, eq=False)
 class LoopLag:
     """Measures how late the running event loop runs its timers: every call waits at least as long."""
 
-    seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=LATE)
+    seen: Distribution = histogram("kvferry_loop_lag_seconds", "How late timers of the event loop are.", bounds=BOUNDS)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -34,19 +47,54 @@ class LoopLag:
             self.seen.add(max(0.0, loop.time() - due))
 
 
-class ShownCertificates(Protocol):
-    """The TLS files of a node server. Times are seconds since 1970."""
+@dataclass(slots=True, eq=False)
+class CallCounts:
+    """Counts calls, and writes refusals to `events`. Belongs to the event loop that serves the calls. The number of
+    labels is bounded: methods come from the contract, reasons from `ErrorReason`."""
 
-    handshakes: int
-    """TLS handshakes that have begun."""
+    events: EventLog | None = None
+    results: Counter[tuple[str, str]] = counter(
+        "kvferry_calls",
+        "Calls that ended. The result is OK, the reason of the error, CANCELLED if the client left, or ABORTED for an "
+        "error without a reason. Other results than OK and INTERNAL begin with the first such call.",
+        method=(),
+        result=(),
+    )
+    taken: dict[str, Distribution] = histogram(
+        "kvferry_call_seconds", "How long calls take that do not wait for news.", BOUNDS, method=()
+    )
 
-    @property
-    def expiry(self) -> float | None:
-        """When the server's certificate ends; None: unknown."""
+    def counted(
+        self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        """Wrap a handler so that its calls are counted. `method` is a path, or the name of unknown methods in messages.
+        `timed`: the calls do not wait for news, so that their duration says something."""
+        name = method.removeprefix("/") if method.startswith("/") else "unknown"
+        # Both from the start, because a rate needs a first value.
+        self.results[name, OK] += 0
+        self.results[name, INTERNAL] += 0
+        distribution = self.taken.setdefault(name, Distribution(BOUNDS)) if timed else None
 
-    @property
-    def authorities_expiry(self) -> float | None:
-        """When the first authority of client certificates ends; None: there are none."""
+        async def call(request: Any, context: Any) -> Any:
+            began, result = perf_counter(), ""
+            try:
+                answer = await behaviour(request, context)
+                result = OK
+                return answer
+            finally:
+                # Each call has its own task, so no other call sees this variable.
+                self.results[name, result or _refused.get()] += 1
+                if distribution is not None:
+                    distribution.add(perf_counter() - began)
+
+        return call
+
+    def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
+        """Record that the current call ends with an error; `reason` may be empty."""
+        _refused.set(reason or ABORTED)
+        if self.events is not None and reason:
+            name = method.rpartition("/")[2]
+            self.events.refusal(name, reason, values, {"peer": peer.rstrip(":")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +102,11 @@ class ShownListener:
     """A gRPC listener of a node server."""
 
     address: Address
-    is_serving: Callable[[], bool]
-    """False while a new gRPC server replaces another."""
+    is_serving: Callable[[], bool]  # False while a new gRPC server replaces another
     calls: Budget
     streams: Budget
-    answers: Budget
-    """Bytes of answers that clients have not taken yet."""
-    requests: Budget
-    """Bytes of requests in work."""
+    answers: Budget  # Bytes of answers that clients have not taken yet
+    requests: Budget  # Bytes of requests in work
     connections: Callable[[], int]
     """Counts open connections, which takes a while if there are many. Any thread may call it."""
     max_connections: int
@@ -75,16 +120,19 @@ class ShownListener:
 class NodeState:
     """A node server, for the admin listener. Belongs to the server's event loop.
 
-    `home_runs` says whether the home's timers run. Without TLS files `certificates` is None. `failed_handshakes` is by
-    reason; None: they are not counted. `settings` are those that may be shown: durations, in seconds, and limits.
-    `memory_limit` is in bytes, `started_at` in seconds since 1970. `listeners` grows while the server starts.
+    `home_runs` says whether the home's timers run. Without TLS, `certificates` is None, and `handshakes`, which counts
+    the TLS handshakes that have begun, returns None. `failed_handshakes` is by reason; None: they are not counted.
+    `settings` are those that may be shown: durations, in seconds, and limits. `memory_limit` is in bytes, `started_at`
+    in seconds since 1970. `listeners` grows while the server starts. `connections` are the open connections, by the
+    listener's name, when they were last counted.
     """
 
     home: Home
     worker: Worker
     relays: Relays
     home_runs: Callable[[], bool]
-    certificates: ShownCertificates | None
+    certificates: TlsFiles | None
+    handshakes: Callable[[], int | None]
     failed_handshakes: Mapping[str, int] | None
     settings: Mapping[str, object]
     addresses: Sequence[str]
@@ -92,7 +140,16 @@ class NodeState:
     calls: CallCounts
     lag: LoopLag = field(default_factory=LoopLag)
     listeners: list[ShownListener] = field(default_factory=list)
+    connections: Mapping[str, int] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
+
+    @property
+    def engines(self) -> Collection[Engine]:
+        return self.home.engines.all_engines()
+
+    @property
+    def alive(self) -> Collection[Engine]:
+        return [engine for engine in self.engines if not engine.dead]
 
     def why_not_ready(self) -> str:
         """Return why the node server takes no new work; empty if it does."""
@@ -110,6 +167,6 @@ class NodeState:
         late = self.home.clock.now() - self.home.next_deadline()
         return f"the home's timers are {late:.0f} s late" if late > OVERDUE else ""
 
-    def open_connections(self) -> Mapping[str, int]:
-        """Count the open connections, by the listener's name. Any thread may call this."""
-        return {listener.name: listener.connections() for listener in tuple(self.listeners)}
+    def count_connections(self) -> None:
+        """Count the open connections. Any thread may call this."""
+        self.connections = {listener.name: listener.connections() for listener in tuple(self.listeners)}

@@ -1,4 +1,9 @@
-"""The answers of the admin listener, by path. GET and HEAD only: no request changes anything."""
+"""The admin listener: HTTP for operators, on the node server's event loop.
+
+GET and HEAD only: no request changes anything. A connection has one request, and ends after `CONNECTION_SECONDS` in any
+case; if there are too many connections, the oldest ends. So slow or silent clients cost a bounded number of descriptors
+for a bounded time.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +21,22 @@ from urllib.parse import parse_qsl
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvferry._wire.channel import Address
 from kvferry.errors import InvalidField, KvferryError, LimitReached
 from kvferry.geometry.model import EngineGeometry
 from kvferry.planner.explain_svg import to_svg
 from kvferry.planner.plan import ReadPlan, plan_read
-from kvferry_server.admin import page, status
-from kvferry_server.admin.limits import MAX_PICTURE_CELLS, METRICS_KEPT, PAGE_SHARE, PICTURE_SECONDS
+from kvferry_server.admin import limits, page, status
 from kvferry_server.admin.metrics import NodeCollector
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.servicers.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+_silent = logging.getLogger("kvferry_server.admin.http")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+"""aiohttp logs an error with its stack for each malformed request, so that strangers could fill the log."""
 
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
@@ -52,14 +62,62 @@ Answer = tuple[int, str, bytes]
 Query = Mapping[str, str]
 
 
-class AdminService:
-    """Answers the requests of the admin listener. The owner must close it.
+class AdminListener(web.Server):
+    """Serves HTTP on one address until `close`: aiohttp's server of connections, with limits on their number and
+    duration. `address` may have port 0, and has its real port once `start` has returned. Belongs to the event loop that
+    makes it."""
 
-    With `local`, only requests that name this host, by an IP address or as localhost, are answered. Otherwise a web
-    page in an operator's browser could point its own name here, and read what only this host may read.
-    """
+    def __init__(self, address: Address, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        super().__init__(
+            answer,
+            logger=_silent,
+            access_log=None,
+            keepalive_timeout=0,
+            lingering_time=0,
+            max_line_size=limits.MAX_LINE,
+            max_field_size=limits.MAX_LINE,
+            max_headers=limits.MAX_HEADERS,
+            handler_cancellation=True,
+        )
+        self.address = address
+        self._listening: asyncio.Server | None = None
+        # The oldest connection first.
+        self._open: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
 
-    def __init__(self, node: NodeState, *, local: bool) -> None:
+    async def start(self) -> None:
+        """Listen; raises `OSError` if the address cannot be used."""
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self, self.address.host, self.address.port)
+        port: int = self._listening.sockets[0].getsockname()[1]
+        self.address = Address(host=self.address.host, port=port)
+
+    async def close(self) -> None:
+        """End all connections and release the address. Idempotent."""
+        if self._listening is not None:
+            self._listening.close()
+        await self.shutdown(0)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        timer = asyncio.get_running_loop().call_later(limits.CONNECTION_SECONDS, transport.abort)
+        self._open[handler] = transport, timer
+        if len(self._open) > limits.MAX_CONNECTIONS:
+            next(iter(self._open.values()))[0].abort()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        found = self._open.pop(handler, None)
+        if found is not None:
+            found[1].cancel()
+
+
+class AdminService(AdminListener):
+    """Shows a node server. With `local`, only requests that name this host, by an IP address or as localhost, are
+    answered. Otherwise a web page in an operator's browser could point its own name here, and read what only this host
+    may read."""
+
+    def __init__(self, node: NodeState, address: Address, *, local: bool) -> None:
+        super().__init__(address, self._answer)
         self._node = node
         self._local = local
         self._collector = NodeCollector(node)
@@ -71,12 +129,11 @@ class AdminService:
         self._listing = asyncio.Lock()
         self._listed_until = float("-inf")
         static = files("kvferry_server.admin").joinpath("static")
-        self._files = {
-            "/page.css": ("text/css; charset=utf-8", static.joinpath("page.css").read_bytes()),
-            "/page.js": ("text/javascript; charset=utf-8", static.joinpath("page.js").read_bytes()),
-        }
+        css, script = (static.joinpath(name).read_bytes() for name in ("page.css", "page.js"))
         self._paths: dict[str, Callable[[Query], Answer | Awaitable[Answer]]] = {
             **dict.fromkeys(("/", "/ui"), self._in_turn(lambda query: _page(page.front(node, query)))),
+            "/page.css": lambda _: (200, "text/css; charset=utf-8", css),
+            "/page.js": lambda _: (200, "text/javascript; charset=utf-8", script),
             "/metrics": self._scrape,
             "/healthz": lambda _: _probe(node.why_not_healthy()),
             "/readyz": lambda _: _probe(node.why_not_healthy() or node.why_not_ready()),
@@ -90,13 +147,12 @@ class AdminService:
             "/plan.svg": self._picture,
         }
 
-    def close(self) -> None:
-        """Cancel a running measurement."""
+    async def close(self) -> None:
+        await super().close()
         if self._scraping is not None:
             self._scraping.cancel()
 
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request. The connection ends afterwards."""
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         code, content_type, body = await self._answered(request)
         response = web.Response(status=code, body=body, headers={**HEADERS, "Content-Type": content_type})
         # Connections are short, so that an open one is known to be idle or slow.
@@ -108,9 +164,6 @@ class AdminService:
             return 405, TEXT, b"only GET and HEAD\n"
         if self._local and not _is_this_host(request.headers.get("Host", "")):
             return 421, TEXT, b"name this host by its IP address or as localhost\n"
-        static = self._files.get(request.path)
-        if static is not None:
-            return 200, *static
         handler = self._paths.get(request.path)
         if handler is None:
             return 404, HTML, page.problem_page("There is no such page.").encode()
@@ -127,7 +180,7 @@ class AdminService:
             return 500, TEXT, b"internal error; the node server's log has details\n"
 
     async def _scrape(self, _: Query) -> Answer:
-        if asyncio.get_running_loop().time() - self._metrics[0] >= METRICS_KEPT:
+        if asyncio.get_running_loop().time() - self._metrics[0] >= limits.METRICS_KEPT:
             if self._scraping is None:
                 self._scraping = asyncio.create_task(self._measure())
             # The measurement goes on if this client leaves. Otherwise each of many clients that come and leave would
@@ -138,8 +191,8 @@ class AdminService:
     async def _measure(self) -> None:
         try:
             # Counting connections looks at all open files.
-            connections = await asyncio.to_thread(self._node.open_connections)
-            self._metrics = asyncio.get_running_loop().time(), self._collector.text(connections)
+            await asyncio.to_thread(self._node.count_connections)
+            self._metrics = asyncio.get_running_loop().time(), self._collector.text()
         finally:
             self._scraping = None
 
@@ -155,7 +208,7 @@ class AdminService:
                     return make(query)
                 finally:
                     took = loop.time() - began
-                    self._listed_until = began + took / PAGE_SHARE
+                    self._listed_until = began + took / limits.PAGE_SHARE
 
         return made
 
@@ -178,8 +231,8 @@ class AdminService:
         try:
             source, destination = [await self._geometry(engine_id) for engine_id in _pair(query)]
             cells = len(source.ranks) * len(destination.ranks)
-            if cells > MAX_PICTURE_CELLS:
-                problem = f"at most {MAX_PICTURE_CELLS} pairs of ranks; `kvferry plan` draws more"
+            if cells > limits.MAX_PICTURE_CELLS:
+                problem = f"at most {limits.MAX_PICTURE_CELLS} pairs of ranks; `kvferry plan` draws more"
                 raise InvalidField("destination", f"{cells} pairs of ranks", problem)
             # Clients that ask and leave do not have two pictures drawn at once: the worker has one thread.
             drawn = await self._drawer.run("", 0, partial(_drawn, source, destination))
@@ -199,7 +252,7 @@ def _pair(query: Query) -> tuple[str, str]:
 
 
 def _drawn(source: EngineGeometry, destination: EngineGeometry) -> str:
-    until = time.monotonic() + PICTURE_SECONDS
+    until = time.monotonic() + limits.PICTURE_SECONDS
     plans: list[ReadPlan] = []
     for rank in destination.ranks:
         if plans and time.monotonic() > until:

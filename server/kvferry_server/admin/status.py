@@ -32,8 +32,7 @@ def overview(node: NodeState) -> Row:
     """Return the state of the whole node server, without lists that grow with its load."""
     home, journal = node.home, node.home.journal
     with home.turn() as now:
-        engines = home.engines.all_engines()
-        states = [engine_state(engine) for engine in engines]
+        states = [engine_state(engine) for engine in node.engines]
         oldest = next(iter(journal.pinned), None)
         certificates = node.certificates
         expiry, authorities = (certificates.expiry, certificates.authorities_expiry) if certificates else (None, None)

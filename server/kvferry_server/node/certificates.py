@@ -21,7 +21,7 @@ from kvferry._wire.channel import TlsConfig, TlsContent, server_certificates
 from kvferry._wire.expiry import Validity, date
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
-from kvferry_server.node.times import CERTIFICATE_POLL
+from kvferry_server.node.limits import CERTIFICATE_POLL
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class Certificates(TlsFiles):
         )
 
     def refresh(self) -> bool:
-        """Read the files again. If they cannot be used, keep the current certificate, log why, and return False. Blocks
-        while reading."""
+        """Read the files again, and block meanwhile. Unusable files are logged, change nothing, and give False."""
         with self._reading:
             before = self.content()
             if self._read() is not before and self.expiry is not None:
@@ -80,14 +79,11 @@ class Certificates(TlsFiles):
             self.warn()
             await asyncio.sleep(CERTIFICATE_POLL)
             try:
-                await asyncio.to_thread(self._follow)
+                if await asyncio.to_thread(self._changed):
+                    await asyncio.to_thread(self.refresh)
             except Exception:
                 # Go on whatever the files hold: later files are still to be read.
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
-
-    def _follow(self) -> None:
-        if self._changed():
-            self.refresh()
 
     def _validity(self, content: TlsContent) -> Validity:
         valid, wall = validity(content, self._tls), self._wall_clock()

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
-from kvferry._directory.listing import checked_labels
+from kvferry._directory.directory import checked_labels
 from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField

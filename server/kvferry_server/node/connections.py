@@ -18,16 +18,14 @@ import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvferry._wire.channel import Address
 from kvferry_server.domain.hosts import host_of, host_of_address
-from kvferry_server.node.limits import FULL_CONNECTIONS, MIN_CONNECTIONS, RESERVED_FILES
-from kvferry_server.node.times import CONNECTION_POLL
+from kvferry_server.node.limits import CONNECTION_POLL, FULL_CONNECTIONS, MIN_CONNECTIONS, RESERVED_FILES
 
 logger = logging.getLogger(__name__)
 
-OPEN_FILES = "/proc/self/fd"  # Lists the open file descriptors of this process
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -47,22 +45,12 @@ def file_limit() -> int:
 
 
 def connections_each(wanted: int, listeners: int, files: int) -> int:
-    """Return how many of the `wanted` connections each listener may have, so that no listener takes another's file
-    descriptors; `files` is the process's limit of open files."""
+    """Return how many connections each listener may have, so that none takes another's of the process's `files`."""
     return max(MIN_CONNECTIONS, min(wanted, (files - RESERVED_FILES) // listeners))
 
 
-class _Connection(NamedTuple):
-    """An open connection; `first_check` is the number of the check that first saw it."""
-
-    first_check: int
-    fd: int
-    inode: int
-
-
 class ConnectionLimiter:
-    """Keeps some of the connections free that gRPC accepts on one TCP port, `most` in all. Belongs to one event
-    loop."""
+    """Keeps some of the `most` connections free that gRPC accepts on one TCP port. Belongs to one event loop."""
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most
@@ -78,16 +66,16 @@ class ConnectionLimiter:
                 self.check()
 
     def check(self) -> int:
-        """Close the newest connections of the host that has the most, until there are not too many. Returns how many
-        were closed."""
+        """Close the newest connections of the host that has the most, until few enough are left; returns how many."""
         self._checks += 1
-        by_host: dict[str, list[_Connection]] = defaultdict(list)
+        # Of each host: when a connection was first seen, its descriptor and its inode.
+        by_host: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         checked: dict[int, int] = {}
         for fd, duplicate, own, peer in _connections():
             if duplicate.family in INTERNET and own[1] == self._port:
                 inode = os.fstat(duplicate.fileno()).st_ino
                 checked[inode] = self._first_checks.get(inode, self._checks)
-                by_host[host_of_address(peer[0])].append(_Connection(checked[inode], fd, inode))
+                by_host[host_of_address(peer[0])].append((checked[inode], fd, inode))
         self._first_checks = checked
         too_many = len(checked) - int(self._most * FULL_CONNECTIONS)
         if too_many <= 0:
@@ -97,21 +85,16 @@ class ConnectionLimiter:
         closed: Counter[str] = Counter()
         for _ in range(too_many):
             host = max(by_host, key=lambda one: len(by_host[one]))
-            newest = by_host[host].pop()
-            with contextlib.suppress(OSError), _duplicate(newest.fd) as duplicate:
+            _, fd, inode = by_host[host].pop()
+            with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
                 # If the connection has ended meanwhile, the descriptor may belong to another file.
-                if os.fstat(duplicate.fileno()).st_ino == newest.inode:
+                if os.fstat(duplicate.fileno()).st_ino == inode:
                     # gRPC notices, and closes its file descriptor.
                     duplicate.shutdown(socket.SHUT_RDWR)
             closed[host] += 1
         for host, count in closed.items():
-            logger.warning(
-                "port %d has nearly all of its %d connections: closed the newest %d of host %s, which had the most",
-                self._port,
-                self._most,
-                count,
-                host,
-            )
+            told = "port %d has nearly all of its %d connections: closed the newest %d of host %s, which had the most"
+            logger.warning(told, self._port, self._most, count, host)
         return too_many
 
 
@@ -140,8 +123,7 @@ def end_connection(peer: str) -> None:
 
 
 def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:
-    """Yield gRPC's connections in this process: file descriptor, a duplicate that is valid until the next step, own
-    address and the peer's address."""
+    """Yield gRPC's connections: file descriptor, a duplicate for this step only, own address and the peer's."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
             # A socket that listens, or only reserves the port, has no peer: getpeername raises.
@@ -151,13 +133,12 @@ def _connections() -> Iterator[tuple[int, socket.socket, Any, Any]]:
 def _descriptors() -> list[int]:
     """Return the file descriptors of this process; empty where the system does not list them."""
     with contextlib.suppress(FileNotFoundError):
-        return [int(entry.name) for entry in os.scandir(OPEN_FILES)]
+        return [int(entry.name) for entry in os.scandir("/proc/self/fd")]
     return []
 
 
 def _duplicate(fd: int) -> socket.socket:
-    """Duplicate a socket, so that its descriptor stays valid while in use. Raises `OSError` if `fd` is not a socket of
-    gRPC."""
+    """Duplicate a socket of gRPC, so that its descriptor stays valid while in use; raises `OSError` for others."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(errno.ENOTSOCK, "not a socket")
     # gRPC's sockets do not block. A blocking socket belongs to other code of this process (`kvferry.serve`), and where

@@ -64,8 +64,7 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         return loop.create_task(self._accept(partial(self._request_registered_call, method), path, handlers[path]))
 
     async def _accept(self, next_call: Callable[[], Awaitable[Any]], path: str, handler: Handler) -> None:
-        """Accept calls of one method until the server stops. Ends with the same error as grpcio's task that accepts one
-        call."""
+        """Accept calls of one method until the server stops. Ends with the error of grpcio's task for one call."""
         loop, *_ = self._known
         handle = cygrpc._handle_stream_stream_rpc if handler.response_streaming else cygrpc._handle_stream_unary_rpc
         while True:

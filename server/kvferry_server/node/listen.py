@@ -21,9 +21,9 @@ import os
 import socket
 import stat
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import grpc
 
@@ -31,8 +31,7 @@ from kvferry._wire.channel import MAX_SOCKET_PATH, Address, parse_address
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.grpc_server import Server
-from kvferry_server.node.limits import PORT_TRIES
-from kvferry_server.node.times import RESTART_LOG_PAUSE, RESTART_PAUSE
+from kvferry_server.node.limits import PORT_TRIES, RESTART_LOG_PAUSE, RESTART_PAUSE
 
 logger = logging.getLogger(__name__)
 
@@ -44,30 +43,95 @@ class CannotListen(KvferryError):
         super().__init__(f"cannot listen on {address}: {problem}", address=address, problem=problem)
 
 
-class Listener(Protocol):
-    """An address that this process holds until `close`, and on which gRPC servers can replace each other."""
+class Listener(ABC):
+    """An address that this process holds from `hold` until `stop`, and its gRPC server: if that ends, another replaces
+    it. `address` has its real port once `hold` has returned. Belongs to one event loop."""
 
-    address: Address
-    """The address, with its real port once `hold` has returned."""
+    replacing: asyncio.Task[None] | None = None  # Ends only with `stop`, or by a bug
 
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._server: Server | None = None
+        self._problems, self._logged = 0, float("-inf")
+        _listeners.add(self)
+
+    @abstractmethod
     def hold(self) -> None:
         """Reserve the address; raises `CannotListen`."""
 
+    @abstractmethod
     def bind(self, server: Server) -> None:
         """Make a gRPC server listen on the address, on which no other server may listen; raises `CannotListen`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the address. Idempotent."""
 
+    @abstractmethod
     def forget(self) -> None:
         """Close the descriptors. For a forked child, in which the address must not outlive the parent."""
 
+    async def serve(self, make: Callable[[], Server]) -> None:
+        """Start to serve; `make` makes gRPC servers with all services and no address. Raises `CannotListen`."""
+        self._server = await self._started(make)
+        self.replacing = asyncio.create_task(self._replace(make), name=f"kvferry-serving-{self.address}")
 
-class UnixListener:
+    @property
+    def is_serving(self) -> bool:
+        """False while a new gRPC server replaces another."""
+        return self._server is not None
+
+    async def stop(self, grace: float) -> None:
+        """Stop the server after at most `grace` seconds for calls in progress, and release the address. May be called
+        again, to hurry an earlier call."""
+        if self.replacing is not None:
+            self.replacing.cancel()
+            await asyncio.wait([self.replacing])
+        if self._server is not None:
+            await self._server.stop(grace)
+        self.close()
+
+    async def _started(self, make: Callable[[], Server]) -> Server:
+        server = make()
+        try:
+            self.bind(server)
+            await server.start()
+        except BaseException:
+            # A server that has bound keeps the address, even if it has not started.
+            await server.stop(0)
+            raise
+        return server
+
+    async def _replace(self, make: Callable[[], Server]) -> None:
+        loop = asyncio.get_running_loop()
+        while self._server is not None:
+            began = loop.time()
+            why = await self._server.ended()
+            # After this the ended server does not keep the next one from listening.
+            await self._server.stop(0)
+            self._server = None
+            await asyncio.sleep(max(0.0, began + RESTART_PAUSE - loop.time()))
+            self._log(f"gRPC's server has ended ({why!r}); a new server replaces it, and no state is lost")
+            while self._server is None:
+                try:
+                    self._server = await self._started(make)
+                except CannotListen as error:
+                    self._log(f"{error}; trying again")
+                    await asyncio.sleep(RESTART_PAUSE)
+
+    def _log(self, problem: str) -> None:
+        self._problems += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._logged >= RESTART_LOG_PAUSE:
+            self._logged = now
+            logger.error("%s: %s [%d problems since the start]", self.address, problem, self._problems)
+
+
+class UnixListener(Listener):
     """A UNIX socket, and the lock that reserves its path."""
 
     def __init__(self, path: Path) -> None:
-        self.address = Address(path=str(path))
+        super().__init__(Address(path=str(path)))
         self._path = path
         self._lock = path.with_name(path.name + ".lock")
         # gRPC binds to this path, and the socket is renamed once its mode is right. So the real path always has a
@@ -85,8 +149,7 @@ class UnixListener:
         self._acquire()
 
     def bind(self, server: Server) -> None:
-        """Make a gRPC server listen on the path; raises `CannotListen` if a file that is no socket is there, or the
-        directory is not writable."""
+        """Raises `CannotListen` also if a file that is no socket is there, or the directory is not writable."""
         self._check_clear()
         try:
             server.add_insecure_port(f"unix:{self._new}")
@@ -111,7 +174,6 @@ class UnixListener:
 
     def forget(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
-        _held.discard(self)
         if fd >= 0:
             os.close(fd)
 
@@ -163,7 +225,6 @@ class UnixListener:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
-        _held.add(self)
 
     def _open_lock(self) -> int:
         # This process writes to the file, so it must not follow links, nor block on a pipe.
@@ -198,17 +259,16 @@ class UnixListener:
             )
 
 
-class TcpListener:
+class TcpListener(Listener):
     """A TCP address; with TLS if there is a function that makes credentials, which each gRPC server needs anew."""
 
     def __init__(self, address: Address, credentials: Callable[[], grpc.ServerCredentials] | None) -> None:
-        self.address = address
+        super().__init__(address)
         self._credentials = credentials
         self._reserving: list[socket.socket] = []
 
     def hold(self) -> None:
-        """Reserve the port; for port 0, find a free one. Raises `CannotListen` if the port is in use, or the address is
-        not one of this host."""
+        """Raises `CannotListen` if the port is in use, or the address is not of this host. Port 0: a free one."""
         for left in reversed(range(PORT_TRIES)):
             try:
                 port = self._reserve(self.address.port)
@@ -218,7 +278,6 @@ class TcpListener:
                     raise CannotListen(self.address, error.strerror or str(error)) from None
             else:
                 self.address = Address(host=self.address.host, port=port)
-                _held.add(self)
                 return
 
     def bind(self, server: Server) -> None:
@@ -235,7 +294,6 @@ class TcpListener:
         self.forget()
 
     def forget(self) -> None:
-        _held.discard(self)
         for reserving in self._reserving:
             reserving.close()
         self._reserving.clear()
@@ -256,79 +314,11 @@ class TcpListener:
         return port
 
 
-class Serving:
-    """Serves one address until `stop`, which also closes the listener. `make` makes a gRPC server with all its
-    services, without an address. Belongs to one event loop."""
-
-    replacing: asyncio.Task[None] | None = None  # Ends only with `stop`, or by a bug
-
-    def __init__(self, listener: Listener, make: Callable[[], Server]) -> None:
-        self.listener = listener
-        self._make = make
-        self._server: Server | None = None
-        self._problems, self._logged = 0, float("-inf")
-
-    async def start(self) -> None:
-        """Start to serve; raises `CannotListen`."""
-        self._server = await self._started()
-        self.replacing = asyncio.create_task(self._replace(), name=f"kvferry-serving-{self.listener.address}")
-
-    @property
-    def is_serving(self) -> bool:
-        """False while a new gRPC server replaces another."""
-        return self._server is not None
-
-    async def stop(self, grace: float) -> None:
-        """Stop the server after at most `grace` seconds for calls in progress, and close the listener. May be called
-        again, to hurry an earlier call."""
-        if self.replacing is not None:
-            self.replacing.cancel()
-            await asyncio.wait([self.replacing])
-        if self._server is not None:
-            await self._server.stop(grace)
-        self.listener.close()
-
-    async def _started(self) -> Server:
-        server = self._make()
-        try:
-            self.listener.bind(server)
-            await server.start()
-        except BaseException:
-            # A server that has bound keeps the address, even if it has not started.
-            await server.stop(0)
-            raise
-        return server
-
-    async def _replace(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._server is not None:
-            began = loop.time()
-            why = await self._server.ended()
-            # After this the ended server does not keep the next one from listening.
-            await self._server.stop(0)
-            self._server = None
-            await asyncio.sleep(max(0.0, began + RESTART_PAUSE - loop.time()))
-            self._log(f"gRPC's server has ended ({why!r}); a new server replaces it, and no state is lost")
-            while self._server is None:
-                try:
-                    self._server = await self._started()
-                except CannotListen as error:
-                    self._log(f"{error}; trying again")
-                    await asyncio.sleep(RESTART_PAUSE)
-
-    def _log(self, problem: str) -> None:
-        self._problems += 1
-        now = asyncio.get_running_loop().time()
-        if now - self._logged >= RESTART_LOG_PAUSE:
-            self._logged = now
-            logger.error("%s: %s [%d problems since the start]", self.listener.address, problem, self._problems)
-
-
-_held: weakref.WeakSet[Listener] = weakref.WeakSet()
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    for listener in list(_held):
+    for listener in list(_listeners):
         listener.forget()
 
 

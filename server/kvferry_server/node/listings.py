@@ -1,20 +1,16 @@
-"""Lists a home and its engines in a directory while they live.
-
-The event loop decides the listings; a thread writes them, and repeats failed writes. Nothing waits for a directory.
-"""
+"""Lists a home and its engines in a directory while they live."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Mapping
+from functools import partial
 
-from kvferry._directory.directory import Directory
-from kvferry._directory.listing import MAX_NAME_BYTES, Listing
+from kvferry._directory.directory import MAX_NAME_BYTES, Directory, Listing
 from kvferry.errors import KvferryError
 from kvferry_server.home.home import Home
-from kvferry_server.node.times import LISTING_POLL, WITHDRAW_PATIENCE
+from kvferry_server.node.limits import LISTING_POLL, WITHDRAW_PATIENCE
 
 logger = logging.getLogger(__name__)
 
@@ -23,40 +19,28 @@ RETRY_FIRST = 0.2  # Shortest seconds between attempts to write. The pause doubl
 
 
 class Listings:
-    """The listings of one home in a directory, which end `ttl` seconds after their last renewal. `run` and `stop` are
-    called on the home's event loop."""
+    """The listings of one home in a directory, from construction until `stop`; they end `ttl` seconds after their last
+    renewal. Belongs to the home's event loop, of which no other task waits for the directory."""
 
     def __init__(self, directory: Directory, home: Home, labels: Mapping[str, str], ttl: float) -> None:
         self._directory = directory
         self._home = home
         self._labels = dict(labels)
         self._ttl = ttl
-        self._news = threading.Condition()
-        self._wanted: tuple[Listing, ...] = ()
-        self._version = 0
-        self._stopping = False
-        self._done, self._failing = 0, False
-        self._thread = threading.Thread(target=self._write, name="kvferry-listings", daemon=True)
-
-    async def run(self) -> None:
-        """Pass changed listings to the thread, until cancelled or until the home drains."""
-        self._thread.start()
-        while not self._home.draining:
-            wanted = self._engines()
-            if wanted != self._wanted or not self._version:
-                with self._news:
-                    self._wanted, self._version = wanted, self._version + 1
-                    self._news.notify_all()
-            await asyncio.sleep(LISTING_POLL)
+        self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running = asyncio.create_task(self._run(), name="kvferry-listings")
 
     async def stop(self) -> None:
         """Withdraw all listings; waits at most `WITHDRAW_PATIENCE`. Idempotent."""
-        with self._news:
-            self._stopping = True
-            self._news.notify_all()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, WITHDRAW_PATIENCE)
-        await asyncio.to_thread(self._directory.close)
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+        try:
+            await asyncio.wait([self._running], timeout=WITHDRAW_PATIENCE)
+        finally:
+            # Also if the process ends at once, which waits for the threads of calls: this ends a call that hangs.
+            await asyncio.to_thread(self._directory.close)
+            self._running.cancel()
+        await asyncio.wait([self._running])
 
     def _engines(self) -> tuple[Listing, ...]:
         with self._home.turn():
@@ -69,40 +53,38 @@ class Listings:
             listed.append(Listing(ref.engine_id, self._home.advertise, ref.incarnation, labels))
         return tuple(listed)
 
-    def _write(self) -> None:
-        """On the thread: write changes at once, repeat failed writes, and renew in time."""
-        pause = 0.0
-        while self._wait(pause):
-            with self._news:
-                wanted, version = self._wanted, self._version
-            try:
-                if version == self._done:
-                    self._directory.renew()
+    async def _run(self) -> None:
+        """Write changes at once, repeat failed writes, and renew in time, until `stop`; then withdraw."""
+        loop = asyncio.get_running_loop()
+        wanted: tuple[Listing, ...] = ()
+        # `pending` until what is wanted has been written: after a failed attempt it is not known what is listed.
+        pending, published, failing, pause, due = True, False, False, 0.0, 0.0
+        while not self._stopping.done():
+            # A draining home keeps its listings until it stops.
+            if not self._home.draining:
+                before, wanted = wanted, self._engines()
+                pending = pending or wanted != before
+            if loop.time() >= due or (pending and not failing):
+                publish = partial(self._directory.publish, self._home.advertise, wanted, self._ttl)
+                try:
+                    await asyncio.to_thread(publish if pending else self._directory.renew)
+                except Exception as error:
+                    # Any error, such as a system that refuses threads: if this task ended, so would the listings.
+                    if not failing:
+                        # Once per outage: reads do not depend on it.
+                        unexpected = None if isinstance(error, KvferryError) else error
+                        logger.warning("engines are not listed: %s; trying again", error, exc_info=unexpected)
+                    pause = min(2 * pause if failing else RETRY_FIRST, self._ttl / 3)
+                    failing = True
                 else:
-                    self._directory.publish(self._home.advertise, wanted, self._ttl)
-            except Exception as error:
-                # Any error, such as a system that refuses threads: if this thread ended, so would the listings.
-                if not self._failing:
-                    # Once per outage: reads do not depend on it.
-                    unexpected = None if isinstance(error, KvferryError) else error
-                    logger.warning("engines are not listed: %s; trying again", error, exc_info=unexpected)
-                pause = min(2 * pause if self._failing else RETRY_FIRST, self._ttl / 3)
-                self._failing = True
-                continue
-            if self._failing:
-                logger.info("engines are listed again in %s", self._directory.name)
-            self._done, self._failing, pause = version, False, self._ttl / 3
-        if not self._done:
+                    if failing:
+                        logger.info("engines are listed again in %s", self._directory.name)
+                    pending, published, failing, pause = False, True, False, self._ttl / 3
+                due = loop.time() + pause
+            await asyncio.wait([self._stopping], timeout=min(LISTING_POLL, pause))
+        if not published:
             return
         try:
-            self._directory.withdraw()
+            await asyncio.to_thread(self._directory.withdraw)
         except Exception as error:
             logger.warning("the listings of this server end with their ttl, %g s: %s", self._ttl, error)
-
-    def _wait(self, pause: float) -> bool:
-        """Wait until there is something to write, at most `pause` seconds (0: no limit). Returns False to stop."""
-        with self._news:
-            self._news.wait_for(
-                lambda: self._stopping or (not self._failing and self._version != self._done), pause or None
-            )
-            return not self._stopping

@@ -13,13 +13,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize, ValidationError
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry._wire.channel import MAX_CLIENT_CHAIN_BYTES, Address, chain_bytes, read_tls, tls_problems
@@ -83,8 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
-    """Load the settings from all sources: the flags that were given, by setting, the environment and a TOML file.
-    Raises `BadConfig`."""
+    """Load the settings from the flags that were given, the environment and a TOML file. Raises `BadConfig`."""
     in_file = _read_file(file) if file is not None else {}
     given = {name.upper(): value for name, value in os.environ.items()}
     variables = {name: ENV_PREFIX + name.upper() for name in NodeConfig.model_fields}
@@ -99,8 +97,7 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
 
 
 def configure(**settings: Any) -> NodeConfig:
-    """Return the settings of an embedded server: the given ones, otherwise defaults. Reads neither the environment nor
-    a file. Raises `BadConfig`."""
+    """Return the settings of an embedded server: the given ones, otherwise defaults. Raises `BadConfig`."""
     return _validated(settings, dict.fromkeys(settings, "the caller"))
 
 
@@ -129,28 +126,44 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     given = {name.upper() for name in environment}
     sentences = []
     for name, value in sorted(environment.items()):
-        upper = name.upper()
+        upper, setting = name.upper(), _setting(name)
         if upper in OF_CLIENTS:
-            if (setting := _setting(name)) and ENV_PREFIX + setting not in given:
+            if setting and ENV_PREFIX + setting not in given:
                 sentences.append(f"{name} is read by clients only; kvferryd reads {ENV_PREFIX}{setting}")
-            continue
-        if not upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) or upper in known:
-            continue
-        if OF_KUBERNETES.fullmatch(f"{name}={value}"):
-            continue
-        # Compared without the prefixes, which would make all names alike.
-        rest = [one.partition("_")[2] for one in known]
-        close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
-        meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
-        sentences.append(f"nothing reads the variable {name}{meant}")
+        elif upper.startswith((ENV_PREFIX, CLIENT_PREFIX)) and upper not in known:
+            if OF_KUBERNETES.fullmatch(f"{name}={value}"):
+                continue
+            # Compared without the prefixes, which would make all names alike.
+            rest = [one.partition("_")[2] for one in known]
+            close = difflib.get_close_matches(upper.partition("_")[2], rest, n=1)
+            meant = f"; did you mean {known[rest.index(close[0])]}?" if close else ""
+            sentences.append(f"nothing reads the variable {name}{meant}")
     return sentences
 
 
 def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeConfig:
+    """Raises `BadConfig`, which explains each wrong setting."""
     try:
         return NodeConfig(**values)
     except ValidationError as error:
-        raise _explain(error.errors(), values, origins) from None
+        wrong = error.errors()
+    lines: list[str] = []
+    found: dict[str, Any] = {}
+    for detail in wrong:
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidField):
+            name, problem = cause.values["field"], f"expected {cause.values['expected']}"
+        else:
+            name = str(detail["loc"][0]) if detail["loc"] else "configuration"
+            problem = detail["msg"][0].lower() + detail["msg"][1:]
+        if detail["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, NodeConfig.model_fields, n=1)
+            problem = "no such setting" + (f"; did you mean {close[0]}?" if close else "")
+        default = NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None
+        value, origin = shown(values.get(name, default)), origins.get(name, "default")
+        lines.append(f"{name} is {value!r} (from {origin}): {problem}")
+        found = found or {"setting": name, "value": str(value), "origin": origin, "problem": problem}
+    raise BadConfig("\n".join(lines), **found)
 
 
 def _flag(name: str) -> str:
@@ -166,29 +179,6 @@ def _read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{path}: {error}"
     raise BadConfig(problem, setting="config", value=path, origin="--config", problem=problem)
-
-
-def _explain(errors: Sequence[ErrorDetails], values: Mapping[str, Any], origins: Mapping[str, str]) -> BadConfig:
-    lines: list[str] = []
-    found: dict[str, str] = {}
-    for detail in errors:
-        cause = detail.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidField):
-            name, problem = cause.values["field"], f"expected {cause.values['expected']}"
-        else:
-            name = str(detail["loc"][0]) if detail["loc"] else "configuration"
-            problem = detail["msg"][0].lower() + detail["msg"][1:]
-        if detail["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, NodeConfig.model_fields, n=1)
-            problem = "no such setting" + (f"; did you mean {close[0]}?" if close else "")
-        value = values.get(name, NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None)
-        origin = origins.get(name, "default")
-        value = shown(value)
-        lines.append(f"{name} is {value!r} (from {origin}): {problem}")
-        found = found or {"setting": name, "value": str(value), "origin": origin, "problem": problem}
-    error = BadConfig("\n".join(lines))
-    error.values = found
-    return error
 
 
 def _setting(name: str) -> str:

@@ -12,8 +12,11 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import kvferry
@@ -21,7 +24,7 @@ from kvferry.errors import InternalError, InvalidInput, KvferryError
 
 if TYPE_CHECKING:
     from kvferry_server.node.loading import Loaded
-    from kvferry_server.node.native_log import NativeLog
+    from kvferry_server.node.logs import NativeLog
 
 EXTRA = {
     "aiohttp",
@@ -74,10 +77,11 @@ def run(arguments: Sequence[str]) -> int:
         os.environ.pop("GRPC_VERBOSITY", None)
     # Imported here, so that `main` can say which package of the extra is missing.
     from kvferry_server.node import loading
-    from kvferry_server.node.native_log import NativeLog
+    from kvferry_server.node.logs import NativeLog
 
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28, width=110)
     parser = argparse.ArgumentParser(
-        "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
+        "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=form, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"kvferryd {kvferry.__version__}")
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings. [none; KVFERRYD_CONFIG]")
@@ -121,9 +125,9 @@ def _refuse(lines: Iterable[str]) -> int:
 def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bool) -> int:
     import uvloop
 
+    from kvferry_server.node.limits import SWITCH_INTERVAL
     from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.memory import use_few_arenas
-    from kvferry_server.node.times import SWITCH_INTERVAL
 
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
     native.start(verbose=verbose)
@@ -157,29 +161,29 @@ def _run(loaded: Loaded, native: NativeLog, notes: Iterable[str], *, verbose: bo
 async def _serve(loaded: Loaded, native: NativeLog) -> None:
     from kvferry_server.domain.event_log import FIELDS
     from kvferry_server.node.connections import raise_file_limit
+    from kvferry_server.node.limits import DRAIN_STREAMS, STOP_MARGIN
     from kvferry_server.node.server import NodeServer
-    from kvferry_server.node.service_manager import ServiceManager
 
-    manager = ServiceManager()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     server = NodeServer(loaded.config, failed_handshakes=native.failed_handshakes)
-    # The status that systemd shows while the server serves.
-    status = ""
+    # By which systemd knows that the server serves, and what it shows of it. Empty: the server does not.
+    ready: tuple[str, ...] = ()
     reloads = set[asyncio.Task[None]]()
 
     async def reload() -> None:
-        if status:
-            manager.reloading()
+        if ready:
+            now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+            _tell_systemd("RELOADING=1", f"MONOTONIC_USEC={now}")
         try:
             await server.reload()
         except Exception:
             logger.exception("the reload failed; the former policy or certificate stays in use")
-        # Also after a failure: until `ready`, systemd shows the unit as reloading.
-        if status:
-            manager.ready(status)
+        # Also after a failure: until `READY`, systemd shows the unit as reloading.
+        if ready:
+            _tell_systemd(*ready)
 
     def on_sighup() -> None:
         logger.info("SIGHUP: reading the policy and the TLS files again; other settings need a restart")
@@ -206,8 +210,8 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     # Passed to the handlers directly, so that it appears at every log level, and as an info message.
     fields = {FIELDS: {"event": "ready", **told}}
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (told,), None, extra=fields))
-    status = f"listens on {' and '.join(server.addresses)}"
-    manager.ready(status)
+    ready = ("READY=1", f"STATUS=listens on {told['addresses']}")
+    _tell_systemd(*ready)
 
     stopping = asyncio.ensure_future(signals.get())
     failed = asyncio.ensure_future(server.failed())
@@ -218,9 +222,12 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
         await failed
     failed.cancel()
     # A reload that ends from here on must not report the unit as ready.
-    status = ""
-    manager.stopping(loaded.config.drain)
-    logger.info("%s: draining for at most %g s", stopping.result().name, loaded.config.drain)
+    ready = ()
+    drain = loaded.config.drain
+    # Otherwise systemd kills the process when its own time for a stop is over.
+    longest = (drain + DRAIN_STREAMS + STOP_MARGIN) * 1e6
+    _tell_systemd("STOPPING=1", f"STATUS=draining for at most {drain:g} s", f"EXTEND_TIMEOUT_USEC={longest:.0f}")
+    logger.info("%s: draining for at most %g s", stopping.result().name, drain)
     drained = asyncio.ensure_future(server.stop())
     again = asyncio.ensure_future(signals.get())
     await asyncio.wait([drained, again], return_when=asyncio.FIRST_COMPLETED)
@@ -235,9 +242,24 @@ async def _serve(loaded: Loaded, native: NativeLog) -> None:
     logger.info("stopped")
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=110)
+def _tell_systemd(*lines: str) -> None:
+    """Report the state of this process, in systemd's protocol for units of `Type=notify`, if the environment names a
+    socket (`NOTIFY_SOCKET`).
+
+    Written here because a report is one datagram: systemd's own binding needs a compiler and systemd's headers, and the
+    pure-Python packages are not maintained. Never raises and never waits: a service manager that is gone or busy is no
+    reason to stop serving.
+    """
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path:
+        return
+    # "@" stands for the zero byte that begins names in Linux's abstract namespace.
+    address = f"\0{path[1:]}" if path.startswith("@") else path
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as manager:
+            manager.sendto("\n".join(lines).encode(), address)
+    except OSError as error:
+        logger.warning("could not notify the service manager of %s: %s", lines[0], error)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, WORKING_MEMORY
-from kvferry_server.node.times import TRIM_POLL
+from kvferry_server.node.limits import MAX_HOME_MEMORY, MIN_HOME_MEMORY, TRIM_POLL, WORKING_MEMORY
 
 ARENAS = 2  # glibc's of kvferryd: for the event loop, and for all other threads
 TRIM_BYTES = 16 << 20  # Bytes that have been or may have been freed before they are given back
@@ -44,8 +43,7 @@ def home_memory(limit: int) -> int:
 
 
 def use_few_arenas() -> None:
-    """Limit this process to `ARENAS` arenas, however many threads it has. Only for processes that are nothing but a
-    node server."""
+    """Limit the whole process to `ARENAS` arenas. Only for processes that are nothing but a node server."""
     _of_glibc("mallopt", _M_ARENA_MAX, ARENAS)
 
 

@@ -12,8 +12,7 @@ from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 from kvferry.errors import InvalidField
 from kvferry_server.domain.policy import ANYBODY, Grant, Policy, Rule
 
-MAX_RULES = 1000
-"""Each call of a caller whose roles are limited looks at all rules."""
+MAX_RULES = 1000  # Each call of a caller whose roles are limited looks at all rules
 
 
 class _Rule(BaseModel):

@@ -26,7 +26,7 @@ from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.home.time_slices import TimeSlices
 from kvferry_server.node import limits
 from kvferry_server.node.decoded_size import Decoded, Shape, shape_of
-from kvferry_server.node.times import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
+from kvferry_server.node.limits import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 from kvferry_server.servicers.callers import Context
 from kvferry_server.servicers.limits import MAX_INLINE_BYTES
 from kvferry_server.servicers.worker import Worker
@@ -60,8 +60,7 @@ class _Idle:
 
 
 class Arrivals:
-    """The request slots of one host, and its turn: the lock of its one request that takes much memory. Belongs to one
-    event loop."""
+    """The request slots of one host, and its turn: the lock of its one request with much memory. Of one event loop."""
 
     def __init__(self, most: int) -> None:
         self.turn = asyncio.Lock()
@@ -94,12 +93,9 @@ class Arrivals:
         return raw, large
 
     async def wait_for_peer(self, coming: Awaitable[Any], *, reads: bool = False) -> Any:
-        """Await something that depends on the call's peer, while the call has a slot, and return the result.
-
-        Raises:
-            InvalidField: the call `reads` a request, which did not arrive within `REQUEST_TIMEOUT`.
-            LimitReached: other calls needed the slot meanwhile.
-        """
+        """Await something that depends on the call's peer, while the call has a slot, and return the result. Raises
+        `LimitReached` if other calls needed the slot meanwhile, and `InvalidField` if the call `reads` a request that
+        did not arrive within `REQUEST_TIMEOUT`."""
         loop = asyncio.get_running_loop()
         idle = _Idle(loop.time(), cast("asyncio.Task[Any]", asyncio.current_task()))
         self._idle[idle] = None
@@ -118,8 +114,7 @@ class Arrivals:
             self._ending -= idle.why_ended is not None
 
     def _make_room(self) -> None:
-        """End calls that have waited too long for their peers, as many as other calls wait for slots. Look again when
-        the next call has waited too long."""
+        """End calls that have waited too long for their peers, as many as other calls wait for slots, now and later."""
         if self._timer is not None or not self._wanted:
             return
         loop = asyncio.get_running_loop()
@@ -169,8 +164,7 @@ class HeldRequest:
     has_turn: bool = False
 
     def count(self, size: int) -> None:
-        """Hold `size` bytes of memory in all, if they are worth counting. Raises `LimitReached` if this host's requests
-        hold too many."""
+        """Hold `size` bytes in all, if worth counting; raises `LimitReached` if this host's requests hold too many."""
         more = size - self.size
         if more <= 0 or size <= limits.COUNTED_REQUEST:
             return
@@ -206,12 +200,8 @@ class Requests:
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
 
     async def read(self, method: str, decode: Decode, context: Context, host: str) -> tuple[Any, HeldRequest]:
-        """Read and decode the only request of a call.
-
-        Raises:
-            InvalidField: there is no request, it is too large, or it does not decode.
-            LimitReached: this host's requests take too much memory; see also `Arrivals`.
-        """
+        """Read and decode the only request of a call. Raises `InvalidField` if there is none, or if it is too large or
+        does not decode, and `LimitReached` if this host's requests take too much memory; see also `Arrivals`."""
         arrivals = self._arrivals(host, geometries=method in GEOMETRIES)
         raw, large = await arrivals.read(context)
         held = HeldRequest(self.memory, host, arrivals, large)

@@ -16,13 +16,12 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from kvferry._directory.listing import checked_home
+from kvferry._directory.directory import checked_home
 from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
-from kvferry_server.admin.call_counts import CallCounts
-from kvferry_server.admin.node_state import NodeState, ShownListener
+from kvferry_server.admin.node_state import CallCounts, NodeState, ShownListener
 from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.policy import Policy
@@ -32,10 +31,10 @@ from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, count_connections, file_limit
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
+from kvferry_server.node.limits import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.listen import (
     CannotListen,
     Listener,
-    Serving,
     TcpListener,
     UnixListener,
     advertised,
@@ -47,7 +46,6 @@ from kvferry_server.node.memory import Trimmer, memory_limit
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.requests import Requests
-from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED, UNKNOWN_CALLERS, Access
@@ -56,7 +54,6 @@ from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
 if TYPE_CHECKING:
-    from kvferry_server.admin.listener import AdminListener
     from kvferry_server.admin.service import AdminService
 
 logger = logging.getLogger(__name__)
@@ -90,14 +87,13 @@ class NodeServer:
         self._relays: Relays | None = None
         self._listeners: list[Listener] = []
         self._guards: list[Guard] = []
-        self._servings: list[Serving] = []
         self._driver: asyncio.Task[None] | None = None
         self._policy = Policy()
         self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
         self._listings: Listings | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._admin: tuple[AdminListener, AdminService] | None = None
+        self._admin: AdminService | None = None
         self._tracing: Tracing | None = None
 
     async def start(self) -> None:
@@ -137,21 +133,19 @@ class NodeServer:
         )
         self._begin(trimmer.run(), "trim")
         connections = connections_each(config.max_connections, len(self._listeners), file_limit())
+        settings = {name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")}
         state = NodeState(
             self.home,
             self._worker,
             relays,
-            lambda: not driver.done(),
-            certificates,
-            self._failed_handshakes,
-            {
-                **asdict(config.times),
-                **{name: getattr(config, name) for name in ("drain", "max_calls", "max_streams")},
-                "max_connections": connections,
-            },
-            self.addresses,
-            memory_limit(),
-            CallCounts(self.home.journal.events),
+            home_runs=lambda: not driver.done(),
+            certificates=certificates,
+            handshakes=lambda: None if certificates is None else certificates.handshakes,
+            failed_handshakes=self._failed_handshakes,
+            settings={**asdict(config.times), **settings, "max_connections": connections},
+            addresses=self.addresses,
+            memory_limit=memory_limit(),
+            calls=CallCounts(self.home.journal.events),
         )
         self._begin(state.lag.run(), "loop-lag")
         # Before the gRPC servers: operators can see why the node server is not ready yet.
@@ -164,14 +158,16 @@ class NodeServer:
             checked_home(self.advertise)
             directory = open_directory(config.directory)
             self._listings = Listings(directory, self.home, config.labels, config.directory_ttl)
-            self._begin(self._listings.run(), "listings")
 
     async def failed(self) -> None:
         """Wait until the server cannot go on because of a bug, then raise `InternalError`: the home's timers have
         stopped, so that nothing would be released, or ended gRPC servers are no longer replaced."""
         if self._driver is None:
             raise InternalError("the server was not started")
-        running = [self._driver, *(serving.replacing for serving in self._servings if serving.replacing is not None)]
+        running = [
+            self._driver,
+            *(listener.replacing for listener in self._listeners if listener.replacing is not None),
+        ]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         ended = next(task for task in running if task.done())
         cause = None if ended.cancelled() else ended.exception()
@@ -203,7 +199,7 @@ class NodeServer:
         cancelled. Live leases and calls in progress get `grace` seconds; None: as configured."""
         grace = self._config.drain if grace is None else grace
         loop, unlisting = asyncio.get_running_loop(), None
-        if self._servings and self._relays is not None:
+        if self._guards and self._relays is not None:
             self._relays.stop()
             # The order matters: load balancers leave, then new work is refused, then readers report their reads and
             # sources get the releases, then streams end. Only gRPC's stop refuses reports, and a single open stream,
@@ -222,7 +218,7 @@ class NodeServer:
             for guard in self._guards:
                 guard.end_streams()
             grace = max(0.0, until - loop.time())
-        await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
+        await asyncio.gather(*(listener.stop(grace) for listener in self._listeners))
         if self._relays is not None:
             await self._relays.close()
         if unlisting is not None:
@@ -230,13 +226,9 @@ class NodeServer:
         for task in self._tasks:
             task.cancel()
             await asyncio.wait([task])
-        for held in self._listeners:
-            held.close()
         # Last, so that operators can follow the drain to its end.
         if self._admin is not None:
-            listener, service = self._admin
-            await listener.close()
-            service.close()
+            await self._admin.close()
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -273,7 +265,6 @@ class NodeServer:
         if address is None:
             return
         # Imported here, because a node server without this listener needs none of its packages.
-        from kvferry_server.admin.listener import AdminListener
         from kvferry_server.admin.service import AdminService
 
         local = is_on_loopback(address)
@@ -284,17 +275,15 @@ class NodeServer:
                 "an address on loopback: whoever can connect sees the names of engines, requests and hosts. If that is "
                 "meant, allow it with --admin-insecure",
             )
-        service = AdminService(state, local=local)
-        listener = AdminListener(address, service.answer)
-        self._admin = listener, service
+        self._admin = AdminService(state, address, local=local)
         try:
-            await listener.start()
+            await self._admin.start()
         except OSError as error:
             if "admin" in self._config.model_fields_set:
                 raise CannotListen(address, f"{error.strerror or error} (setting admin)") from None
             logger.warning("no metrics and no page: %s is in use, so set another address with --admin", address)
         else:
-            self.admin = str(listener.address)
+            self.admin = str(self._admin.address)
 
     async def _serve(self, listener: Listener, relays: Relays, state: NodeState, connections: int) -> None:
         config, on_unix = self._config, listener.address.is_unix
@@ -312,15 +301,13 @@ class NodeServer:
             add_reflection(server, OFFERED)
 
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
-        serving = Serving(listener, lambda: make_server(guard, options, add_services))
         self._guards.append(guard)
-        self._servings.append(serving)
-        await serving.start()
+        await listener.serve(lambda: make_server(guard, options, add_services))
         address = listener.address
         state.listeners.append(
             ShownListener(
                 address,
-                lambda: serving.is_serving,
+                lambda: listener.is_serving,
                 guard.calls,
                 guard.streams,
                 guard.answers,

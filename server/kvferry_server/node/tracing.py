@@ -28,15 +28,10 @@ Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
 CLOSE_TIMEOUT = 2.0  # Seconds for sending the last spans when the server stops
 
 
-class _WithoutHeaders(logging.Filter):
+def _without_headers(record: logging.LogRecord) -> bool:
     """OpenTelemetry's warning about a header that it cannot parse shows the header, which mostly is a token."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = "a header in OTEL_EXPORTER_OTLP_HEADERS is not NAME=VALUE, and is not sent", ()
-        return True
-
-
-_without_headers = _WithoutHeaders()
+    record.msg, record.args = "a header in OTEL_EXPORTER_OTLP_HEADERS is not NAME=VALUE, and is not sent", ()
+    return True
 
 
 class Tracing:

@@ -15,10 +15,11 @@ import pytest
 from aiohttp import web
 
 from kvferry._wire.channel import Address
-from kvferry_server.admin import listener, page
+from kvferry_server.admin import limits, page
 from kvferry_server.admin.limits import MAX_CONNECTIONS
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.page import Html
+from kvferry_server.admin.service import AdminListener
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
@@ -93,13 +94,13 @@ def test_connection_has_one_request(watched: Watched) -> None:
 
 
 async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 3600)
-    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(limits, "CONNECTION_SECONDS", 3600)
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 4)
 
     async def answer(_: web.BaseRequest) -> web.StreamResponse:
         return web.Response(text="here")
 
-    served = listener.AdminListener(Address(host="127.0.0.1", port=0), answer)
+    served = AdminListener(Address(host="127.0.0.1", port=0), answer)
     await served.start()
     try:
         opened = [await asyncio.open_connection(served.address.host, served.address.port) for _ in range(5)]
@@ -116,13 +117,13 @@ async def test_oldest_connection_ends_when_there_are_too_many(monkeypatch: pytes
 
 async def test_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the client sends nothing, or never ends its request."""
-    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "CONNECTION_SECONDS", 0.2)
 
     async def answer(_: web.BaseRequest) -> web.StreamResponse:
         await asyncio.Event().wait()
         return web.Response()
 
-    served = listener.AdminListener(Address(host="127.0.0.1", port=0), answer)
+    served = AdminListener(Address(host="127.0.0.1", port=0), answer)
     await served.start()
     try:
         for said in (b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
@@ -172,12 +173,11 @@ async def test_metrics_clients_that_leave_cost_one_measurement(monkeypatch: pyte
     node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
     begun, goes_on = list[float](), threading.Event()
 
-    def slow(_: NodeState) -> dict[str, int]:
+    def slow(_: NodeState) -> None:
         begun.append(time.monotonic())
         goes_on.wait(30)
-        return {}
 
-    monkeypatch.setattr(NodeState, "open_connections", slow)
+    monkeypatch.setattr(NodeState, "count_connections", slow)
     await node.start()
     try:
         for _ in range(5):

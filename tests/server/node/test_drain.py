@@ -112,7 +112,7 @@ async def test_drain_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     recorded(server, "_leases_end", later=True)
     recorded(server.home, "end_watches", later=False)
     recorded(server._guards[0], "end_streams", later=False)
-    recorded(server._servings[0], "stop", later=True)
+    recorded(server._listeners[0], "stop", later=True)
     await server.stop()
     assert steps == ["enter_graceful_shutdown", "drain", "_leases_end", "end_watches", "end_streams", "stop"]
     assert names(tmp_path) == set()

@@ -111,8 +111,7 @@ def test_server_that_cannot_start_reports_it_in_the_format_of_the_log(tmp_path: 
 
 CRASH = """
 import ctypes, sys
-from kvferry_server.node.logs import set_up_logging
-from kvferry_server.node.native_log import NativeLog
+from kvferry_server.node.logs import NativeLog, set_up_logging
 native = NativeLog()
 set_up_logging("info", "text")
 native.start(verbose=False)

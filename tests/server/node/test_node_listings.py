@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvferry import Directory, open_directory
+from kvferry import Directory, Listing, open_directory
 from kvferry._directory.etcd import EtcdDirectory
 from kvferry._wire.channel import connect
+from kvferry_server.node.listings import Listings
 from kvferry_server.node.loading import BadConfig, configure
 from kvferry_server.node.server import NodeServer
 from tests.support.etcd import Etcd
@@ -115,6 +117,69 @@ async def test_listings_continue_after_any_failed_attempt(monkeypatch: pytest.Mo
     finally:
         await server.stop(0)
     assert set(attempts) == {server.advertise}
+
+
+async def test_listings_are_written_once_renewed_in_time_and_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("publish", "renew", "withdraw"):
+        monkeypatch.setattr(EtcdDirectory, name, lambda *_, name=name: calls.append(name))
+    server = NodeServer(configure(listen="127.0.0.1:0", unix="", directory="etcd://127.0.0.1:1", directory_ttl=2))
+    await server.start()
+    try:
+        await asyncio.to_thread(until, lambda: "renew" in calls)
+        # A home that drains is listed until it stops.
+        await server.drain()
+        so_far = len(calls)
+        await asyncio.to_thread(until, lambda: len(calls) > so_far)
+    finally:
+        await server.stop(0)
+    assert (calls[0], {*calls[1:-1]}, calls[-1]) == ("publish", {"renew"}, "withdraw")
+
+
+async def test_listings_that_return_after_a_failed_change_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt may have written a part of the change, and the directory would renew it."""
+    wanted: list[tuple[Listing, ...]] = [()]
+    calls: list[object] = []
+
+    def publish(_: EtcdDirectory, home: str, engines: tuple[Listing, ...], ttl: float) -> None:
+        calls.append(engines)
+        if engines:
+            wanted[0] = ()
+            raise RuntimeError("in the middle of the change")
+
+    monkeypatch.setattr(EtcdDirectory, "publish", publish)
+    monkeypatch.setattr(EtcdDirectory, "renew", lambda _: calls.append("renew"))
+    monkeypatch.setattr(EtcdDirectory, "withdraw", lambda _: None)
+    monkeypatch.setattr(Listings, "_engines", lambda _: wanted[0])
+    server = NodeServer(configure(listen="127.0.0.1:0", unix="", directory="etcd://127.0.0.1:1"))
+    await server.start()
+    try:
+        await asyncio.to_thread(until, lambda: calls == [()])
+        come = (Listing("engine", server.advertise),)
+        wanted[0] = come
+        await asyncio.to_thread(until, lambda: len(calls) == 3)
+    finally:
+        await server.stop(0)
+    assert calls == [(), come, ()]
+
+
+async def test_server_stops_although_its_directory_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, closed = threading.Event(), threading.Event()
+
+    def publish(*_: object) -> None:
+        entered.set()
+        closed.wait(60)
+        raise RuntimeError("closed")
+
+    monkeypatch.setattr(EtcdDirectory, "publish", publish)
+    monkeypatch.setattr(EtcdDirectory, "close", lambda _: closed.set())
+    monkeypatch.setattr("kvferry_server.node.listings.WITHDRAW_PATIENCE", 0.1)
+    server = NodeServer(configure(listen="127.0.0.1:0", unix="", directory="etcd://127.0.0.1:1"))
+    await server.start()
+    await asyncio.to_thread(entered.wait, 30)
+    await asyncio.wait_for(server.stop(0), 30)
+    assert closed.is_set()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "kvferry-listings"]
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.connections import ConnectionLimiter, connections_each
 from kvferry_server.node.grpc_server import _CAN_MEND
+from kvferry_server.node.limits import RESTART_LOG_PAUSE
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
-from kvferry_server.node.times import RESTART_LOG_PAUSE
 from tests.support import http2
 from tests.support.certificates import Authority, tls_flags
 from tests.support.http2 import Connection, data, frame, message, request_headers
@@ -151,7 +151,7 @@ async def test_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) -> N
     try:
         before, mode = path.stat().st_ino, path.stat().st_mode
         lock = path.with_name("node.sock.lock").stat().st_ino
-        serving = node._servings[0]
+        serving = node._listeners[0]
         first: Any = serving._server
         first._server.ended.set_result(RuntimeError("for the test"))
         await asyncio.wait_for(until(lambda: serving._server not in (None, first)), 10)
@@ -201,7 +201,7 @@ async def test_port_stays_reserved_between_two_grpc_servers() -> None:
     node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
     await node.start()
     address = parse_address(node.addresses[0])
-    serving = node._servings[0]
+    serving = node._listeners[0]
     first: Any = serving._server
     # Like the end of one gRPC server and the start of the next, but with a pause between them.
     await first.stop(0)
