@@ -32,12 +32,11 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Interval, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks, StateRun, rows_alike, states_in_blocks, whole_granules
 from kvferry.planner.checksum import sampled
 from kvferry.planner.lane import Lane, span
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
-from kvferry.planner.token_line import StateLayout
+from kvferry.planner.token_line import AlikeBlocks, StateLayout, StateRun, rows_alike, states_in_blocks, whole_granules
 
 STATES_AT_ONCE = 1 << 18
 """States that are handled together, so that a long request does not fill the memory."""

@@ -20,13 +20,13 @@ from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.plane import Interval
-from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, places_of, runs_of
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.plan import ReadPlan
 from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.rows import Int64s
+from kvferry.planner.token_line import AlikeBlocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -103,12 +103,8 @@ class Verifier:
         self._options = options
 
     async def verify(self, read: Arrived) -> Verification:
-        """Compare all sums that the source has sent.
-
-        Raises:
-            DataLoss: a sum differs from the source's.
-            TransferCancelled: the read was cancelled.
-        """
+        """Compare all sums that the source has sent. Raises `DataLoss` if one differs from the source's, and
+        `TransferCancelled` if the read was cancelled."""
         give_up = min(read.deadline, self._loop.now() + self._options.patience)
         compared = _Compared()
         tasks, compared.unknown = self._tasks(read)

@@ -11,9 +11,9 @@ import numpy as np
 from kvferry.geometry.blocks import AnyIds
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums
 from kvferry.planner.staged_read import Copy
+from kvferry.planner.token_line import AlikeBlocks
 
 
 class StillCopying(Exception):

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from kvferry._memory.access import Cells, StagingSpace, block_cells, bytes_per_unit, copy_cells, selection
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, padded, sums_of
 from kvferry.planner.staged_read import Copy
+from kvferry.planner.token_line import AlikeBlocks
 
 ALIGNMENT = 2 << 20
 """Alignment of staging memory: to a huge page, so that the memory lies in as few huge pages as possible."""

@@ -138,11 +138,8 @@ class Plane:
     def moved(self, layer: str, base: int) -> Plane:
         """The same plane for another layer, at another address.
 
-        Only layer and base are checked: the planes of a model differ in nothing else, and an engine of a hundred ranks
-        has tens of thousands of planes.
-
-        Raises:
-            InvalidField, BadGeometry: as the constructor.
+        Raises the errors of the constructor. Only layer and base are checked: the planes of a model differ in nothing
+        else, and an engine of a hundred ranks has tens of thousands of planes.
         """
         found = object.__new__(Plane)
         for assign, value in zip(_ASSIGN, _values(self), strict=True):

@@ -22,10 +22,7 @@ def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch,
 
     The destination may hold only the ranks that ask. Identity is compared key by key, groups by the fields that decide
     how block tables are read, planes by format, dtype and cut (`coverage.COMPARED`), and every unit and token must be
-    held.
-
-    Raises:
-        BadGeometry: a destination rank declares a byte in two planes that a read writes.
+    held. Raises `BadGeometry` if a destination rank declares a byte in two planes that a read writes.
     """
     return diff_indexed(Indexed(source), destination)
 

@@ -162,8 +162,7 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
 class RowLoop:
     """Cells of one plane at equal steps on both sides. `source` and `destination` are the offsets of the first cell,
     `axes` (count, source stride, destination stride), the longest steps of the destination first, and `cell` contiguous
-    bytes.
-    """
+    bytes."""
 
     source: int
     destination: int

@@ -15,7 +15,7 @@ import secrets
 import threading
 import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import _arguments as arguments
+from kvferry._forks import Closing
 from kvferry._transport.bounds import RegionMap
 from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.model import MemoryRegion
@@ -69,7 +70,7 @@ class PostedRead:
     done: bool = False
 
 
-class HeldReads:
+class HeldReads(Closing):
     """Reads that were posted, and whose bytes are held back. Made by `Fabric.hold_reads`.
 
     Counts chunks, as they are posted to NIXL: one for each source rank that a rank reads from, or several if a read is
@@ -130,14 +131,6 @@ class HeldReads:
                 self._wire.held = None
             for read in self._living():
                 read.let_go = True
-
-    def __enter__(self) -> HeldReads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _living(self) -> list[PostedRead]:
         """Return the reads that are held back and whose agent has not ended. Called with the lock of the wire held."""
@@ -212,8 +205,7 @@ class Process:
     def nixlRegDList(self, kind: str, rows: Rows) -> Segments:
         return kind, rows
 
-    def nixlXferDList(self, kind: str, rows: Rows) -> Segments:
-        return kind, rows
+    nixlXferDList = nixlRegDList
 
 
 @dataclass(slots=True)

@@ -93,12 +93,8 @@ Components = Sequence[str | Part] | Mapping[str, int]
 
 
 def heads_held(heads: range | Interval, total_heads: int | None) -> Holding:
-    """The holding of a rank with these heads of the model; raises `InvalidField`.
-
-    Args:
-        heads: the heads, e.g. ``range(2, 4)``.
-        total_heads: heads of the whole model.
-    """
+    """The holding of a rank with these heads, e.g. ``range(2, 4)``, of a model of `total_heads`; raises
+    `InvalidField`."""
     expected = "range(first, end) of the model's heads, not empty"
     if isinstance(heads, range):
         if heads.step != 1 or not 0 <= heads.start < heads.stop:

@@ -104,11 +104,8 @@ class TensorView:
         )
 
     def merge_tail(self, axis: int, shape: tuple[int, ...]) -> TensorView:
-        """The same memory with the axes from `axis` on, one contiguous piece, reshaped to `shape`.
-
-        Raises:
-            BadGeometry: these axes are not one piece, or hold another number of elements.
-        """
+        """The same memory with the axes from `axis` on reshaped to `shape`; raises `BadGeometry` if they are not one
+        contiguous piece, or hold another number of elements."""
         if self.contiguous_tail > axis or prod(shape) != prod(self.shape[axis:]):
             raise BadGeometry("tensor", f"the axes from {axis} on of {self.described} are not one piece of {shape}")
         strides = tuple(prod(shape[i + 1 :]) * self.itemsize for i in range(len(shape)))
