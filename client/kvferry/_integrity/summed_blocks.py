@@ -71,12 +71,8 @@ class IntegrityOptions:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of comparing the sums of one read, counted in units of source blocks of planes.
-
-    Attributes:
-        verified: compared and equal.
-        unverified: read but not compared: in part, without a sum, or not sampled.
-    """
+    """The result of comparing the sums of one read, counted in units of source blocks of planes: `verified` were
+    compared and equal; `unverified` were read in part, have no sum, or were not sampled."""
 
     verified: int
     unverified: int

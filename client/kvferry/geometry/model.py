@@ -69,13 +69,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankGeometry:
-    """The planes of one rank.
-
-    Attributes:
-        rank: index in the engine.
-        planes: the rank's planes; names are unique.
-        labels: tp_rank, pp_rank … for people and tools; the planner does not use them.
-    """
+    """The planes of the rank with the index `rank` in its engine; their names are unique. `labels`, such as tp_rank and
+    pp_rank, are for people and tools; the planner does not use them."""
 
     rank: int
     planes: tuple[Plane, ...]

@@ -72,13 +72,8 @@ class ReadLine:
 
 @dataclass(frozen=True, slots=True)
 class RankLines:
-    """The reads of one destination rank.
-
-    Attributes:
-        rank, labels: the destination rank.
-        reads: by source rank and group.
-        uncovered: ``layer/component`` of optional planes that the source does not hold.
-    """
+    """The reads of one destination rank, by source rank and group. `uncovered` are the names, ``layer/component``, of
+    optional planes that the source does not hold."""
 
     rank: int
     labels: Mapping[str, int]

@@ -34,11 +34,9 @@ steps of a chunk; more only where a reader is late, or where a source never name
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """The reads of one destination rank.
+    """The reads of the destination rank `rank`.
 
     Attributes:
-        source, destination: the two engines.
-        rank: the destination rank.
         reads: one per plane and source, in the order of the destination's planes.
         uncovered: names of optional planes that the source does not hold.
         lanes: the same reads, gathered for expansion.

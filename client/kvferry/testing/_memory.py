@@ -50,16 +50,10 @@ class HostMemoryOnly(Exception):
 
 @dataclass(eq=False)
 class PostedRead:
-    """A read that was posted, or is about to be. Only its agent keeps a reference to the read, so that the bytes never
-    arrive if the agent has ended.
-
-    Attributes:
-        peer: name of the source agent.
-        source, destination, length: addresses and lengths in bytes, ``uint64[n]``.
-        connects: this is the first read from a peer, which reads a few bytes to connect.
-        let_go: the bytes may move; changed by `HeldReads`.
-        done: the bytes have moved.
-    """
+    """A read that was posted, or is about to be, from the agent named `peer`: addresses and lengths in bytes,
+    ``uint64[n]``. Only its agent keeps a reference to the read, so that the bytes never arrive if the agent has ended.
+    `connects`: this is the first read from a peer, which reads a few bytes to connect; `let_go`: the bytes may move;
+    `done`: they have moved."""
 
     peer: str
     source: Rows
