@@ -133,11 +133,11 @@ def test_a_close_waits_for_checksums_in_progress_and_ends_all_waits(
     assert computing.wait(30)
     futures.append(summer.submit(1, {"full": Blocks([3], 4, 8)}, last=True, timeout=SOON))
 
-    def close() -> None:
+    def close(summer: Checksummer) -> None:
         summer.close()
         ended.append("closed")
 
-    closing = threading.Thread(target=close, daemon=True)
+    closing = threading.Thread(target=close, args=(summer,), daemon=True)
     closing.start()
     # One that does not wait has ended by now.
     closing.join(0.2)

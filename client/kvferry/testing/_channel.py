@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Queue
 from typing import Any, NamedTuple, TypeAlias
 
@@ -183,19 +184,17 @@ class InProcessChannel:
             call.end(code, details)
 
 
+@dataclass(frozen=True)
 class _UnaryStream:
     """A method that streams its response: gRPC's multicallable. Ignores all options of a call but the timeout."""
 
-    def __init__(
-        self, channel: InProcessChannel, method: str, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]
-    ) -> None:
-        self._channel = channel
-        self._method = method
-        self._encode = encode
-        self._decode = decode
+    channel: InProcessChannel
+    method: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
-        return self._channel.call(self._method, self._encode(request), self._decode, timeout)
+        return self.channel.call(self.method, self.encode(request), self.decode, timeout)
 
 
 class _UnaryUnary(_UnaryStream):
@@ -205,7 +204,3 @@ class _UnaryUnary(_UnaryStream):
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
         return self.future(request, timeout).result()
-
-    def with_call(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> tuple[Any, Any]:
-        call = self.future(request, timeout)
-        return call.result(), call

@@ -11,7 +11,7 @@ from kvferry._arguments import check_fields, instance, integer, integer_map, map
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Interval, Plane, TokenShard
-from kvferry.geometry.tensors.view import Tensor, TensorView, view_of
+from kvferry.geometry.tensors.view import Axes, Tensor, TensorView, view_of
 
 PLAIN = "plain"
 """Format of bytes in their natural order: each unit's content of each state is contiguous and means the same in every
@@ -21,9 +21,6 @@ OPAQUE = "opaque"
 """Format of bytes whose order inside a page is not declared."""
 
 ALL_TOKENS = TokenShard()
-
-AXES = ("layer", "kv", "block", "page", "slot", "token", "unit", "content")
-_ALIASES = {"head": "unit", "channel": "unit", "row": "token", "state": "token"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +116,7 @@ def planes_of(
         tensors: a tensor for each layer, all of the same axes.
         axes: names of the axes, see `planes_of_tensor`; None: the order inside a page is unknown, so pages move whole
             (`opaque_planes`).
-        group: the planes' group.
-        components: see `planes_of_tensor`.
-        holding: the tensors' part of the model; the default is all of it.
+        group, components, holding: see `planes_of_tensor`.
 
     Raises:
         BadGeometry: shape and strides do not fit the axes or the group.
@@ -186,7 +181,7 @@ def planes_of_tensor(
         BadGeometry: names shape and strides.
     """
     view = view_of(tensor)
-    axis = _Axes(view, texts("axes", axes))
+    axis = Axes(view, texts("axes", axes))
     instance("group", group, Group, "a Group")
     holding = _holding(holding)
     parts = _parts(axis, components)
@@ -216,9 +211,7 @@ def opaque_planes(
 
     Args:
         tensor: each of its blocks is one contiguous piece.
-        layer, group: those of the planes.
         block_axis: the axis of blocks, or of a block's pages.
-        component: name of the component.
         holding: `units` and `axis_size` if ranks hold different parts.
 
     Raises:
@@ -283,50 +276,7 @@ def _outer_offsets(view: TensorView, block_axis: int) -> list[int]:
     return offsets
 
 
-class _Axes:
-    """A tensor's axes by name."""
-
-    def __init__(self, view: TensorView, axes: Sequence[str]) -> None:
-        self.view = view
-        self.names = [_ALIASES.get(name, name) for name in axes]
-        if len(self.names) != len(view.shape):
-            raise self.problem(f"{len(self.names)} axes are named: {', '.join(axes)}")
-        for name in self.names:
-            if name not in AXES:
-                raise self.problem(f"axis {name!r} is none of {', '.join((*AXES, *_ALIASES))}")
-            if name != "content" and self.names.count(name) > 1:
-                raise self.problem(f"axis {name!r} is named twice")
-        if "slot" in self.names and {"block", "token", "page"} & set(self.names):
-            raise self.problem("a slot axis holds blocks and tokens, so there is no other axis of them")
-        if "slot" not in self.names and "block" not in self.names:
-            raise self.problem("no axis is named block or slot")
-        self.content = self._content_elements()
-
-    def problem(self, text: str) -> BadGeometry:
-        return BadGeometry("tensor", f"{text} ({self.view.described})")
-
-    def has(self, name: str) -> bool:
-        return name in self.names
-
-    def size(self, name: str) -> int:
-        return self.view.shape[self.names.index(name)] if name in self.names else 1
-
-    def stride(self, name: str) -> int:
-        """Bytes; 0 for an axis of one element, whose stride means nothing."""
-        return self.view.strides[self.names.index(name)] if self.size(name) > 1 else 0
-
-    def _content_elements(self) -> int:
-        """Elements of the content axes, which must be one contiguous piece."""
-        count, expected = 1, self.view.itemsize
-        for name, size, stride in reversed(list(zip(self.names, self.view.shape, self.view.strides, strict=True))):
-            if name == "content" and size > 1:
-                if stride != expected:
-                    raise self.problem("the content of a unit and token is not contiguous")
-                count, expected = count * size, expected * size
-        return count
-
-
-def _parts(axis: _Axes, components: Components | None) -> list[Part]:
+def _parts(axis: Axes, components: Components | None) -> list[Part]:
     if components is None:
         if axis.size("kv") != 2:
             raise axis.problem("without a kv axis of 2, its components must be given")
@@ -374,7 +324,7 @@ def _block_states(group: Group, holding: Holding) -> int:
     return states.numerator
 
 
-def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holding: Holding) -> Plane:
+def _plane(axis: Axes, group: Group, layer: str, offset: int, part: Part, holding: Holding) -> Plane:
     view = axis.view
     paging = _paging(axis, group, holding)
     channels = part.channels or Interval(0, axis.size("unit"))
@@ -408,7 +358,7 @@ def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holdi
     )
 
 
-def _paging(axis: _Axes, group: Group, holding: Holding) -> dict[str, int]:
+def _paging(axis: Axes, group: Group, holding: Holding) -> dict[str, int]:
     """The group's blocks in the tensor's block axes, as fields of a plane; strides in bytes."""
     states = _block_states(group, holding)
     if axis.has("slot"):
