@@ -44,8 +44,7 @@ _Part: TypeAlias = tuple[Plane, MemoryAccess, Blocks]
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Sums to compute and to send, in pages. Fails at `deadline`, on the loop's clock; `done` is running from the first
-    attempt."""
+    """Sums to compute and to send, in pages, until `deadline`, on the loop's clock. `done` is running once begun."""
 
     pages: Iterator[pb.PublishChecksums]
     deadline: float
@@ -98,8 +97,7 @@ class Checksummer:
         return order.done
 
     def close(self) -> None:
-        """Drop the queued work, and wait for the page that is being computed: after that, the memory may be unmapped.
-        Idempotent."""
+        """Drop the queued work, and wait for the page being computed: then the memory may be unmapped. Idempotent."""
         self._closing = True
         # A client that has ended has ended all senders.
         with suppress(Closed):

@@ -105,8 +105,7 @@ def source_blocks(
 
 
 def divided(units: Interval, indices: Int64s, most: int) -> Iterator[tuple[Interval, slice]]:
-    """Divide the sums of these units and block indices into parts of at most `most` sums: some units, and some rows of
-    `indices`."""
+    """Divide the sums of these units and blocks into parts of at most `most`: some units, some rows of `indices`."""
     step = min(len(units), most)
     rows = most // step
     for unit in range(units.begin, units.end, step):

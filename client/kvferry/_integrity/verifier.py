@@ -251,8 +251,7 @@ def _page(part: pb.Checksums) -> _Page:
 
 
 def _looked_up(units: Interval, places: Int64s, pages: list[_Page]) -> tuple[Sums, npt.NDArray[np.bool_]]:
-    """Look up the sums of these places and units: the sums ``uint32[places, units]``, and which of them are known,
-    ``bool[places, units]``."""
+    """Look up the sums of these places and units, ``uint32[places, units]``, and which of them are known, ``bool``."""
     sums = np.zeros((len(places), len(units)), np.uint32)
     known = np.zeros(sums.shape, np.bool_)
     for page in pages:

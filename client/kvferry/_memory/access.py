@@ -39,8 +39,7 @@ class MemoryAccess(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingSpace:
-    """Staging memory in one address space, mapped while this object is referenced: `owner`, an array or a tensor,
-    keeps the memory."""
+    """Staging memory in one address space, kept by `owner`, an array or a tensor, while this object is referenced."""
 
     region: MemoryRegion
     memory: MemoryAccess
@@ -77,8 +76,7 @@ def copy_cells(copy: Copy) -> tuple[Cells, Cells]:
 
 
 def selection(indices: AnyIds) -> slice | AnyIds:
-    """The index for these positions of an axis: a slice, which copies nothing, where the positions are consecutive,
-    else the array itself."""
+    """The index for these positions of an axis: a slice, which copies nothing, if they are consecutive."""
     first, last = int(indices[0]), int(indices[-1])
     is_run = last - first + 1 == len(indices) and bool((np.diff(indices) == 1).all())
     return slice(first, last + 1) if is_run else indices

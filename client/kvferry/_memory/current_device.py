@@ -67,8 +67,7 @@ def on_device(device: int | None) -> Iterator[None]:
 
 
 def enter_device(device: int | None) -> None:
-    """Make a device the current one of the calling thread for good. The thread is kvferry's own. None: change
-    nothing."""
+    """Make a device the current one of the calling thread, which is kvferry's own, for good; None: change nothing."""
     if device is None:
         return
     torch: Any = sys.modules["torch"]

@@ -176,8 +176,7 @@ class _Queue:
         self._pinned: Any = None
         self._used = 0
         self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
-        """The uploaded indices by the identity of their array. The array is kept, so that no other array gets its
-        identity."""
+        """The uploaded indices by the identity of their array, which is kept: no other array gets this identity."""
         if device.type != "cpu":
             ignore_captures(hip=torch.version.hip is not None)
             self._stream = torch.cuda.Stream(device, priority=STREAM_PRIORITY)

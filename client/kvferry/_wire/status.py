@@ -91,8 +91,7 @@ class WireStatus:
 
 
 def to_status(error: KvferryError) -> WireStatus:
-    """Convert an error to a status; raises TypeError for a client's own error, which has no reason and is never
-    sent."""
+    """Convert an error to a status; raises TypeError for a client's own error, which has no reason."""
     if not error.reason:
         raise TypeError(f"{type(error).__name__} never crosses the wire")
     code = grpc.StatusCode[error.code]

@@ -45,8 +45,7 @@ class Validity:
 
 class ExpiryNotice:
     """The times of the warnings that certificates expire: first some time before, again whenever half of the remaining
-    time has passed, and once when they have expired. With less than `least` seconds left, only the last warning
-    follows."""
+    time has passed, until `least` seconds are left, and once when they have expired."""
 
     def __init__(self, validity: Validity, least: float) -> None:
         self.validity = validity
@@ -141,8 +140,7 @@ class TlsFiles:
         return self._content
 
     def _validity(self, content: TlsContent) -> Validity | None:
-        """Return when this side's certificate is valid; None: unknown. Raises `InvalidField` for contents that are not
-        to be used."""
+        """Return when this side's certificate is valid; None: unknown. Raises `InvalidField` for unusable contents."""
         return own_validity(self._tls)
 
     def _warn_of(self, notice: ExpiryNotice, what: str, then: str) -> None:

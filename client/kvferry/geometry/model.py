@@ -200,8 +200,7 @@ class MemoryRegion:
 
 
 def check_regions(rank: RankGeometry, regions: Iterable[MemoryRegion]) -> None:
-    """Raise `BadGeometry` if a plane does not lie within one region: NIXL would refuse to read the plane, or read past
-    the region."""
+    """Raise `BadGeometry` if a plane is not within one region: NIXL would not read it, or read past the region."""
     regions = tuple(regions)
     for plane in rank.planes:
         if not any(region.holds(plane) for region in regions):

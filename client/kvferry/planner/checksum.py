@@ -92,8 +92,7 @@ def runs_of(indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.
 
 
 def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.NDArray[np.int64]:
-    """The block indices of runs that a peer sent; raises `InvalidField` unless they rise and are 1 to `most` in
-    number."""
+    """The block indices of a peer's runs; raises `InvalidField` unless they rise and are 1 to `most` in number."""
     firsts, lengths = np.array(starts, np.uint64), np.array(counts, np.uint64)
     expected = f"runs that rise, of together 1 to {most} places below {INDEX_LIMIT}"
     if not 0 < len(firsts) == len(lengths) <= most or int(lengths.min()) < 1 or int(firsts.max()) >= INDEX_LIMIT:

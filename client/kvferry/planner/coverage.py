@@ -72,8 +72,7 @@ _signature = attrgetter(
     "units.begin",
     "units.end",
 )
-"""All fields of a plane that `_mismatches` compares, as strings and integers: fractions and intervals are slow to
-hash."""
+"""All fields of a plane that `_mismatches` compares, as strings and integers: fractions are slow to hash."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +153,7 @@ class Coverer:
         self._effort = 0
 
     def cover(self, rank: RankGeometry) -> Covering:
-        """Cover the planes of one destination rank; raises `BadGeometry` if two planes that the reads would write share
-        a byte."""
+        """Cover the planes of one destination rank; raises `BadGeometry` if two planes to be written share a byte."""
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
         mismatches: list[Mismatch] = []

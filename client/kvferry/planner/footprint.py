@@ -71,8 +71,7 @@ class BlockMap:
         self._tables: dict[DescriptorTable, tuple[_Entries, _Entries]] = {}
 
     def table(self, table: DescriptorTable) -> tuple[_Entries, _Entries]:
-        """The entries of a table, at the source and at the destination. Kept for as long as the plan, like its
-        tables."""
+        """The entries of a table, of the source and of the destination. Kept like the plan's tables."""
         known = self._tables.get(table)
         if known is None:
             theirs, mine = table.memory.spaces

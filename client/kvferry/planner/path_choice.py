@@ -71,8 +71,7 @@ class PathRule:
 @dataclass(frozen=True, slots=True)
 class PathChoice:
     """The path of a lane, with the reason for people. `direct` and `staged` are estimated seconds per block of the
-    destination, equal where there was nothing to compare; `measurable`: whether other constants could lead to the other
-    path."""
+    destination, equal where nothing was compared; `measurable`: whether other constants could change the path."""
 
     path: Path
     reason: str
@@ -83,8 +82,7 @@ class PathChoice:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The counts that decide the costs of both paths, for the same `states` of a lane. A block of the destination has
-    `step` states."""
+    """The counts that decide the costs of both paths, for `states` of a lane; a destination block has `step` states."""
 
     states: int
     step: int

@@ -36,8 +36,7 @@ class NeededBlocks:
 class GroupRequest:
     """The part of one group that a request moves: the tokens from `begin` to `end`, 0 and 1 for state groups, and the
     blocks that hold them. `required` is the first token without which the read is refused: `begin`, or the token after
-    it. `floor` is the first token that may be written; below `begin` only where a window begins later than the asked
-    tokens."""
+    it. `floor` is the first token that may be written; below `begin` only if a window begins later than asked."""
 
     begin: int
     end: int
@@ -71,8 +70,7 @@ def needed(
         wanted = _state(group, theirs, mine) if is_state else _tokens(group, source_group, theirs, mine, asked)
         if wanted is None:
             continue
-        # In tables the null block stands for absent blocks, such as those that left a window. It is refused only where
-        # a token is needed.
+        # In tables the null block stands for absent blocks: before a window, say. No needed token may be in it.
         for side, of, blocks in (("source", source_group, wanted.source), ("destination", group, wanted.destination)):
             if of.null_block is not None:
                 check_ids(group.name, side, blocks.ids, of.num_blocks, of.null_block)

@@ -160,9 +160,8 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowLoop:
-    """Cells of one plane at equal steps on both sides. `source` and `destination` are the offsets of the first cell,
-    `axes` (count, source stride, destination stride), the longest steps of the destination first, and `cell` contiguous
-    bytes."""
+    """Cells of one plane, of `cell` bytes, at equal steps on both sides. `source` and `destination` are the offsets of
+    the first cell, `axes` (count, source stride, destination stride), the longest destination strides first."""
 
     source: int
     destination: int

@@ -27,8 +27,7 @@ PEER = "unix:"
 
 
 class InProcessHome:
-    """A node server from one start to its stop. Make and use it on the event loop of its fabric. `address` is that in
-    references."""
+    """A node server from one start to its stop, used on the event loop of its fabric. References have `address`."""
 
     def __init__(self, address: str, times: Times, clock: Clock) -> None:
         self._clock = clock

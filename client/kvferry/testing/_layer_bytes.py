@@ -84,8 +84,7 @@ def check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], bl
 
 
 def check_elements(dtype: str, planes: Iterable[Plane]) -> None:
-    """Check the names of the planes' element types against the tensor's type: the engines of a read compare only these
-    names."""
+    """Check the planes' element types against the tensor's: the engines of a read compare only these names."""
     for plane in planes:
         if dtype not in _BYTES and plane.dtype.partition(SCALED)[0] != dtype:
             problem = f"elements of {plane.component} are declared to be {plane.dtype}, those of its tensor are {dtype}"

@@ -52,8 +52,7 @@ class HostMemoryOnly(Exception):
 class PostedRead:
     """A read that was posted, or is about to be, from the agent named `peer`: addresses and lengths in bytes,
     ``uint64[n]``. Only its agent keeps a reference to the read, so that the bytes never arrive if the agent has ended.
-    `connects`: this is the first read from a peer, which reads a few bytes to connect; `let_go`: the bytes may move;
-    `done`: they have moved."""
+    `connects`: the first read from a peer, of a few bytes; `let_go`: the bytes may move; `done`: they have moved."""
 
     peer: str
     source: Rows

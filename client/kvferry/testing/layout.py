@@ -112,8 +112,7 @@ def check_layout(
 
 
 def _drawn(group: Group, draw: random.Random) -> list[int]:
-    """Return two blocks far apart, so that a wrong distance of blocks shows, and then some others; the null block only
-    if there are no others."""
+    """Return two blocks far apart, to show a wrong distance, then others; the null block only as a last resort."""
     usable = [block for block in (1, 0, group.num_blocks - 1) if block < group.num_blocks]
     usable = [block for block in usable if block != group.null_block] or usable
     ends = sorted({usable[0], usable[-1]})
@@ -237,8 +236,7 @@ class _TokenCheck:
             self._probe.check_equal(number, expected)
 
     def _cells(self, chosen: Tokens) -> list[torch.Tensor]:
-        """Return the cells of some tokens and heads, ``bool [tokens, heads]`` for each input, by plane, as whole
-        granules."""
+        """Return the whole granules of some tokens and heads, ``bool [tokens, heads]`` by input, as cells by plane."""
         found = []
         for plane in self._planes:
             granules = torch.stack([self._granules(plane, chosen[name]) for name in self._inputs_of(plane)]).any(0)

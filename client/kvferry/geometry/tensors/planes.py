@@ -131,8 +131,7 @@ def planes_of(
 
 
 def named_tensors(tensors: object) -> dict[str, Tensor]:
-    """A copy of a mapping from layers to their tensors; raises `InvalidField`, or `BadGeometry` naming the tensor that
-    cannot be moved."""
+    """A copy of a mapping from layers to tensors; raises `InvalidField`, or `BadGeometry` for an unusable tensor."""
     found: dict[str, Tensor] = {}
     given = mapping("tensors", tensors, "a mapping from layer names to tensors")
     if not given:

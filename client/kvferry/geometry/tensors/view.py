@@ -222,8 +222,7 @@ def _bounds(root: Any) -> tuple[int, int]:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of our own, which stays when the owner later points its tensor at other memory.
-    Raises `BadGeometry`."""
+    """The same memory as a tensor of our own, in case its owner points it at other memory. Raises `BadGeometry`."""
     if isinstance(tensor, TensorView):
         return tensor
     given = _known(tensor)
@@ -303,8 +302,7 @@ def _from_dlpack(tensor: Any) -> Any:
     if kind is None:
         raise _unusable(tensor, f"lies on a device of DLPack's type {device}, which kvferry does not know")
     if kind is MemoryKind.DRAM:
-        # numpy before torch, which ignores that memory is read-only. Before 2.1 numpy allowed no writing at all, and no
-        # check for copies.
+        # numpy before torch, which ignores that memory is read-only. Before 2.1 numpy neither wrote nor refused copies.
         if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
             try:
                 return np.from_dlpack(tensor, copy=False)
