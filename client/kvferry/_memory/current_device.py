@@ -45,9 +45,8 @@ def device_of(regions: Iterable[MemoryRegion]) -> int | None:
     if not devices:
         return None
     if len(devices) > 1:
-        raise InvalidField(
-            "regions", f"memory of devices {devices}", "one device: a rank has one, and so has its agent"
-        )
+        expected = "one device: a rank has one, and so has its agent"
+        raise InvalidField("regions", f"memory of devices {devices}", expected)
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         problem = "is not imported" if torch is None else "has no CUDA and no ROCm here"

@@ -55,9 +55,8 @@ class HostAccess:
                 at = 0
                 for run, cells, view in parts:
                     count = cells.shape[-1]
-                    into = np.ndarray(
-                        (len(ids), len(units), count), view.dtype, buffer, at, (*buffer.strides[:2], cells.size)
-                    )
+                    strides = (*buffer.strides[:2], cells.size)
+                    into = np.ndarray((len(ids), len(units), count), view.dtype, buffer, at, strides)
                     into[...] = view[selection(ids[:, run])]
                     at += count * cells.size
                 words = buffer[: len(ids)].view(np.int64)

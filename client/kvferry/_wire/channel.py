@@ -294,9 +294,8 @@ def _checked(tls: TlsConfig) -> tuple[TlsContent, list[InvalidField]]:
         try:
             context.load_verify_locations(cadata=_text(ca))
         except ssl.SSLError:
-            problems.append(
-                InvalidField("tls_ca", str(tls.ca), "certificates of authorities in PEM, all of them whole")
-            )
+            expected = "certificates of authorities in PEM, all of them whole"
+            problems.append(InvalidField("tls_ca", str(tls.ca), expected))
     if tls.cert is not None and tls.key is not None and cert is not None and key is not None:
         try:
             # Without this, OpenSSL asks for a password in the terminal.

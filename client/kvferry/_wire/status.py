@@ -69,10 +69,7 @@ _REASONS: dict[int, str] = {
 # The classes of errors whose reason this version does not know.
 _BY_CODE: dict[str, type[KvferryError]] = {
     "INVALID_ARGUMENT": InvalidInput,
-    "FAILED_PRECONDITION": Refused,
-    "PERMISSION_DENIED": Refused,
-    "ALREADY_EXISTS": Refused,
-    "ABORTED": Refused,
+    **dict.fromkeys(("FAILED_PRECONDITION", "PERMISSION_DENIED", "ALREADY_EXISTS", "ABORTED"), Refused),
     "NOT_FOUND": NotFound,
     "UNAVAILABLE": Unavailable,
     "RESOURCE_EXHAUSTED": LimitReached,

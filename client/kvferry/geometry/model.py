@@ -191,12 +191,8 @@ class MemoryRegion:
     def holds(self, plane: Plane) -> bool:
         """Whether every byte of the plane lies in this region."""
         first, last = plane.extent
-        return (
-            self.memory_kind is plane.memory_kind
-            and self.device == plane.device
-            and self.base <= first
-            and last <= self.base + self.length
-        )
+        same_space = self.memory_kind is plane.memory_kind and self.device == plane.device
+        return same_space and self.base <= first and last <= self.base + self.length
 
 
 def check_regions(rank: RankGeometry, regions: Iterable[MemoryRegion]) -> None:

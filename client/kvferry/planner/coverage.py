@@ -274,9 +274,8 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     turns = [shard.interleave for shard in (mine, theirs) if shard.count > 1]
     if all(turn % granule_tokens == 0 for turn in turns):
         return []
-    message = (
-        f"{wanted.name}: the source holds {theirs}, the destination {mine}, but {granule_tokens} tokens are one piece"
-    )
+    held = f"the source holds {theirs}, the destination {mine}"
+    message = f"{wanted.name}: {held}, but {granule_tokens} tokens are one piece"
     return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
 
 

@@ -148,11 +148,8 @@ def _merges(lane: Lane, path: Path) -> bool:
         return all(extent.length == lane.source.block_stride for extent in lane.extents)
     if lane.linear_bytes:
         return True
-    if (
-        lane.group.kind is GroupKind.STATE
-        or not lane.line.same_tokens
-        or lane.source.block_states != lane.destination.block_states
-    ):
+    same_blocks = lane.line.same_tokens and lane.source.block_states == lane.destination.block_states
+    if lane.group.kind is GroupKind.STATE or not same_blocks:
         return False
     stride = lane.source.block_stride
     return stride == lane.destination.block_stride and bool((lane.rows(lane.whole_block).length == stride).all())
@@ -294,12 +291,8 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
     explained = [explain(plan) for plan in plans]
     reads = [line for lines in explained for line in lines.reads]
     numbers = {id(line): number for number, line in enumerate(reads, 1)}
-    rows: list[tuple[str, ...]] = [
-        (
-            *("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks"),
-            *("bytes", "descriptors/block", "path"),
-        )
-    ]
+    columns = ("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks")
+    rows: list[tuple[str, ...]] = [(*columns, "bytes", "descriptors/block", "path")]
     for lines in explained:
         name = rank_name(lines.rank, lines.labels)
         for line in lines.reads:

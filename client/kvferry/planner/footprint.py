@@ -253,10 +253,9 @@ class Footprint:
             grids = ((1, prepared.count),)
         begin = 0
         for rows, blocks in grids:
-            source, destination = (
-                side[begin : begin + rows * blocks] for side in (prepared.source, prepared.destination)
-            )
-            begin += rows * blocks
+            part = slice(begin, begin + rows * blocks)
+            begin = part.stop
+            source, destination = prepared.source[part], prepared.destination[part]
             if not self._right_by_edges(entries, source, destination, rows):
                 self._check_each(entries, source, destination)
 

@@ -104,12 +104,8 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     staged_descriptors = max(1, work.source_blocks * len(lane.extents))
     staged_bytes = work.source_blocks * sum(extent.length for extent in lane.extents)
     direct = descriptors * costs.descriptor + work.bytes * costs.byte
-    staged = (
-        staged_descriptors * costs.descriptor
-        + staged_bytes * costs.staged_byte
-        + work.runs * costs.cell
-        + work.bytes * costs.copied_byte
-    )
+    staged = staged_descriptors * costs.descriptor + staged_bytes * costs.staged_byte
+    staged += work.runs * costs.cell + work.bytes * costs.copied_byte
     pieces = f"{work.bytes // descriptors:,} B"
     rows = f"{staged_bytes // staged_descriptors:,} B"
     # A staged row costs as much as a direct one: unless staging has fewer rows, it is never cheaper.

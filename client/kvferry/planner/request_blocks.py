@@ -198,9 +198,8 @@ def _tokens(
 ) -> GroupRequest | None:
     for side, blocks in (("source", theirs), ("destination", mine)):
         if max(blocks.first_token, blocks.end_token or 0) >= TOKEN_LIMIT:
-            raise InvalidField(
-                f"first token of the {side} blocks of group {group.name!r}", blocks.first_token, "below 2**40"
-            )
+            what = f"first token of the {side} blocks of group {group.name!r}"
+            raise InvalidField(what, blocks.first_token, "below 2**40")
     span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
     if span is None:
         return None
@@ -257,10 +256,6 @@ def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:
     room = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
     end = room if blocks.end_token is None else blocks.end_token
     if end > room:
-        raise BlocksShort(
-            group.name,
-            side,
-            f"tokens [{blocks.first_token}, {end})",
-            f"{len(blocks.ids)} blocks of {group.block_tokens}",
-        )
+        asked, held = f"tokens [{blocks.first_token}, {end})", f"{len(blocks.ids)} blocks of {group.block_tokens}"
+        raise BlocksShort(group.name, side, asked, held)
     return blocks.first_token, end

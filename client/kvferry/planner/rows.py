@@ -84,12 +84,8 @@ class AlikePlanes:
         cells_destination = (unit * self.destination.unit_stride + destination).ravel()
         source, destination, length = _fuse(cells_source, cells_destination, np.tile(length, self.units))
         planes = len(self.source_base)
-        return Rows(
-            (self.source_base[:, None] + source).ravel(),
-            (self.destination_base[:, None] + destination).ravel(),
-            np.tile(length, planes),
-            len(length) * planes,
-        )
+        source, destination = self.source_base[:, None] + source, self.destination_base[:, None] + destination
+        return Rows(source.ravel(), destination.ravel(), np.tile(length, planes), len(length) * planes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,8 @@ def check_tensor(group: Group, tensor: torch.Tensor, planes: Sequence[Plane], bl
     if block_bytes is not None:
         expected_bytes = block_bytes
     if held != expected_bytes:
-        raise LayoutMismatch(
-            layer,
-            f"its planes declare {held} bytes of a block, which holds {expected_bytes}",
-            expected=expected_bytes,
-            found=held,
-        )
+        problem = f"its planes declare {held} bytes of a block, which holds {expected_bytes}"
+        raise LayoutMismatch(layer, problem, expected=expected_bytes, found=held)
 
 
 def check_elements(dtype: str, planes: Iterable[Plane]) -> None:
@@ -156,10 +152,7 @@ class Probe:
         return [torch.zeros(cells.shape[:3], dtype=torch.bool, device=cells.device) for cells in self.cells]
 
     def effect(
-        self,
-        write: Callable[[], object],
-        allowed: Sequence[torch.Tensor],
-        inspect: Callable[[], None] | None = None,
+        self, write: Callable[[], object], allowed: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None
     ) -> list[torch.Tensor]:
         """Make a write, undo it, and return the bytes that it changed, by plane, in the shape of `cells`.
 
@@ -180,10 +173,7 @@ class Probe:
         return changed
 
     def effect_on_any(
-        self,
-        write: Callable[[], object],
-        allowed: Sequence[torch.Tensor],
-        inspect: Callable[[], None] | None = None,
+        self, write: Callable[[], object], allowed: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None
     ) -> list[torch.Tensor]:
         """Return the bytes that a write changes, whatever their values before; see `effect`."""
         changed: list[torch.Tensor] = []
@@ -242,14 +232,9 @@ class Probe:
                 return self._error(number, tuple(map(int, cell)), expected, found, problem)
         first = self.planes[0]
         at = address - first.base - self.block * first.block_stride
-        return LayoutMismatch(
-            first.layer,
-            f"the engine wrote a byte that no plane declares, {at} bytes after the first of {first.component} in"
-            f" block {self.block}",
-            block=self.block,
-            expected=expected,
-            found=found,
-        )
+        where = f"{at} bytes after the first of {first.component} in block {self.block}"
+        problem = f"the engine wrote a byte that no plane declares, {where}"
+        return LayoutMismatch(first.layer, problem, block=self.block, expected=expected, found=found)
 
 
 def _hex(found: torch.Tensor) -> str:

@@ -300,9 +300,8 @@ class Agent:
         self._check_source(read)
         if not read.let_go:
             return IN_PROGRESS
-        for of, to, length in zip(
-            *(rows.tolist() for rows in (read.source, read.destination, read.length)), strict=True
-        ):
+        columns = (rows.tolist() for rows in (read.source, read.destination, read.length))
+        for of, to, length in zip(*columns, strict=True):
             ctypes.memmove(to, of, length)
         read.done = True
         return SUCCESS

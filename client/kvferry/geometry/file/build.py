@@ -68,9 +68,7 @@ class GroupPart:
         if isinstance(said, FileGroup):
             check_content(path, said, fields.attention)
         if fields.shards and said.shards is None and fields.kv_heads != file.model.kv_heads:
-            raise InvalidField(
-                at(path, "shards"), MISSING, "a list of intervals: the group's kv_heads are not the model's"
-            )
+            raise self._wrong("shards", MISSING, "a list of intervals: the group's kv_heads are not the model's")
         self._shards = checked_shards(at(path, "shards"), fields.shards, file.tp_size, fields.kv_heads)
         own_names = fields.layer_name != Table.model_fields["layer_name"].default
         most = MAX_LAYERS if own_names else file.model.layers

@@ -221,9 +221,8 @@ def opaque_planes(
     instance("group", group, Group, "a Group")
     holding = _holding(holding)
     if not 0 <= block_axis < len(view.shape) or view.contiguous_tail > block_axis + 1:
-        raise BadGeometry(
-            f"layer {layer}", f"the blocks along axis {block_axis} of {view.described} are not contiguous"
-        )
+        problem = f"the blocks along axis {block_axis} of {view.described} are not contiguous"
+        raise BadGeometry(f"layer {layer}", problem)
     if view.shape[block_axis] < group.num_blocks:
         raise BadGeometry(
             f"layer {layer}",
@@ -253,18 +252,12 @@ def opaque_planes(
     format = OPAQUE if holding.format == PLAIN else holding.format
     holding = replace(holding, units=units, format=format, token_granule=0, units_divide=False)
     offsets = _outer_offsets(view, block_axis)
-    return tuple(
-        plane
-        for index, offset in enumerate(offsets)
-        for plane in planes_of_tensor(
-            replace(cells, address=cells.address + offset),
-            ("block", "unit", "token", "content"),
-            group,
-            [layer],
-            (component if len(offsets) == 1 else f"{component}.{index}",),
-            holding,
-        )
-    )
+    found: list[Plane] = []
+    for index, offset in enumerate(offsets):
+        name = component if len(offsets) == 1 else f"{component}.{index}"
+        moved = replace(cells, address=cells.address + offset)
+        found += planes_of_tensor(moved, ("block", "unit", "token", "content"), group, layer, (name,), holding)
+    return tuple(found)
 
 
 def _outer_offsets(view: TensorView, block_axis: int) -> list[int]:
