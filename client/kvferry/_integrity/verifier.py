@@ -123,7 +123,7 @@ class Verifier:
     def _tasks(self, read: Arrived) -> tuple[list[_Task], int]:
         """Return the blocks that can be compared, and the number of sums that cannot."""
         plan = read.plan
-        source_groups = {group.name: group for group in plan.source.groups}
+        source_groups, _ = plan.groups_by_name
         moved = needed(plan.groups, source_groups, read.granted, read.blocks, read.tokens)
         tasks, unverified = [], 0
         for lane in plan.lanes:

@@ -33,8 +33,7 @@ class MemoryAccess(Protocol):
         """The sums of these units of these blocks of a plane, ``uint32[blocks, units]``."""
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """Write zeros over all units of these blocks of a plane. The zeros are written when this returns or raises,
-        unless it raises `StillCopying`."""
+        """Write zeros over all units of these blocks of a plane. This ends as `copy` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +85,7 @@ def block_cells(plane: Plane, units: Interval, blocks: AlikeBlocks) -> Iterator[
     """The states of alike blocks, cut where a page ends: the index of each run, and the run's cells in all blocks from
     0 to the highest: ``[blocks, units, cells of a unit]``."""
     count_of_blocks = int(blocks.ids.max()) + 1
-    first_unit = plane.base + (units.begin - plane.units.begin) * plane.unit_stride
+    first_unit = plane.unit_address(units.begin)
     for index, run in enumerate(blocks.runs):
         first, end = run.first, run.first + run.count
         while first < end:

@@ -1,5 +1,4 @@
-"""Encodes and decodes the values of `kvferry.geometry` as protobuf messages. Decoding returns a checked value, or
-raises a typed error."""
+"""The values of `kvferry.geometry` as protobuf messages. Decoding returns a checked value, or raises a typed error."""
 
 from __future__ import annotations
 

@@ -103,8 +103,7 @@ class TlsFiles:
         return None if self._authorities is None else self._authorities.validity.end
 
     def warn(self) -> None:
-        """Warn when the certificate or an authority is about to expire, again whenever half of the remaining time has
-        passed, and once when it has expired."""
+        """Warn that the certificate or an authority expires, if it is time to; see `ExpiryNotice`."""
         if self._own is not None:
             then = "put a new certificate and key in place: they are read without a restart"
             self._warn_of(self._own, f"the certificate in {self._tls.cert}", then)

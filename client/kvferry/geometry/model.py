@@ -132,10 +132,7 @@ class EngineGeometry:
 
     def group(self, name: str) -> Group:
         """The group of this name; KeyError if there is no such group."""
-        for group in self.groups:
-            if group.name == name:
-                return group
-        raise KeyError(name)
+        return {group.name: group for group in self.groups}[name]
 
     def planes(self) -> Iterator[tuple[RankGeometry, Plane]]:
         """All planes of all ranks, by rising rank."""

@@ -161,6 +161,10 @@ class Plane:
         """Pages per block."""
         return self.block_states // self.page_tokens
 
+    def unit_address(self, unit: int) -> int:
+        """The address of the unit's first state in block 0."""
+        return self.base + (unit - self.units.begin) * self.unit_stride
+
     @property
     def block_extent(self) -> int:
         """Bytes from the first to one past the last byte of a block, holes included."""

@@ -40,8 +40,7 @@ _KINDS = {"group": "group", "format": "format", "token_granule": "granule"}
 
 @dataclass(frozen=True, slots=True)
 class PlaneRead:
-    """The read of one destination plane from one source plane: `units`, on the global axis, within both planes, of the
-    `stripe` of the request's blocks."""
+    """The read of a plane from a source plane: `units`, on the global axis, of the `stripe` of the request's blocks."""
 
     source_rank: int
     source: Plane

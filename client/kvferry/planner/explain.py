@@ -106,8 +106,7 @@ def explain(plan: ReadPlan) -> RankLines:
 
 
 def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
-    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge. The estimate looks at
-    no more than `most` pieces."""
+    """Bytes per token and request, pieces and descriptors per block, whether runs merge; by `most` pieces at most."""
     per_token, per_request = Fraction(0), 0
     piece_count = descriptor_count = 0
     merges = True

@@ -107,16 +107,11 @@ def alike(reads: Iterable[PlaneRead]) -> tuple[AlikePlanes, ...]:
     return tuple(
         AlikePlanes(
             *key,
-            source_base=np.array([first_address(read.source, read) for read in members], np.int64),
-            destination_base=np.array([first_address(read.destination, read) for read in members], np.int64),
+            source_base=np.array([read.source.unit_address(read.units.begin) for read in members], np.int64),
+            destination_base=np.array([read.destination.unit_address(read.units.begin) for read in members], np.int64),
         )
         for key, members in gathered.items()
     )
-
-
-def first_address(plane: Plane, read: PlaneRead) -> int:
-    """The address of the first unit read, in block 0 of one of the read's planes."""
-    return plane.base + (read.units.begin - plane.units.begin) * plane.unit_stride
 
 
 def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, ...]:

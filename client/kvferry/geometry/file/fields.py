@@ -1,6 +1,5 @@
 """The fields of a geometry file, each described once: the checks, the errors and docs/geometry.schema.json (``make
-schema``) come from these descriptions. Groups and components inherit: see `GeometryFile.tables`. Below are the checks
-that need several fields."""
+schema``) come from these descriptions. Groups and components inherit: see `GeometryFile.tables`."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ Components = Sequence[str | Part] | Mapping[str, int]
 
 
 def heads_held(heads: range | Interval, total_heads: int | None) -> Holding:
-    """The holding of a rank with these heads, e.g. ``range(2, 4)``, of a model of `total_heads`; raises
-    `InvalidField`."""
+    """The holding of a rank with heads such as ``range(2, 4)`` of a model of `total_heads`; raises `InvalidField`."""
     expected = "range(first, end) of the model's heads, not empty"
     if isinstance(heads, range):
         if heads.step != 1 or not 0 <= heads.start < heads.stop:
