@@ -36,21 +36,14 @@ def diff_indexed(source: Indexed, destination: EngineGeometry) -> tuple[Mismatch
     return tuple(found)
 
 
-def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch, ...]:
+def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
     """The part of `diff` for identity and groups, without the planes of single ranks."""
-    return (*_identity(source, destination), *_groups(source, destination))
-
-
-def _identity(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
     for key in sorted({*source.identity, *destination.identity}):
         theirs, ours = (engine.identity.get(key) for engine in (source, destination))
         if theirs != ours:
             shown = ["missing" if value is None else repr(value) for value in (theirs, ours)]
             message = f"identity {key!r} is {shown[0]} at the source, {shown[1]} at the destination"
             yield Mismatch("identity", "identity", key, theirs or "", ours or "", message)
-
-
-def _groups(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
     offered = {group.name: group for group in source.groups}
     for group in destination.groups:
         other = offered.get(group.name)
