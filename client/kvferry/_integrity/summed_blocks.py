@@ -113,20 +113,12 @@ def divided(units: Interval, indices: Int64s, most: int) -> Iterator[tuple[Inter
             yield Interval(unit, min(unit + step, units.end)), slice(first, first + rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldBlocks:
-    """Source blocks of a lane that its reader has read: `alike` are those that the reader holds whole and that are
-    sampled, with their positions at the destination; `others` is the number of the others."""
-
-    alike: tuple[AlikeBlocks, ...]
-    others: int
-
-
 def held_blocks(
     lane: Lane, needed: GroupRequest, source_group: Group, granted: Blocks, publication: int, share: float
-) -> Iterator[HeldBlocks]:
-    """A reader's parts of a lane's source blocks, a stretch of the request at a time. `needed` is the moved part of the
-    lane's group, `granted` the blocks as published; for `publication` and `share` see `sampled`."""
+) -> Iterator[tuple[tuple[AlikeBlocks, ...], int]]:
+    """A lane's source blocks that its reader has read, a stretch of the request at a time: those that the reader holds
+    whole and that are sampled, with their positions at the destination, and the number of the others. `needed` is the
+    moved part of the lane's group, `granted` the blocks as published; for `publication` and `share` see `sampled`."""
     source, destination, per_block = lane.source, lane.destination, lane.source.held_per_block
     published = published_states(source, lane.reads[0].source, source_group, granted)
     moved = _moved(lane, needed)
@@ -145,7 +137,7 @@ def held_blocks(
         chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, indices, share)
         others = int(np.count_nonzero(got.any(axis=1) & ~chosen))
         of = (indices[chosen], there[chosen], summed[chosen])
-        yield HeldBlocks(tuple(_alike(*of, lane, needed)) if bool(chosen.any()) else (), others)
+        yield tuple(_alike(*of, lane, needed)) if bool(chosen.any()) else (), others
 
 
 def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:

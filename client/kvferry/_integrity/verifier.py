@@ -131,11 +131,11 @@ class Verifier:
             if name not in moved:
                 continue
             units = sum(len(of.units) for of in lane.reads)
-            for held in held_blocks(
+            for whole, others in held_blocks(
                 lane, moved[name], source_groups[name], read.granted[name], read.publication, self._options.share
             ):
-                unverified += held.others * units
-                tasks += [_Task(lane, moved[name], alike) for alike in held.alike]
+                unverified += others * units
+                tasks += [_Task(lane, moved[name], alike) for alike in whole]
         return tasks, unverified
 
     def _compare_all(
