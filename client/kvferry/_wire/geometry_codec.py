@@ -26,6 +26,7 @@ PLANE_FIELDS = (
     *("optional_cover", "shared"),
 )
 REGION_FIELDS = ("device", "base", "length")
+RUNS_FIELDS = ("group", "first_token", "state_token")
 
 
 def _alike(names: Sequence[str], found: object) -> dict[str, Any]:
@@ -190,24 +191,12 @@ def blocks_from_proto(message: GroupBlocks) -> Blocks:
 
 def runs_to_proto(runs: BlockRuns) -> GroupBlocks:
     """Encode runs of blocks."""
-    return GroupBlocks(
-        group=runs.group,
-        first_token=runs.first_token,
-        end_token=runs.end,
-        state_token=runs.state_token,
-        run_starts=runs.starts,
-        run_counts=runs.counts,
-    )
+    alike = _alike(RUNS_FIELDS, runs)
+    return GroupBlocks(end_token=runs.end, run_starts=runs.starts, run_counts=runs.counts, **alike)
 
 
 def runs_from_proto(message: GroupBlocks) -> BlockRuns:
     """Decode runs of blocks without a check: see `BlockRuns.check`."""
-    return BlockRuns(
-        group=message.group,
-        first_token=message.first_token,
-        end_token=message.end_token,
-        state_token=message.state_token,
-        # Slices, because protobuf iterates over single numbers slowly.
-        starts=tuple(message.run_starts[:]),
-        counts=tuple(message.run_counts[:]),
-    )
+    # Slices, because protobuf iterates over single numbers slowly.
+    starts, counts = tuple(message.run_starts[:]), tuple(message.run_counts[:])
+    return BlockRuns(end_token=message.end_token, starts=starts, counts=counts, **_alike(RUNS_FIELDS, message))
