@@ -57,8 +57,12 @@ class InProcessCall(grpc.RpcError):
 
     def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = (), *, cancelled: bool = False) -> None:
         """End the call. Idempotent."""
+        ended: Future[_End] = Future()
+        ended.set_result(_End(code, details, trailing, cancelled))
         with suppress(InvalidStateError):
-            self._ended.set_result(_End(code, details, trailing, cancelled))
+            self._ended.set_result(ended.result())
+            # A future keeps its callbacks, which refer to the call: without them, the call needs no garbage collector.
+            self._ended = ended
             self._messages.put(None)
 
     def refuse_large(self, message: bytes) -> bool:
