@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry._control.granted_steps import joined
-from kvferry._wire.blocks_codec import blocks_to_proto
-from kvferry._wire.geometry_codec import engine_from_proto, engine_to_proto
+from kvferry._wire.geometry_codec import blocks_to_proto, engine_from_proto, engine_to_proto
 from kvferry._wire.plan_codec import plan_to_proto
 from kvferry._wire.reference import PREFIX, format_reference, parse_reference
 from kvferry.errors import BadGeometry, KvferryError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry._wire.blocks_codec import blocks_from_proto, blocks_to_proto
+from kvferry._wire.geometry_codec import blocks_from_proto, blocks_to_proto
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.blocks import MAX_BLOCKS, Blocks, check_ids, check_unique
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -115,7 +116,7 @@ def test_a_failed_checksum_fails_with_its_own_error_and_no_other(
 
 
 def test_a_close_waits_for_checksums_in_progress_and_ends_all_waits(
-    loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch
+    loop: PlayedLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After it the memory may be unmapped."""
     summer = summer_for(loop, Home(HomeRecovering("busy")))
@@ -132,11 +133,11 @@ def test_a_close_waits_for_checksums_in_progress_and_ends_all_waits(
     assert computing.wait(30)
     futures.append(summer.submit(1, {"full": Blocks([3], 4, 8)}, last=True, timeout=SOON))
 
-    def close() -> None:
+    def close(summer: Checksummer) -> None:
         summer.close()
         ended.append("closed")
 
-    closing = threading.Thread(target=close, daemon=True)
+    closing = threading.Thread(target=close, args=(summer,), daemon=True)
     closing.start()
     # One that does not wait has ended by now.
     closing.join(0.2)
@@ -148,6 +149,11 @@ def test_a_close_waits_for_checksums_in_progress_and_ends_all_waits(
             future.result(SOON)
     with pytest.raises(Closed):
         summer.submit(3, {"full": Blocks([1], end_token=4)}, last=True, timeout=SOON)
+    # asyncio logs an error of a task that nothing has waited for, when the task is collected.
+    monkeypatch.undo()
+    del summer
+    gc.collect()
+    assert not caplog.records
 
 
 def test_checksums_requested_during_a_close_get_an_end(loop: PlayedLoop) -> None:

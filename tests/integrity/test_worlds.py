@@ -107,9 +107,9 @@ def reader_sums(plan: ReadPlan, world: World) -> tuple[dict[Place, int], int]:
         if name not in moved:
             continue
         granted = world.source_blocks[name]
-        for held in held_blocks(lane, moved[name], source_groups[name], granted, PUBLICATION, 1.0):
-            others += held.others * sum(len(read.units) for read in lane.reads)
-            for alike in held.alike:
+        for held, count in held_blocks(lane, moved[name], source_groups[name], granted, PUBLICATION, 1.0):
+            others += count * sum(len(read.units) for read in lane.reads)
+            for alike in held:
                 for read in lane.reads:
                     sums = HostAccess().sums(read.destination, read.units, alike)
                     for place, row in zip(alike.places.tolist(), sums.tolist(), strict=True):

@@ -15,8 +15,8 @@ from kvferry._memory.host import HostAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks, StateRun
 from kvferry.planner.staged_read import Copy
+from kvferry.planner.token_line import AlikeBlocks, StateRun
 
 BLOCKS = 6
 

@@ -70,6 +70,7 @@ WATCHES = ("tests/control/test_watches.py", "tests/control/test_hostile_homes.py
 TOLD = ("tests/control/test_telling.py", "tests/control/test_lease_holder.py", "tests/control/test_hostile_homes.py")
 STEP_ORDERS = ("tests/engine/test_step_orders.py",)
 PARTS = ("tests/planner/test_request_parts.py", "tests/planner/test_missing_groups.py")
+TAILS = ("tests/memory/test_tails.py",)
 SLICES = ("tests/server/home/test_time_slices.py",)
 ROTATION = ("tests/server/home/test_whose_turn.py",)
 ACKNOWLEDGED = ("tests/control/test_acknowledgements.py",)
@@ -156,7 +157,7 @@ RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
     "client/kvferry/planner/token_line.py": Target(
-        PLANNER,
+        (*PLANNER, TAILS, VERIFIED),
         {"Line.pieces: 1 -> 2": STRICT_ORDER, "StateLayout.of: 1 -> 2": ONE_SHARD},
     ),
     "client/kvferry/planner/coverage.py": Target(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
-from kvferry._wire.blocks_codec import runs_to_proto
+from kvferry._wire.geometry_codec import runs_to_proto
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.blocks import BlockRuns
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -57,8 +57,8 @@ def raised(call: Any) -> Any:
 def test_an_answer_arrives(channel: grpc.Channel) -> None:
     stub = IntrospectionStub(channel)
     assert stub.ListEngines(ipb.ListEnginesRequest(), timeout=SOON).home_epoch
-    answer, call = stub.ListEngines.with_call(ipb.ListEnginesRequest(), timeout=SOON)
-    assert (len(answer.home_epoch), call.code()) == (16, grpc.StatusCode.OK)
+    call = stub.ListEngines.future(ipb.ListEnginesRequest(), timeout=SOON)
+    assert (len(call.result().home_epoch), call.code()) == (16, grpc.StatusCode.OK)
 
 
 def test_an_answer_arrives_without_a_waiting_caller(channel: grpc.Channel) -> None:

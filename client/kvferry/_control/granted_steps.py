@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from kvferry._prompt import MARK_BYTES, MAX_MARKS
-from kvferry._wire.blocks_codec import blocks_from_proto, runs_from_proto
+from kvferry._wire.geometry_codec import blocks_from_proto, runs_from_proto
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, BlockRuns, Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -11,7 +11,7 @@ from kvferry._control.batches import ADDED_BYTES, SENT_NOTIFY_BYTES, check_size
 from kvferry._control.publications import Publication
 from kvferry._engine_spec import EngineSpec
 from kvferry._prompt import Prompt
-from kvferry._wire.blocks_codec import blocks_to_proto
+from kvferry._wire.geometry_codec import blocks_to_proto
 from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._integrity.summed_blocks import IntegrityOptions, divided, source_blocks
 from kvferry._logs import Log
 from kvferry._loop import Loop
+from kvferry._memory.access import MemoryAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._threads import guarded, settle
 from kvferry._wire.token import EngineToken, engine_ref
@@ -24,8 +26,7 @@ from kvferry.errors import Closed, InvalidField, LimitReached, PublicationReleas
 from kvferry.geometry.blocks import Blocks, check_ids, without_nulls
 from kvferry.geometry.model import RankGeometry
 from kvferry.geometry.plane import Plane
-from kvferry.planner.alike_blocks import AlikeBlocks
-from kvferry.planner.checksum import Sums, runs_of
+from kvferry.planner.checksum import runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -37,10 +38,13 @@ PAGE_PARTS = 1024
 """Most planes in one notification: their names take space as well."""
 
 
+_Part: TypeAlias = tuple[Plane, MemoryAccess, Blocks]
+"""A plane, the memory in which it lies, and its blocks to sum."""
+
+
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Sums to compute and to send, in pages. Fails at `deadline`, on the loop's clock; `done` is running from the first
-    attempt."""
+    """Sums to compute and to send, in pages, until `deadline`, on the loop's clock. `done` is running once begun."""
 
     pages: Iterator[pb.PublishChecksums]
     deadline: float
@@ -86,15 +90,14 @@ class Checksummer:
             nothing: Future[int] = Future()
             nothing.set_result(0)
             return nothing
-        parts = [part for name, listed in blocks.items() for part in self._planes(name, listed)]
+        parts = [part for name, listed in blocks.items() for part in self._parts(name, listed)]
         order = _Order(self._pages(publication, parts, last), self._loop.now() + timeout)
         if self._closing or not self._loop.call(partial(self._queue, publication, order)):
             raise self._closed()
         return order.done
 
     def close(self) -> None:
-        """Drop the queued work, and wait for the page that is being computed: after that, the memory may be unmapped.
-        Idempotent."""
+        """Drop the queued work, and wait for the page being computed: then the memory may be unmapped. Idempotent."""
         self._closing = True
         # A client that has ended has ended all senders.
         with suppress(Closed):
@@ -148,6 +151,8 @@ class Checksummer:
             while True:
                 self._page = asyncio.ensure_future(self._compute(self._page, order.pages))
                 page = await asyncio.shield(self._page)
+                if self._closing:
+                    raise self._closed()
                 if page is None:
                     return sent
                 sent += sum(len(part.sums) for part in page.checksums)
@@ -162,7 +167,7 @@ class Checksummer:
         if before is not None:
             await asyncio.wait([before])
         if self._closing:
-            raise self._closed()
+            return None
         return await self._loop.on_thread(partial(next, pages, None), "kvferry-checksums")
 
     async def _send_page(self, page: pb.PublishChecksums, deadline: float) -> None:
@@ -184,20 +189,21 @@ class Checksummer:
         problem = f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed"
         return Closed(f"{problem}: sums were not sent")
 
-    def _planes(self, name: str, blocks: Blocks) -> list[tuple[Plane, Blocks]]:
+    def _parts(self, name: str, blocks: Blocks) -> Iterator[_Part]:
         group = self._spec.group(name)
         blocks = without_nulls(group, blocks)
         check_ids(name, "source", blocks.ids, group.num_blocks, group.null_block)
-        planes = [plane for plane in self._rank.planes if plane.group == name]
-        for plane in planes:
-            if self._memory.of(plane) is None:
-                raise InvalidField("plane", plane.name, "a plane in host memory or in a registered tensor")
-        return [(plane, blocks) for plane in planes]
+        for plane in self._rank.planes:
+            if plane.group == name:
+                memory = self._memory.of(plane)
+                if memory is None:
+                    raise InvalidField("plane", plane.name, "a plane in host memory or in a registered tensor")
+                yield plane, memory, blocks
 
-    def _pages(self, publication: int, parts: list[tuple[Plane, Blocks]], last: bool) -> Iterator[pb.PublishChecksums]:
+    def _pages(self, publication: int, parts: list[_Part], last: bool) -> Iterator[pb.PublishChecksums]:
         page = pb.PublishChecksums(publication=publication, rank=self._rank.rank)
         room = PAGE_SUMS
-        for checksums in self._checksums(publication, parts):
+        for checksums in (sums for part in parts for sums in self._checksums(publication, *part)):
             if len(checksums.sums) > room or len(page.checksums) == PAGE_PARTS:
                 yield page
                 page = pb.PublishChecksums(publication=publication, rank=self._rank.rank)
@@ -207,26 +213,21 @@ class Checksummer:
         page.last = last
         yield page
 
-    def _checksums(self, publication: int, parts: Iterable[tuple[Plane, Blocks]]) -> Iterator[pb.Checksums]:
-        for plane, blocks in parts:
-            summer = self._memory.of(plane)
-            if summer is None:
-                continue
-            for alike in source_blocks(plane, self._spec.group(plane.group), blocks, publication, self._share):
-                yield from self._divided(plane, alike, summer.sums(plane, plane.units, alike))
-
-    def _divided(self, plane: Plane, alike: AlikeBlocks, sums: Sums) -> Iterator[pb.Checksums]:
-        """Divide the sums of alike blocks into parts that fit a page; always in the same way, so that sending them
-        again is idempotent."""
-        for units, rows in divided(plane.units, alike.places, PAGE_SUMS):
-            starts, counts = runs_of(alike.places[rows])
-            begin, end = units.begin - plane.units.begin, units.end - plane.units.begin
-            yield pb.Checksums(
-                rank=self._rank.rank,
-                plane=plane.name,
-                unit_begin=units.begin,
-                unit_end=units.end,
-                place_starts=starts.tolist(),
-                place_counts=counts.tolist(),
-                sums=np.ascontiguousarray(sums[rows, begin:end]).ravel().tolist(),
-            )
+    def _checksums(
+        self, publication: int, plane: Plane, memory: MemoryAccess, blocks: Blocks
+    ) -> Iterator[pb.Checksums]:
+        """Yield sums, divided to fit a page; always in the same way, so that sending them again is idempotent."""
+        for alike in source_blocks(plane, self._spec.group(plane.group), blocks, publication, self._share):
+            sums = memory.sums(plane, plane.units, alike)
+            for units, rows in divided(plane.units, alike.places, PAGE_SUMS):
+                starts, counts = runs_of(alike.places[rows])
+                begin, end = units.begin - plane.units.begin, units.end - plane.units.begin
+                yield pb.Checksums(
+                    rank=self._rank.rank,
+                    plane=plane.name,
+                    unit_begin=units.begin,
+                    unit_end=units.end,
+                    place_starts=starts.tolist(),
+                    place_counts=counts.tolist(),
+                    sums=np.ascontiguousarray(sums[rows, begin:end]).ravel().tolist(),
+                )

@@ -32,12 +32,11 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Interval, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks, StateRun, rows_alike, states_in_blocks, whole_granules
 from kvferry.planner.checksum import sampled
 from kvferry.planner.lane import Lane, span
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
-from kvferry.planner.token_line import StateLayout
+from kvferry.planner.token_line import AlikeBlocks, StateLayout, StateRun, rows_alike, states_in_blocks, whole_granules
 
 STATES_AT_ONCE = 1 << 18
 """States that are handled together, so that a long request does not fill the memory."""
@@ -72,12 +71,8 @@ class IntegrityOptions:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of comparing the sums of one read, counted in units of source blocks of planes.
-
-    Attributes:
-        verified: compared and equal.
-        unverified: read but not compared: in part, without a sum, or not sampled.
-    """
+    """The result of comparing the sums of one read, counted in units of source blocks of planes: `verified` were
+    compared and equal; `unverified` were read in part, have no sum, or were not sampled."""
 
     verified: int
     unverified: int
@@ -110,8 +105,7 @@ def source_blocks(
 
 
 def divided(units: Interval, indices: Int64s, most: int) -> Iterator[tuple[Interval, slice]]:
-    """Divide the sums of these units and block indices into parts of at most `most` sums: some units, and some rows of
-    `indices`."""
+    """Divide the sums of these units and blocks into parts of at most `most`: some units, some rows of `indices`."""
     step = min(len(units), most)
     rows = most // step
     for unit in range(units.begin, units.end, step):
@@ -119,20 +113,12 @@ def divided(units: Interval, indices: Int64s, most: int) -> Iterator[tuple[Inter
             yield Interval(unit, min(unit + step, units.end)), slice(first, first + rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldBlocks:
-    """Source blocks of a lane that its reader has read: `alike` are those that the reader holds whole and that are
-    sampled, with their positions at the destination; `others` is the number of the others."""
-
-    alike: tuple[AlikeBlocks, ...]
-    others: int
-
-
 def held_blocks(
     lane: Lane, needed: GroupRequest, source_group: Group, granted: Blocks, publication: int, share: float
-) -> Iterator[HeldBlocks]:
-    """A reader's parts of a lane's source blocks, a stretch of the request at a time. `needed` is the moved part of the
-    lane's group, `granted` the blocks as published; for `publication` and `share` see `sampled`."""
+) -> Iterator[tuple[tuple[AlikeBlocks, ...], int]]:
+    """A lane's source blocks that its reader has read, a stretch of the request at a time: those that the reader holds
+    whole and that are sampled, with their positions at the destination, and the number of the others. `needed` is the
+    moved part of the lane's group, `granted` the blocks as published; for `publication` and `share` see `sampled`."""
     source, destination, per_block = lane.source, lane.destination, lane.source.held_per_block
     published = published_states(source, lane.reads[0].source, source_group, granted)
     moved = _moved(lane, needed)
@@ -151,7 +137,7 @@ def held_blocks(
         chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, indices, share)
         others = int(np.count_nonzero(got.any(axis=1) & ~chosen))
         of = (indices[chosen], there[chosen], summed[chosen])
-        yield HeldBlocks(tuple(_alike(*of, lane, needed)) if bool(chosen.any()) else (), others)
+        yield tuple(_alike(*of, lane, needed)) if bool(chosen.any()) else (), others
 
 
 def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:

@@ -20,13 +20,13 @@ from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.plane import Interval
-from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, places_of, runs_of
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.plan import ReadPlan
 from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.rows import Int64s
+from kvferry.planner.token_line import AlikeBlocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = Log(__name__)
@@ -103,12 +103,8 @@ class Verifier:
         self._options = options
 
     async def verify(self, read: Arrived) -> Verification:
-        """Compare all sums that the source has sent.
-
-        Raises:
-            DataLoss: a sum differs from the source's.
-            TransferCancelled: the read was cancelled.
-        """
+        """Compare all sums that the source has sent. Raises `DataLoss` if one differs from the source's, and
+        `TransferCancelled` if the read was cancelled."""
         give_up = min(read.deadline, self._loop.now() + self._options.patience)
         compared = _Compared()
         tasks, compared.unknown = self._tasks(read)
@@ -127,7 +123,7 @@ class Verifier:
     def _tasks(self, read: Arrived) -> tuple[list[_Task], int]:
         """Return the blocks that can be compared, and the number of sums that cannot."""
         plan = read.plan
-        source_groups = {group.name: group for group in plan.source.groups}
+        source_groups, _ = plan.groups_by_name
         moved = needed(plan.groups, source_groups, read.granted, read.blocks, read.tokens)
         tasks, unverified = [], 0
         for lane in plan.lanes:
@@ -135,11 +131,11 @@ class Verifier:
             if name not in moved:
                 continue
             units = sum(len(of.units) for of in lane.reads)
-            for held in held_blocks(
+            for whole, others in held_blocks(
                 lane, moved[name], source_groups[name], read.granted[name], read.publication, self._options.share
             ):
-                unverified += held.others * units
-                tasks += [_Task(lane, moved[name], alike) for alike in held.alike]
+                unverified += others * units
+                tasks += [_Task(lane, moved[name], alike) for alike in whole]
         return tasks, unverified
 
     def _compare_all(
@@ -255,8 +251,7 @@ def _page(part: pb.Checksums) -> _Page:
 
 
 def _looked_up(units: Interval, places: Int64s, pages: list[_Page]) -> tuple[Sums, npt.NDArray[np.bool_]]:
-    """Look up the sums of these places and units: the sums ``uint32[places, units]``, and which of them are known,
-    ``bool[places, units]``."""
+    """Look up the sums of these places and units, ``uint32[places, units]``, and which of them are known, ``bool``."""
     sums = np.zeros((len(places), len(units)), np.uint32)
     known = np.zeros(sums.shape, np.bool_)
     for page in pages:

@@ -11,9 +11,9 @@ import numpy as np
 from kvferry.geometry.blocks import AnyIds
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums
 from kvferry.planner.staged_read import Copy
+from kvferry.planner.token_line import AlikeBlocks
 
 
 class StillCopying(Exception):
@@ -33,14 +33,12 @@ class MemoryAccess(Protocol):
         """The sums of these units of these blocks of a plane, ``uint32[blocks, units]``."""
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """Write zeros over all units of these blocks of a plane. The zeros are written when this returns or raises,
-        unless it raises `StillCopying`."""
+        """Write zeros over all units of these blocks of a plane. This ends as `copy` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingSpace:
-    """Staging memory in one address space, mapped while this object is referenced: `owner`, an array or a tensor,
-    keeps the memory."""
+    """Staging memory in one address space, kept by `owner`, an array or a tensor, while this object is referenced."""
 
     region: MemoryRegion
     memory: MemoryAccess
@@ -77,8 +75,7 @@ def copy_cells(copy: Copy) -> tuple[Cells, Cells]:
 
 
 def selection(indices: AnyIds) -> slice | AnyIds:
-    """The index for these positions of an axis: a slice, which copies nothing, where the positions are consecutive,
-    else the array itself."""
+    """The index for these positions of an axis: a slice, which copies nothing, if they are consecutive."""
     first, last = int(indices[0]), int(indices[-1])
     is_run = last - first + 1 == len(indices) and bool((np.diff(indices) == 1).all())
     return slice(first, last + 1) if is_run else indices
@@ -88,7 +85,7 @@ def block_cells(plane: Plane, units: Interval, blocks: AlikeBlocks) -> Iterator[
     """The states of alike blocks, cut where a page ends: the index of each run, and the run's cells in all blocks from
     0 to the highest: ``[blocks, units, cells of a unit]``."""
     count_of_blocks = int(blocks.ids.max()) + 1
-    first_unit = plane.base + (units.begin - plane.units.begin) * plane.unit_stride
+    first_unit = plane.unit_address(units.begin)
     for index, run in enumerate(blocks.runs):
         first, end = run.first, run.first + run.count
         while first < end:

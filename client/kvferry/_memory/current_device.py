@@ -45,9 +45,8 @@ def device_of(regions: Iterable[MemoryRegion]) -> int | None:
     if not devices:
         return None
     if len(devices) > 1:
-        raise InvalidField(
-            "regions", f"memory of devices {devices}", "one device: a rank has one, and so has its agent"
-        )
+        expected = "one device: a rank has one, and so has its agent"
+        raise InvalidField("regions", f"memory of devices {devices}", expected)
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         problem = "is not imported" if torch is None else "has no CUDA and no ROCm here"
@@ -67,8 +66,7 @@ def on_device(device: int | None) -> Iterator[None]:
 
 
 def enter_device(device: int | None) -> None:
-    """Make a device the current one of the calling thread for good. The thread is kvferry's own. None: change
-    nothing."""
+    """Make a device the current one of the calling thread, which is kvferry's own, for good; None: change nothing."""
     if device is None:
         return
     torch: Any = sys.modules["torch"]

@@ -37,16 +37,12 @@ class Declared:
         if self.holding is not None and not isinstance(self.holding, Holding):
             raise InvalidField("holding", described(self.holding), "a Holding")
         if num_ranks > 1:
+            which = f"which heads this rank of {num_ranks} holds"
             if not given:
-                raise InvalidField(
-                    "heads", None, f"which heads this rank of {num_ranks} holds: {ONE_OF} (every rank has all heads)"
-                )
+                raise InvalidField("heads", None, f"{which}: {ONE_OF} (every rank has all heads)")
             if self.holding is not None and (self.holding.units is None or self.holding.axis_size is None):
-                raise InvalidField(
-                    "holding.units",
-                    (self.holding.units, self.holding.axis_size),
-                    f"units and axis_size: which heads this rank of {num_ranks} holds",
-                )
+                units = self.holding.units, self.holding.axis_size
+                raise InvalidField("holding.units", units, f"units and axis_size: {which}")
         return self.holding if self.heads is None else heads_held(self.heads, self.total_heads)
 
     def check_planes(self, num_ranks: int, planes: Sequence[Plane]) -> None:

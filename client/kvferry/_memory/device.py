@@ -35,9 +35,9 @@ from kvferry._memory.usable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, padded, start, weights
 from kvferry.planner.staged_read import Copy
+from kvferry.planner.token_line import AlikeBlocks
 
 BYTES_AT_ONCE = 16 << 20
 """Bytes that are gathered at a time to be summed; the sum takes five times this memory. Each step costs a launch, so
@@ -176,8 +176,7 @@ class _Queue:
         self._pinned: Any = None
         self._used = 0
         self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
-        """The uploaded indices by the identity of their array. The array is kept, so that no other array gets its
-        identity."""
+        """The uploaded indices by the identity of their array, which is kept: no other array gets this identity."""
         if device.type != "cpu":
             ignore_captures(hip=torch.version.hip is not None)
             self._stream = torch.cuda.Stream(device, priority=STREAM_PRIORITY)

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from kvferry._memory.access import Cells, StagingSpace, block_cells, bytes_per_unit, copy_cells, selection
 from kvferry.geometry.model import MemoryRegion
 from kvferry.geometry.plane import Interval, MemoryKind, Plane
-from kvferry.planner.alike_blocks import AlikeBlocks
 from kvferry.planner.checksum import Sums, padded, sums_of
 from kvferry.planner.staged_read import Copy
+from kvferry.planner.token_line import AlikeBlocks
 
 ALIGNMENT = 2 << 20
 """Alignment of staging memory: to a huge page, so that the memory lies in as few huge pages as possible."""
@@ -55,9 +55,8 @@ class HostAccess:
                 at = 0
                 for run, cells, view in parts:
                     count = cells.shape[-1]
-                    into = np.ndarray(
-                        (len(ids), len(units), count), view.dtype, buffer, at, (*buffer.strides[:2], cells.size)
-                    )
+                    strides = (*buffer.strides[:2], cells.size)
+                    into = np.ndarray((len(ids), len(units), count), view.dtype, buffer, at, strides)
                     into[...] = view[selection(ids[:, run])]
                     at += count * cells.size
                 words = buffer[: len(ids)].view(np.int64)

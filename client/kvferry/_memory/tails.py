@@ -11,9 +11,8 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Plane
-from kvferry.planner.alike_blocks import AlikeBlocks, states_in_blocks, whole_granules
 from kvferry.planner.request_blocks import GroupRequest
-from kvferry.planner.token_line import StateLayout
+from kvferry.planner.token_line import AlikeBlocks, StateLayout, states_in_blocks, whole_granules
 
 
 class Tails(enum.Enum):

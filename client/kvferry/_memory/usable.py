@@ -69,8 +69,7 @@ def _usable() -> list[tuple[int, int]] | None:
 
 
 def check_stable(regions: Iterable[MemoryRegion]) -> None:
-    """Raise `InvalidField` for device memory in an expandable segment of torch. Memory of other allocators is not
-    checked."""
+    """Raise `InvalidField` for device memory in an expandable segment of torch. Other allocators are not checked."""
     on_device = [region for region in regions if region.memory_kind is MemoryKind.VRAM]
     torch: Any = sys.modules.get("torch")
     if not on_device or torch is None or not torch.cuda.is_available():

@@ -51,19 +51,16 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 0),
     # A Watch may be silent for hours. By default gRPC stops pinging after two pings without data between them.
     ("grpc.http2.max_pings_without_data", 0),
-    # Node servers restart in a second or two, and engines wait for them: gRPC's default of 1 s, growing to 2 minutes,
-    # is far too long.
+    # Node servers restart in a second or two, and engines wait for them. The defaults are 1 s, growing to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Despite its name, this is the timeout of one attempt to connect, by default 20 s: a host that drops packets would
     # look like a slow answer instead of an unreachable server.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Node servers are inside one network. A proxy in an engine's http_proxy serves other purposes, and would see the
-    # traffic.
+    # Node servers are inside one network. The proxy in an engine's http_proxy is for others, and would see the traffic.
     ("grpc.enable_http_proxy", 0),
     # There is no service config: its retry policy knows neither RetryInfo nor kvferry's reasons and would repeat calls
-    # too early (`kvferry._control.retrying` repeats calls instead), and its `timeout` fires early, so timeouts are set
-    # per call.
+    # too early (`kvferry._control.retrying` repeats them), and its `timeout` fires early: timeouts are set per call.
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -89,8 +86,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # From the connection to the first HTTP/2 settings, TLS included. With the default of 120 s, a silent peer would
     # occupy a file descriptor that long.
     ("grpc.server_handshake_timeout_ms", 5_000),
-    # A connection without calls is closed; its client connects again for its next call. An engine's Watch keeps its
-    # connection open.
+    # A connection without calls is closed; its client connects again for its next call. A Watch is a call.
     ("grpc.max_connection_idle_ms", 120_000),
 )
 
@@ -219,8 +215,7 @@ Dial: TypeAlias = "Callable[[str, TlsContent | None], grpc.Channel]"
 
 def connect(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.Channel:
     """Make a synchronous channel, which connects with its first call, and again whenever the connection is lost. `tls`
-    is ignored for UNIX sockets; None: no TLS. Raises `InvalidField`: the address is malformed, or the files cannot be
-    used."""
+    is ignored for UNIX sockets; None: no TLS. Raises `InvalidField` for a malformed address or unusable files."""
     return _channel(address, tls, grpc.insecure_channel, grpc.secure_channel)
 
 
@@ -299,9 +294,8 @@ def _checked(tls: TlsConfig) -> tuple[TlsContent, list[InvalidField]]:
         try:
             context.load_verify_locations(cadata=_text(ca))
         except ssl.SSLError:
-            problems.append(
-                InvalidField("tls_ca", str(tls.ca), "certificates of authorities in PEM, all of them whole")
-            )
+            expected = "certificates of authorities in PEM, all of them whole"
+            problems.append(InvalidField("tls_ca", str(tls.ca), expected))
     if tls.cert is not None and tls.key is not None and cert is not None and key is not None:
         try:
             # Without this, OpenSSL asks for a password in the terminal.

@@ -1,4 +1,4 @@
-"""Encodes and decodes geometry as protobuf messages. Decoding returns a checked value, or raises a typed error."""
+"""The values of `kvferry.geometry` as protobuf messages. Decoding returns a checked value, or raises a typed error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from enum import IntEnum
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from kvferry.errors import BadGeometry
+import numpy as np
+
+from kvferry.errors import BadGeometry, InvalidField
+from kvferry.geometry.blocks import FEW_RUNS, MAX_BLOCKS, BlockRuns, Blocks, ids_of_runs
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, MemoryRegion, RankGeometry
 from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
 from kvferry.v1 import geometry_pb2 as pb
+from kvferry.v1.kv_transfer_pb2 import GroupBlocks
 
 Kind = TypeVar("Kind", bound=IntEnum)
 
@@ -22,6 +26,7 @@ PLANE_FIELDS = (
     *("optional_cover", "shared"),
 )
 REGION_FIELDS = ("device", "base", "length")
+RUNS_FIELDS = ("group", "first_token", "state_token")
 
 
 def _alike(names: Sequence[str], found: object) -> dict[str, Any]:
@@ -158,3 +163,40 @@ def region_from_proto(message: pb.MemoryRegion) -> MemoryRegion:
     """Decode a memory region; raises `BadGeometry`."""
     kind = _member(MemoryKind, message.memory_kind, "memory_kind", "memory region")
     return MemoryRegion(kind, **_alike(REGION_FIELDS, message))
+
+
+def blocks_to_proto(group: str, blocks: Blocks, block_tokens: int) -> GroupBlocks:
+    """Encode blocks of a group; `block_tokens` (0 for state groups) gives the end where `end_token` is None."""
+    message = runs_to_proto(BlockRuns.of_blocks(group, blocks))
+    if blocks.end_token is None and block_tokens:
+        message.end_token = (blocks.first_token // block_tokens + len(blocks.ids)) * block_tokens
+    return message
+
+
+def blocks_from_proto(message: GroupBlocks) -> Blocks:
+    """Decode blocks; raises `InvalidField`."""
+    runs = len(message.run_starts)
+    if runs <= FEW_RUNS or runs != len(message.run_counts):
+        return runs_from_proto(message).blocks()
+    # As `BlockRuns.check`, without a Python number for each run.
+    starts, counts = np.array(message.run_starts, np.uint64), np.array(message.run_counts, np.uint64)
+    where = f"blocks of group {message.group!r}"
+    if not counts.all() or int(counts.sum()) > MAX_BLOCKS:
+        raise InvalidField(where, "run_counts", f"counts of at least 1, in total at most {MAX_BLOCKS}")
+    if int(starts.max()) >= 2**31 or int((starts + counts).max()) > 2**31:
+        raise InvalidField(where, int(starts.max()), "block ids below 2**31")
+    ids = ids_of_runs(starts.astype(np.int64), counts.astype(np.int64))
+    return Blocks(ids, message.first_token, message.end_token, message.state_token)
+
+
+def runs_to_proto(runs: BlockRuns) -> GroupBlocks:
+    """Encode runs of blocks."""
+    alike = _alike(RUNS_FIELDS, runs)
+    return GroupBlocks(end_token=runs.end, run_starts=runs.starts, run_counts=runs.counts, **alike)
+
+
+def runs_from_proto(message: GroupBlocks) -> BlockRuns:
+    """Decode runs of blocks without a check: see `BlockRuns.check`."""
+    # Slices, because protobuf iterates over single numbers slowly.
+    starts, counts = tuple(message.run_starts[:]), tuple(message.run_counts[:])
+    return BlockRuns(end_token=message.end_token, starts=starts, counts=counts, **_alike(RUNS_FIELDS, message))

@@ -50,10 +50,9 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
             source = Version.from_proto(message.source_version)
             check_together(source, f"the source {message.engine.engine_id!r}", OURS, "this reader")
         if size > MAX_BYTES or first.num_ranks > MAX_RANKS:
-            what = f"{first.num_ranks} ranks, {size} bytes so far"
-            raise LimitReached(
-                f"engine {first.engine.engine_id!r} is too large: {what}", limit="handshake_bytes", value=MAX_BYTES
-            )
+            so_far = f"{first.num_ranks} ranks, {size} bytes so far"
+            problem = f"engine {first.engine.engine_id!r} is too large: {so_far}"
+            raise LimitReached(problem, limit="handshake_bytes", value=MAX_BYTES)
         planes += sum(len(rank.planes) for rank in message.ranks)
         if planes > MAX_PLANES or len(ranks) + len(message.ranks) > first.num_ranks:
             raise BadGeometry("handshake", f"more than {first.num_ranks} ranks, or {MAX_PLANES} planes")

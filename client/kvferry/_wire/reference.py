@@ -142,8 +142,7 @@ def parse_engine_reference(text: str) -> pb.EngineReference:
 
 
 def parse_source_reference(text: str) -> pb.EngineReference | pb.Reference:
-    """Decode an engine's reference, or a publication's that names the incarnation of its engine; raises
-    `BadReference`."""
+    """Decode an engine's reference, or a publication's that names its engine's incarnation; raises `BadReference`."""
     if not isinstance(text, str) or not text.startswith(PREFIX):
         return parse_engine_reference(text)
     reference = parse_reference(text)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import grpc
-from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
@@ -69,10 +68,7 @@ _REASONS: dict[int, str] = {
 # The classes of errors whose reason this version does not know.
 _BY_CODE: dict[str, type[KvferryError]] = {
     "INVALID_ARGUMENT": InvalidInput,
-    "FAILED_PRECONDITION": Refused,
-    "PERMISSION_DENIED": Refused,
-    "ALREADY_EXISTS": Refused,
-    "ABORTED": Refused,
+    **dict.fromkeys(("FAILED_PRECONDITION", "PERMISSION_DENIED", "ALREADY_EXISTS", "ABORTED"), Refused),
     "NOT_FOUND": NotFound,
     "UNAVAILABLE": Unavailable,
     "RESOURCE_EXHAUSTED": LimitReached,
@@ -91,18 +87,17 @@ class WireStatus:
 
 
 def to_status(error: KvferryError) -> WireStatus:
-    """Convert an error to a status; raises TypeError for a client's own error, which has no reason and is never
-    sent."""
+    """Convert an error to a status; raises TypeError for a client's own error, which has no reason."""
     if not error.reason:
         raise TypeError(f"{type(error).__name__} never crosses the wire")
     code = grpc.StatusCode[error.code]
     message = _cut(error.message, MESSAGE_BYTES)
     status = status_pb2.Status(code=code.value[0], message=message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_bounded(error.values))
-    status.details.append(_packed(info))
+    status.details.add().Pack(info)
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo(retry_delay=to_duration(error.retry_after))
-        status.details.append(_packed(retry))
+        status.details.add().Pack(retry)
     return WireStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
 
 
@@ -195,12 +190,6 @@ def from_notification_error(message: pb.NotificationError) -> KvferryError:
 
 def _pause(delay: Duration) -> float:
     return min(max(0.0, from_duration(delay)), LONGEST_RETRY)
-
-
-def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> Any:
-    packed = Any()
-    packed.Pack(message)
-    return packed
 
 
 def _rebuilt(

@@ -1,25 +1,64 @@
-"""TLS files that are replaced while a process runs: their last usable contents, and a warning before these expire.
+"""TLS files that are replaced while a process runs: their last usable contents, and warnings before these expire.
 
 Files that do not fit each other, as while an operator writes them, change nothing. In a client one `TlsFiles` serves
 all connections with the same files, so that a connection to a new home does not fail meanwhile. A client needs no
 lock: two threads that read at once read the same.
+
+Python's `ssl` shows the dates of authorities' certificates and of a peer's, not those of this side's own certificate.
+So the own certificate is read at the other end of a handshake in memory, which saves every engine a package.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import ssl
 import time
 from collections.abc import Callable
-from typing import ClassVar
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, ClassVar
 
 from kvferry._clock import now
 from kvferry._logs import Log
 from kvferry._wire.channel import TlsConfig, TlsContent, read_tls, tls_stamp
-from kvferry._wire.expiry import ExpiryNotice, Validity, authorities_validity, own_validity
 from kvferry.errors import InvalidField
 
 logger = Log(__name__)
+
+EXPIRY_NOTICE = 14 * 86_400.0
+EXPIRY_SHARE = 0.25
+"""The first warning comes at most so many seconds before a certificate expires, and at most this share of its lifetime:
+otherwise certificates that live for an hour would always be warned of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """The time in which certificates are valid, in seconds since 1970, and the subject of the certificate that ends
+    first; empty: this side's own."""
+
+    start: float
+    end: float
+    subject: str = ""
+
+
+class ExpiryNotice:
+    """The times of the warnings that certificates expire: first some time before, again whenever half of the remaining
+    time has passed, until `least` seconds are left, and once when they have expired."""
+
+    def __init__(self, validity: Validity, least: float) -> None:
+        self.validity = validity
+        self._least = least
+        self._below = min(EXPIRY_NOTICE, (validity.end - validity.start) * EXPIRY_SHARE)
+
+    def due(self, wall: float) -> bool:
+        """Return whether to warn now, at `wall` seconds since 1970; True once for each warning."""
+        left = self.validity.end - wall
+        if left > self._below:
+            return False
+        self._below = left / 2 if left > self._least else 0.0 if left > 0 else float("-inf")
+        return True
 
 
 class TlsFiles:
@@ -64,8 +103,7 @@ class TlsFiles:
         return None if self._authorities is None else self._authorities.validity.end
 
     def warn(self) -> None:
-        """Warn when the certificate or an authority is about to expire, again whenever half of the remaining time has
-        passed, and once when it has expired."""
+        """Warn that the certificate or an authority expires, if it is time to; see `ExpiryNotice`."""
         if self._own is not None:
             then = "put a new certificate and key in place: they are read without a restart"
             self._warn_of(self._own, f"the certificate in {self._tls.cert}", then)
@@ -101,21 +139,88 @@ class TlsFiles:
         return self._content
 
     def _validity(self, content: TlsContent) -> Validity | None:
-        """Return when this side's certificate is valid; None: unknown. Raises `InvalidField` for contents that are not
-        to be used."""
+        """Return when this side's certificate is valid; None: unknown. Raises `InvalidField` for unusable contents."""
         return own_validity(self._tls)
 
     def _warn_of(self, notice: ExpiryNotice, what: str, then: str) -> None:
-        wall = self._wall_clock()
+        wall, end = self._wall_clock(), notice.validity.end
         if not notice.due(wall):
             return
-        if notice.expired(wall):
-            logger.error("%s expired on %s: %s", what, notice.date(), then)
+        if wall >= end:
+            logger.error("%s expired on %s: %s", what, date(end), then)
         else:
-            logger.warning("%s expires on %s: %s", what, notice.date(), then)
+            logger.warning("%s expires on %s: %s", what, date(end), then)
 
 
 @functools.cache
 def tls_files(tls: TlsConfig) -> TlsFiles:
     """Return the object that all connections of this process with these files share."""
     return TlsFiles(tls)
+
+
+def authorities_validity(pem: bytes) -> Validity | None:
+    """Return until when all authorities in a file are valid; None if the file has none. Of certificates with the same
+    subject, the one that ends last counts: an authority that was renewed keeps its name."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        return None
+    last: dict[str, Validity] = {}
+    for certificate in context.get_ca_certs():
+        found = _validity(certificate)
+        if found.subject not in last or found.end > last[found.subject].end:
+            last[found.subject] = found
+    return min(last.values(), key=lambda one: one.end, default=None)
+
+
+def own_validity(tls: TlsConfig) -> Validity | None:
+    """Return until when this side's certificate, with the authorities that are sent with it, is valid; None if there is
+    no certificate, or the certificate cannot be used now. Reads the files."""
+    if tls.cert is None or tls.key is None:
+        return None
+    try:
+        chain = tls.cert.read_bytes()
+        leaf = _shown_to_a_peer(tls.cert, tls.key)
+    except (ssl.SSLError, OSError, ValueError):
+        return None
+    above = authorities_validity(chain)
+    end = min(leaf.end, above.end) if above is not None else leaf.end
+    return Validity(leaf.start, end)
+
+
+def date(seconds: float) -> str:
+    """Format a time in seconds since 1970."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _shown_to_a_peer(cert: Path, key: Path) -> Validity:
+    """Make a handshake between two ends of this process. Raises `ssl.SSLError` for a certificate that no peer would
+    take: expired, not valid yet, or not for clients."""
+    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    server.verify_mode = ssl.CERT_REQUIRED
+    # Any signer will do: only the dates matter.
+    server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    server.load_verify_locations(cadata=cert.read_bytes().decode("ascii", "ignore"))
+    for context in (client, server):
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        context.load_cert_chain(cert, key, password=b"")
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
+    for _ in range(4):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    certificate = ends[1].getpeercert()
+    if not certificate:
+        raise ValueError("no certificate was shown")
+    return _validity(certificate)
+
+
+def _validity(certificate: Any) -> Validity:
+    names = [str(value) for part in certificate["subject"] for _, value in part]
+    start, end = (ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter"))
+    return Validity(float(start), float(end), ", ".join(names))

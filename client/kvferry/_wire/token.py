@@ -29,8 +29,7 @@ class EngineToken:
     PREFIX: ClassVar[str] = "kvt1."
 
     def __str__(self) -> str:
-        """Encode the token for environment variables and pipes. Secret: a holder of the string can act as the
-        engine."""
+        """Encode the token for environment variables and pipes. Secret: its holder can act as the engine."""
         body = self.session_secret + f"{self.engine_id}\0{self.home}".encode()
         return self.PREFIX + to_base64(body)
 

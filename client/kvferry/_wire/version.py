@@ -92,7 +92,7 @@ def check_together(one: Version, who: str, other: Version, whom: str) -> None:
 
 
 def check_caller(message: pb.Version, relayed_by: str = "") -> Version:
-    """Check, at a node server, the versions of a caller and of the call's relay; return the caller's version. Raises
+    """Check, at a node server, the versions of a call's relay and caller; return the caller's. Raises
     `ContractDiffers`."""
     here = "this node server"
     if relayed_by:
@@ -103,8 +103,7 @@ def check_caller(message: pb.Version, relayed_by: str = "") -> Version:
 
 
 def check_server(message: pb.Version, address: str, us: str = "this client") -> None:
-    """Check the versions of the node server that answered at an address, and of the answer's relay. Raises
-    `ContractDiffers`."""
+    """Check the versions of the node server that answered, and of the answer's relay; raises `ContractDiffers`."""
     check_together(Version.from_proto(message), f"the node server {address}", OURS, us)
     if message.HasField("relay"):
         check_together(Version.from_proto(message.relay), f"the relay {address}", OURS, us)

@@ -227,8 +227,7 @@ def without_nulls(group: Group, blocks: Blocks) -> Blocks:
 
 
 def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
-    """The blocks of consecutive steps as those of one step; raises `BlocksShort` if a group does not continue where its
-    step before ended."""
+    """The blocks of consecutive steps as those of one step; raises `BlocksShort` if a group leaves out tokens."""
     parts: dict[str, list[Blocks]] = {}
     for step in steps:
         for name, blocks in step.items():

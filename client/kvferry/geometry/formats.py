@@ -404,10 +404,8 @@ def trtllm_pool(
     view = _views({"pool": pool}, 4)["pool"]
     size, cells = view.shape[3], integer("heads", heads) * group.block_tokens
     if heads < 1 or cells < 1 or size % cells:
-        raise BadGeometry(
-            "pool", f"blocks of {size} elements do not divide by {heads} heads of {group.block_tokens} tokens"
-        )
+        problem = f"blocks of {size} elements do not divide by {heads} heads of {group.block_tokens} tokens"
+        raise BadGeometry("pool", problem)
     view = view.split(3, size // heads).split(4, size // cells)
-    return planes_of_tensor(
-        view, ("block", "layer", "kv", "head", "token", "content"), group, layers, components, holding
-    )
+    axes = ("block", "layer", "kv", "head", "token", "content")
+    return planes_of_tensor(view, axes, group, layers, components, holding)

@@ -69,13 +69,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankGeometry:
-    """The planes of one rank.
-
-    Attributes:
-        rank: index in the engine.
-        planes: the rank's planes; names are unique.
-        labels: tp_rank, pp_rank … for people and tools; the planner does not use them.
-    """
+    """The planes of the rank with the index `rank` in its engine; their names are unique. `labels`, such as tp_rank and
+    pp_rank, are for people and tools; the planner does not use them."""
 
     rank: int
     planes: tuple[Plane, ...]
@@ -137,10 +132,7 @@ class EngineGeometry:
 
     def group(self, name: str) -> Group:
         """The group of this name; KeyError if there is no such group."""
-        for group in self.groups:
-            if group.name == name:
-                return group
-        raise KeyError(name)
+        return {group.name: group for group in self.groups}[name]
 
     def planes(self) -> Iterator[tuple[RankGeometry, Plane]]:
         """All planes of all ranks, by rising rank."""
@@ -196,17 +188,12 @@ class MemoryRegion:
     def holds(self, plane: Plane) -> bool:
         """Whether every byte of the plane lies in this region."""
         first, last = plane.extent
-        return (
-            self.memory_kind is plane.memory_kind
-            and self.device == plane.device
-            and self.base <= first
-            and last <= self.base + self.length
-        )
+        same_space = self.memory_kind is plane.memory_kind and self.device == plane.device
+        return same_space and self.base <= first and last <= self.base + self.length
 
 
 def check_regions(rank: RankGeometry, regions: Iterable[MemoryRegion]) -> None:
-    """Raise `BadGeometry` if a plane does not lie within one region: NIXL would refuse to read the plane, or read past
-    the region."""
+    """Raise `BadGeometry` if a plane is not within one region: NIXL would not read it, or read past the region."""
     regions = tuple(regions)
     for plane in rank.planes:
         if not any(region.holds(plane) for region in regions):

@@ -27,15 +27,9 @@ MOST_STEPS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """The bytes of a plane, or of its part in one period.
-
-    Attributes:
-        pool: planes of different groups of one pool may share bytes.
-        first: address of the first byte.
-        cell: contiguous bytes at every address.
-        axes: (stride, count) of more than one step, largest stride first; each stride steps over all smaller axes
-            (`Plane` checks that).
-    """
+    """The bytes of a plane, or of its part in one period: from the address `first` on, `cell` contiguous bytes at every
+    address. `axes` are (stride, count) of more than one step, largest stride first; each stride steps over all smaller
+    axes (`Plane` checks that). Planes of different groups of one pool may share bytes."""
 
     plane: Plane
     pool: tuple[str, str]

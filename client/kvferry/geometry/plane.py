@@ -138,11 +138,8 @@ class Plane:
     def moved(self, layer: str, base: int) -> Plane:
         """The same plane for another layer, at another address.
 
-        Only layer and base are checked: the planes of a model differ in nothing else, and an engine of a hundred ranks
-        has tens of thousands of planes.
-
-        Raises:
-            InvalidField, BadGeometry: as the constructor.
+        Raises the errors of the constructor. Only layer and base are checked: the planes of a model differ in nothing
+        else, and an engine of a hundred ranks has tens of thousands of planes.
         """
         found = object.__new__(Plane)
         for assign, value in zip(_ASSIGN, _values(self), strict=True):
@@ -163,6 +160,10 @@ class Plane:
     def pages(self) -> int:
         """Pages per block."""
         return self.block_states // self.page_tokens
+
+    def unit_address(self, unit: int) -> int:
+        """The address of the unit's first state in block 0."""
+        return self.base + (unit - self.units.begin) * self.unit_stride
 
     @property
     def block_extent(self) -> int:

@@ -64,14 +64,8 @@ def start(length: int) -> int:
 
 
 def sums_of(words: Words, length: int) -> Sums:
-    """The sums of strings of `length` bytes each.
-
-    Args:
-        words: ``int64[blocks, units, padded(length) / 8]``; the bytes past `length` are zero.
-
-    Returns:
-        ``uint32[blocks, units]``.
-    """
+    """The sums of strings of `length` bytes each, ``uint32[blocks, units]``. `words` are ``int64[blocks, units,
+    padded(length) / 8]``; the bytes past `length` are zero."""
     whole, upper = weights(words.shape[2])
     total = np.einsum("buw,w->bu", words, whole)
     total += np.einsum("buw,w->bu", words >> 32, upper)
@@ -81,15 +75,10 @@ def sums_of(words: Words, length: int) -> Sums:
 
 
 def sampled(publication: int, indices: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.bool_]:
-    """The blocks of a publication that are summed when only a share of its blocks is, ``bool[n]``.
+    """The blocks of a publication that are summed if only a share of its blocks is (0.0: none, 1.0: all), ``bool[n]``.
 
-    A function of the publication and the block index alone, so that a source and its readers choose the same blocks
-    without a message. A larger share contains the blocks of a smaller one.
-
-    Args:
-        publication: its number.
-        indices: block indices: the positions of the source's blocks in the request.
-        share: from 0.0, none, to 1.0, all.
+    A function of the publication's number and the indices of the source's blocks alone, so that a source and its
+    readers choose the same blocks without a message. A larger share contains the blocks of a smaller one.
     """
     seed = _mix(np.array([publication], np.uint64))
     drawn = _mix(indices.astype(np.uint64) + seed) >> np.uint64(32)
@@ -103,8 +92,7 @@ def runs_of(indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.
 
 
 def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.NDArray[np.int64]:
-    """The block indices of runs that a peer sent; raises `InvalidField` unless they rise and are 1 to `most` in
-    number."""
+    """The block indices of a peer's runs; raises `InvalidField` unless they rise and are 1 to `most` in number."""
     firsts, lengths = np.array(starts, np.uint64), np.array(counts, np.uint64)
     expected = f"runs that rise, of together 1 to {most} places below {INDEX_LIMIT}"
     if not 0 < len(firsts) == len(lengths) <= most or int(lengths.min()) < 1 or int(firsts.max()) >= INDEX_LIMIT:

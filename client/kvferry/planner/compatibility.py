@@ -22,10 +22,7 @@ def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch,
 
     The destination may hold only the ranks that ask. Identity is compared key by key, groups by the fields that decide
     how block tables are read, planes by format, dtype and cut (`coverage.COMPARED`), and every unit and token must be
-    held.
-
-    Raises:
-        BadGeometry: a destination rank declares a byte in two planes that a read writes.
+    held. Raises `BadGeometry` if a destination rank declares a byte in two planes that a read writes.
     """
     return diff_indexed(Indexed(source), destination)
 
@@ -39,21 +36,14 @@ def diff_indexed(source: Indexed, destination: EngineGeometry) -> tuple[Mismatch
     return tuple(found)
 
 
-def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch, ...]:
+def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
     """The part of `diff` for identity and groups, without the planes of single ranks."""
-    return (*_identity(source, destination), *_groups(source, destination))
-
-
-def _identity(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
     for key in sorted({*source.identity, *destination.identity}):
         theirs, ours = (engine.identity.get(key) for engine in (source, destination))
         if theirs != ours:
             shown = ["missing" if value is None else repr(value) for value in (theirs, ours)]
             message = f"identity {key!r} is {shown[0]} at the source, {shown[1]} at the destination"
             yield Mismatch("identity", "identity", key, theirs or "", ours or "", message)
-
-
-def _groups(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
     offered = {group.name: group for group in source.groups}
     for group in destination.groups:
         other = offered.get(group.name)

@@ -40,8 +40,7 @@ _KINDS = {"group": "group", "format": "format", "token_granule": "granule"}
 
 @dataclass(frozen=True, slots=True)
 class PlaneRead:
-    """The read of one destination plane from one source plane: `units`, on the global axis, within both planes, of the
-    `stripe` of the request's blocks."""
+    """The read of a plane from a source plane: `units`, on the global axis, of the `stripe` of the request's blocks."""
 
     source_rank: int
     source: Plane
@@ -72,8 +71,7 @@ _signature = attrgetter(
     "units.begin",
     "units.end",
 )
-"""All fields of a plane that `_mismatches` compares, as strings and integers: fractions and intervals are slow to
-hash."""
+"""All fields of a plane that `_mismatches` compares, as strings and integers: fractions are slow to hash."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +152,7 @@ class Coverer:
         self._effort = 0
 
     def cover(self, rank: RankGeometry) -> Covering:
-        """Cover the planes of one destination rank; raises `BadGeometry` if two planes that the reads would write share
-        a byte."""
+        """Cover the planes of one destination rank; raises `BadGeometry` if two planes to be written share a byte."""
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
         mismatches: list[Mismatch] = []
@@ -276,9 +273,8 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     turns = [shard.interleave for shard in (mine, theirs) if shard.count > 1]
     if all(turn % granule_tokens == 0 for turn in turns):
         return []
-    message = (
-        f"{wanted.name}: the source holds {theirs}, the destination {mine}, but {granule_tokens} tokens are one piece"
-    )
+    held = f"the source holds {theirs}, the destination {mine}"
+    message = f"{wanted.name}: {held}, but {granule_tokens} tokens are one piece"
     return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
 
 

@@ -64,7 +64,6 @@ class DescriptorTable:
     """Strided rows that NIXL prepares once per peer; compared by identity, made when a peer is planned.
 
     Attributes:
-        memory: address spaces.
         source, destination: ``uint64[rows, 5]``: address, length, device, stride, count, as NIXL's prep_xfer_dlist
             takes them. The flat index of entry ``i`` of row ``r`` is ``i`` plus the sum of the counts of the rows
             before. Both sides have the same length in the same row.

@@ -75,8 +75,7 @@ def together(parts: Sequence[Expansion]) -> Expansion:
 def expand(
     lanes: tuple[Lane, ...], tables: Tables, staged: frozenset[Lane], needed: Mapping[str, GroupRequest]
 ) -> Expansion:
-    """The descriptors of the needed blocks, by group; see `ReadPlan.expand`. `staged` lanes go through staging
-    memory."""
+    """The descriptors of the needed blocks; see `ReadPlan.expand`. `staged` lanes go through staging memory."""
     collector = _Collector(tables)
     for lane in lanes:
         wanted = needed.get(lane.group.name)

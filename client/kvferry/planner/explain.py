@@ -72,13 +72,8 @@ class ReadLine:
 
 @dataclass(frozen=True, slots=True)
 class RankLines:
-    """The reads of one destination rank.
-
-    Attributes:
-        rank, labels: the destination rank.
-        reads: by source rank and group.
-        uncovered: ``layer/component`` of optional planes that the source does not hold.
-    """
+    """The reads of one destination rank, by source rank and group. `uncovered` are the names, ``layer/component``, of
+    optional planes that the source does not hold."""
 
     rank: int
     labels: Mapping[str, int]
@@ -111,8 +106,7 @@ def explain(plan: ReadPlan) -> RankLines:
 
 
 def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
-    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge. The estimate looks at
-    no more than `most` pieces."""
+    """Bytes per token and request, pieces and descriptors per block, whether runs merge; by `most` pieces at most."""
     per_token, per_request = Fraction(0), 0
     piece_count = descriptor_count = 0
     merges = True
@@ -153,11 +147,8 @@ def _merges(lane: Lane, path: Path) -> bool:
         return all(extent.length == lane.source.block_stride for extent in lane.extents)
     if lane.linear_bytes:
         return True
-    if (
-        lane.group.kind is GroupKind.STATE
-        or not lane.line.same_tokens
-        or lane.source.block_states != lane.destination.block_states
-    ):
+    same_blocks = lane.line.same_tokens and lane.source.block_states == lane.destination.block_states
+    if lane.group.kind is GroupKind.STATE or not same_blocks:
         return False
     stride = lane.source.block_stride
     return stride == lane.destination.block_stride and bool((lane.rows(lane.whole_block).length == stride).all())
@@ -299,12 +290,8 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
     explained = [explain(plan) for plan in plans]
     reads = [line for lines in explained for line in lines.reads]
     numbers = {id(line): number for number, line in enumerate(reads, 1)}
-    rows: list[tuple[str, ...]] = [
-        (
-            *("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks"),
-            *("bytes", "descriptors/block", "path"),
-        )
-    ]
+    columns = ("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks")
+    rows: list[tuple[str, ...]] = [(*columns, "bytes", "descriptors/block", "path")]
     for lines in explained:
         name = rank_name(lines.rank, lines.labels)
         for line in lines.reads:

@@ -71,8 +71,7 @@ class BlockMap:
         self._tables: dict[DescriptorTable, tuple[_Entries, _Entries]] = {}
 
     def table(self, table: DescriptorTable) -> tuple[_Entries, _Entries]:
-        """The entries of a table, at the source and at the destination. Kept for as long as the plan, like its
-        tables."""
+        """The entries of a table, of the source and of the destination. Kept like the plan's tables."""
         known = self._tables.get(table)
         if known is None:
             theirs, mine = table.memory.spaces
@@ -254,10 +253,9 @@ class Footprint:
             grids = ((1, prepared.count),)
         begin = 0
         for rows, blocks in grids:
-            source, destination = (
-                side[begin : begin + rows * blocks] for side in (prepared.source, prepared.destination)
-            )
-            begin += rows * blocks
+            part = slice(begin, begin + rows * blocks)
+            begin = part.stop
+            source, destination = prepared.source[part], prepared.destination[part]
             if not self._right_by_edges(entries, source, destination, rows):
                 self._check_each(entries, source, destination)
 

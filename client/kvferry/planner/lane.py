@@ -219,13 +219,10 @@ def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[
     # Blocks and states are counted from the period's begin: the line may be longer than numpy's integers.
     skipped = needed.source.first - origin * (line.period // line.source_step)
     own_skipped = needed.destination.first - origin * (line.period // line.destination_step)
+    ids, own_ids = needed.source.ids, needed.destination.ids
+    found = line.pieces(begin - origin * line.period, end - origin * line.period)
     return [
-        Segment(
-            pieces.cut,
-            needed.source.ids[pieces.source_block - skipped],
-            needed.destination.ids[pieces.destination_block - own_skipped],
-        )
-        for pieces in line.pieces(begin - origin * line.period, end - origin * line.period)
+        Segment(of.cut, ids[of.source_block - skipped], own_ids[of.destination_block - own_skipped]) for of in found
     ]
 
 

@@ -71,8 +71,7 @@ class PathRule:
 @dataclass(frozen=True, slots=True)
 class PathChoice:
     """The path of a lane, with the reason for people. `direct` and `staged` are estimated seconds per block of the
-    destination, equal where there was nothing to compare; `measurable`: whether other constants could lead to the other
-    path."""
+    destination, equal where nothing was compared; `measurable`: whether other constants could change the path."""
 
     path: Path
     reason: str
@@ -83,8 +82,7 @@ class PathChoice:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The counts that decide the costs of both paths, for the same `states` of a lane. A block of the destination has
-    `step` states."""
+    """The counts that decide the costs of both paths, for `states` of a lane; a destination block has `step` states."""
 
     states: int
     step: int
@@ -106,12 +104,8 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     staged_descriptors = max(1, work.source_blocks * len(lane.extents))
     staged_bytes = work.source_blocks * sum(extent.length for extent in lane.extents)
     direct = descriptors * costs.descriptor + work.bytes * costs.byte
-    staged = (
-        staged_descriptors * costs.descriptor
-        + staged_bytes * costs.staged_byte
-        + work.runs * costs.cell
-        + work.bytes * costs.copied_byte
-    )
+    staged = staged_descriptors * costs.descriptor + staged_bytes * costs.staged_byte
+    staged += work.runs * costs.cell + work.bytes * costs.copied_byte
     pieces = f"{work.bytes // descriptors:,} B"
     rows = f"{staged_bytes // staged_descriptors:,} B"
     # A staged row costs as much as a direct one: unless staging has fewer rows, it is never cheaper.

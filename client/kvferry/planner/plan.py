@@ -34,11 +34,9 @@ steps of a chunk; more only where a reader is late, or where a source never name
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """The reads of one destination rank.
+    """The reads of the destination rank `rank`.
 
     Attributes:
-        source, destination: the two engines.
-        rank: the destination rank.
         reads: one per plane and source, in the order of the destination's planes.
         uncovered: names of optional planes that the source does not hold.
         lanes: the same reads, gathered for expansion.
@@ -282,14 +280,10 @@ class RequestParts:
         self._checked = False
 
     def next(self, steps: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool) -> Expansion:
-        """The reads that are possible now and were not before. Raises the errors of `ReadPlan.expand`, and
-        `InvalidField` if the last step has not come and no tokens were asked.
-
-        Args:
-            steps: the blocks that the source has published since the last call, by group; one step or several.
-            unfinished: the blocks after these of which only some layers are complete now; None: there are none.
-            last: whether the source publishes no more.
-        """
+        """The reads that are possible now and were not before. `steps` are the blocks that the source has published
+        since the last call, by group, and `unfinished` those after them of which only some layers are complete now;
+        with `last`, the source publishes no more. Raises the errors of `ReadPlan.expand`, and `InvalidField` if the
+        last step has not come and no tokens were asked."""
         self.granted = joined((self.granted, steps))
         if last:
             return together(self._all_layers(self._rest))

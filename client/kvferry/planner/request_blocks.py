@@ -36,8 +36,7 @@ class NeededBlocks:
 class GroupRequest:
     """The part of one group that a request moves: the tokens from `begin` to `end`, 0 and 1 for state groups, and the
     blocks that hold them. `required` is the first token without which the read is refused: `begin`, or the token after
-    it. `floor` is the first token that may be written; below `begin` only where a window begins later than the asked
-    tokens."""
+    it. `floor` is the first token that may be written; below `begin` only if a window begins later than asked."""
 
     begin: int
     end: int
@@ -71,8 +70,7 @@ def needed(
         wanted = _state(group, theirs, mine) if is_state else _tokens(group, source_group, theirs, mine, asked)
         if wanted is None:
             continue
-        # In tables the null block stands for absent blocks, such as those that left a window. It is refused only where
-        # a token is needed.
+        # In tables the null block stands for absent blocks: before a window, say. No needed token may be in it.
         for side, of, blocks in (("source", source_group, wanted.source), ("destination", group, wanted.destination)):
             if of.null_block is not None:
                 check_ids(group.name, side, blocks.ids, of.num_blocks, of.null_block)
@@ -200,9 +198,8 @@ def _tokens(
 ) -> GroupRequest | None:
     for side, blocks in (("source", theirs), ("destination", mine)):
         if max(blocks.first_token, blocks.end_token or 0) >= TOKEN_LIMIT:
-            raise InvalidField(
-                f"first token of the {side} blocks of group {group.name!r}", blocks.first_token, "below 2**40"
-            )
+            what = f"first token of the {side} blocks of group {group.name!r}"
+            raise InvalidField(what, blocks.first_token, "below 2**40")
     span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
     if span is None:
         return None
@@ -259,10 +256,6 @@ def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:
     room = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
     end = room if blocks.end_token is None else blocks.end_token
     if end > room:
-        raise BlocksShort(
-            group.name,
-            side,
-            f"tokens [{blocks.first_token}, {end})",
-            f"{len(blocks.ids)} blocks of {group.block_tokens}",
-        )
+        asked, held = f"tokens [{blocks.first_token}, {end})", f"{len(blocks.ids)} blocks of {group.block_tokens}"
+        raise BlocksShort(group.name, side, asked, held)
     return blocks.first_token, end

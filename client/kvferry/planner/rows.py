@@ -84,12 +84,8 @@ class AlikePlanes:
         cells_destination = (unit * self.destination.unit_stride + destination).ravel()
         source, destination, length = _fuse(cells_source, cells_destination, np.tile(length, self.units))
         planes = len(self.source_base)
-        return Rows(
-            (self.source_base[:, None] + source).ravel(),
-            (self.destination_base[:, None] + destination).ravel(),
-            np.tile(length, planes),
-            len(length) * planes,
-        )
+        source, destination = self.source_base[:, None] + source, self.destination_base[:, None] + destination
+        return Rows(source.ravel(), destination.ravel(), np.tile(length, planes), len(length) * planes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +107,11 @@ def alike(reads: Iterable[PlaneRead]) -> tuple[AlikePlanes, ...]:
     return tuple(
         AlikePlanes(
             *key,
-            source_base=np.array([first_address(read.source, read) for read in members], np.int64),
-            destination_base=np.array([first_address(read.destination, read) for read in members], np.int64),
+            source_base=np.array([read.source.unit_address(read.units.begin) for read in members], np.int64),
+            destination_base=np.array([read.destination.unit_address(read.units.begin) for read in members], np.int64),
         )
         for key, members in gathered.items()
     )
-
-
-def first_address(plane: Plane, read: PlaneRead) -> int:
-    """The address of the first unit read, in block 0 of one of the read's planes."""
-    return plane.base + (read.units.begin - plane.units.begin) * plane.unit_stride
 
 
 def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, ...]:
@@ -160,10 +151,8 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowLoop:
-    """Cells of one plane at equal steps on both sides. `source` and `destination` are the offsets of the first cell,
-    `axes` (count, source stride, destination stride), the longest steps of the destination first, and `cell` contiguous
-    bytes.
-    """
+    """Cells of one plane, of `cell` bytes, at equal steps on both sides. `source` and `destination` are the offsets of
+    the first cell, `axes` (count, source stride, destination stride), the longest destination strides first."""
 
     source: int
     destination: int

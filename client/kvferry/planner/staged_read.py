@@ -150,16 +150,9 @@ class Batch:
                     source = slot + rows.offset + int(members.source_base[plane]) - rows.extent.source
                     destination = int(members.destination_base[plane])
                     for loop in lane.loops(alike, piece.cut):
-                        yield Copy(
-                            source + loop.source,
-                            rows.extent.length,
-                            places,
-                            destination + loop.destination,
-                            lane.destination.block_stride,
-                            ids,
-                            loop.axes,
-                            loop.cell,
-                        )
+                        there = source + loop.source, rows.extent.length, places
+                        here = destination + loop.destination, lane.destination.block_stride, ids
+                        yield Copy(*there, *here, loop.axes, loop.cell)
 
 
 def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:

@@ -7,10 +7,13 @@ behave as in gRPC. There is no flow control: unread messages are kept.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
@@ -20,6 +23,15 @@ Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses after which the caller no longer waits: messages that have already arrived are dropped."""
+
+
+class _End(NamedTuple):
+    """The end of a call. `cancelled`: by the caller, not by the home, nor at the end of the channel."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing: Metadata
+    cancelled: bool
 
 
 class InProcessCall(grpc.RpcError):
@@ -32,37 +44,26 @@ class InProcessCall(grpc.RpcError):
         self.request = request
         self.deadline = deadline
         self._decode = decode
-        self._changed = threading.Condition()
-        self._messages: deque[bytes] = deque()
-        self._status: tuple[grpc.StatusCode, str] | None = None
-        self._trailing: Metadata = ()
-        self._cancelled = False
-        """The caller has cancelled the call, not the home, nor the end of the channel."""
-        self._on_end: list[Callable[[InProcessCall], object]] = []
+        self._messages: Queue[bytes | None] = Queue()
+        """The response; None: its end."""
+        self._ended: Future[_End] = Future()
 
     # The home calls these.
 
     def answered(self, message: bytes) -> None:
         """Append a message to the response."""
-        if self.refuse_large(message):
-            return
-        with self._changed:
-            if self._status is None:
-                self._messages.append(message)
-                self._changed.notify_all()
+        if not self.refuse_large(message) and not self.done():
+            self._messages.put(message)
 
     def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = (), *, cancelled: bool = False) -> None:
         """End the call. Idempotent."""
-        with self._changed:
-            if self._status is not None:
-                return
-            self._status, self._trailing, self._cancelled = (code, details), trailing, cancelled
-            if code in LEFT:
-                self._messages.clear()
-            callbacks, self._on_end = self._on_end, []
-            self._changed.notify_all()
-        for callback in callbacks:
-            callback(self)
+        ended: Future[_End] = Future()
+        ended.set_result(_End(code, details, trailing, cancelled))
+        with suppress(InvalidStateError):
+            self._ended.set_result(ended.result())
+            # A future keeps its callbacks, which refer to the call: without them, the call needs no garbage collector.
+            self._ended = ended
+            self._messages.put(None)
 
     def refuse_large(self, message: bytes) -> bool:
         """End the call at a message over gRPC's limit, as gRPC does; returns whether the message is too large."""
@@ -72,84 +73,66 @@ class InProcessCall(grpc.RpcError):
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         return size > MAX_MESSAGE_BYTES
 
-    def at_end(self, callback: Callable[[InProcessCall], object]) -> None:
-        """Call `callback` at the end of the call, at once if the call has ended, on any thread. It must not block."""
-        with self._changed:
-            if self._status is None:
-                self._on_end.append(callback)
-                return
-        callback(self)
-
     # The client calls these: methods of grpc.Call and grpc.Future.
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._messages or self._status is not None)
-            if self._messages:
-                return self._decode(self._messages.popleft())
+        message = self._messages.get()
+        if message is not None and not (self.done() and self.code() in LEFT):
+            return self._decode(message)
+        # For the next call of this method.
+        self._messages.put(None)
         if self.code() is grpc.StatusCode.OK:
             raise StopIteration
         raise self
 
     def result(self, timeout: float | None = None) -> Any:
-        error = self._failure(timeout)
-        if self._cancelled:
-            raise grpc.FutureCancelledError
+        error = self.exception(timeout)
         if error is not None:
             raise error
-        with self._changed:
-            return self._decode(self._messages[0])
+        return self._decode(self._messages.queue[0])
 
     def exception(self, timeout: float | None = None) -> Exception | None:
-        error = self._failure(timeout)
-        if self._cancelled:
+        try:
+            end = self._ended.result(timeout)
+        except FutureTimeoutError:
+            raise grpc.FutureTimeoutError from None
+        if end.cancelled:
             raise grpc.FutureCancelledError
-        return error
-
-    def _failure(self, timeout: float | None) -> Exception | None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._status is not None, timeout):
-                raise grpc.FutureTimeoutError
-        return None if self.code() is grpc.StatusCode.OK else self
+        return None if end.code is grpc.StatusCode.OK else self
 
     def add_done_callback(self, callback: Callable[[InProcessCall], object]) -> None:
-        self.at_end(callback)
+        """Call `callback` at the end of the call, at once if the call has ended, on any thread. It must not block."""
+        self._ended.add_done_callback(lambda _: callback(self))
 
     def cancel(self) -> bool:
         self.end(grpc.StatusCode.CANCELLED, "Locally cancelled by application!", cancelled=True)
-        return self._cancelled
+        return self.cancelled()
 
     def cancelled(self) -> bool:
-        return self._cancelled
+        return self.done() and self._ended.result().cancelled
 
     def is_active(self) -> bool:
-        return self._status is None
+        return not self.done()
 
     def done(self) -> bool:
-        return self._status is not None
+        return self._ended.done()
+
+    # As in gRPC, these wait for the end of the call.
 
     def code(self) -> grpc.StatusCode:
-        return self._ended()[0]
+        return self._ended.result().code
 
     def details(self) -> str:
-        return self._ended()[1]
+        return self._ended.result().details
 
     def trailing_metadata(self) -> Metadata:  # type: ignore[override]  # Its type is private to gRPC's stubs.
-        self._ended()
-        return self._trailing
+        return self._ended.result().trailing
 
     def __str__(self) -> str:
-        return f"{self.method}: {self._status}"
-
-    def _ended(self) -> tuple[grpc.StatusCode, str]:
-        """Wait for the end of the call, as gRPC does, and return its status."""
-        with self._changed:
-            while self._status is None:
-                self._changed.wait()
-            return self._status
+        return f"{self.method}: {self._ended.result()[:2] if self.done() else None}"
 
 
 # Code of gRPC's users asks whether an error is a call.
@@ -173,7 +156,7 @@ class InProcessChannel:
         call = InProcessCall(method, request, decode, deadline)
         # Added first: `close` ends the calls that it finds, and a later call finds the channel closed.
         self._calls.add(call)
-        call.at_end(self._calls.discard)
+        call.add_done_callback(self._calls.discard)
         if self._closed:
             call.cancel()
             raise ValueError("Cannot invoke RPC on closed channel!")
@@ -205,19 +188,17 @@ class InProcessChannel:
             call.end(code, details)
 
 
+@dataclass(frozen=True)
 class _UnaryStream:
     """A method that streams its response: gRPC's multicallable. Ignores all options of a call but the timeout."""
 
-    def __init__(
-        self, channel: InProcessChannel, method: str, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]
-    ) -> None:
-        self._channel = channel
-        self._method = method
-        self._encode = encode
-        self._decode = decode
+    channel: InProcessChannel
+    method: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
-        return self._channel.call(self._method, self._encode(request), self._decode, timeout)
+        return self.channel.call(self.method, self.encode(request), self.decode, timeout)
 
 
 class _UnaryUnary(_UnaryStream):
@@ -227,7 +208,3 @@ class _UnaryUnary(_UnaryStream):
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
         return self.future(request, timeout).result()
-
-    def with_call(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> tuple[Any, Any]:
-        call = self.future(request, timeout)
-        return call.result(), call

@@ -281,7 +281,7 @@ class Fabric(Closing):
             if timer is not None:
                 timer.cancel()
 
-        call.at_end(lambda _: self._loop.call(left))
+        call.add_done_callback(lambda _: self._loop.call(left))
 
     async def _start_home(self) -> None:
         if self._home is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,8 +27,7 @@ PEER = "unix:"
 
 
 class InProcessHome:
-    """A node server from one start to its stop. Make and use it on the event loop of its fabric. `address` is that in
-    references."""
+    """A node server from one start to its stop, used on the event loop of its fabric. References have `address`."""
 
     def __init__(self, address: str, times: Times, clock: Clock) -> None:
         self._clock = clock
@@ -80,11 +79,11 @@ class InProcessHome:
         handler = await self._guard.intercept_service(self._handler, cast(grpc.HandlerCallDetails, called))
         context = _Context(call, handler.response_serializer, self._clock)
         try:
-            # The guard makes the requests of every handler a stream, and returns a single answer as bytes.
+            # The guard reads every request from the context, and returns a single answer as bytes.
             if handler.response_streaming:
-                await cast(Any, handler.stream_stream)(context.requests(), context)
+                await cast(Any, handler.stream_stream)(None, context)
             else:
-                call.answered(await cast(Any, handler.stream_unary)(context.requests(), context))
+                call.answered(await cast(Any, handler.stream_unary)(None, context))
         except grpc.aio.AbortError:
             code, details, trailing = context.status
             call.end(code, details, trailing)
@@ -135,9 +134,6 @@ class _Context:
     async def read(self) -> object:
         read, self._read = self._read, True
         return grpc.aio.EOF if read else self._call.request
-
-    async def requests(self) -> AsyncIterator[bytes]:
-        yield self._call.request
 
     async def write(self, message: Any) -> None:
         self._call.answered(message if self._encode is None else self._encode(message))

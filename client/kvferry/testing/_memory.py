@@ -15,7 +15,7 @@ import secrets
 import threading
 import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import _arguments as arguments
+from kvferry._forks import Closing
 from kvferry._transport.bounds import RegionMap
 from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.model import MemoryRegion
@@ -49,16 +50,9 @@ class HostMemoryOnly(Exception):
 
 @dataclass(eq=False)
 class PostedRead:
-    """A read that was posted, or is about to be. Only its agent keeps a reference to the read, so that the bytes never
-    arrive if the agent has ended.
-
-    Attributes:
-        peer: name of the source agent.
-        source, destination, length: addresses and lengths in bytes, ``uint64[n]``.
-        connects: this is the first read from a peer, which reads a few bytes to connect.
-        let_go: the bytes may move; changed by `HeldReads`.
-        done: the bytes have moved.
-    """
+    """A read that was posted, or is about to be, from the agent named `peer`: addresses and lengths in bytes,
+    ``uint64[n]``. Only its agent keeps a reference to the read, so that the bytes never arrive if the agent has ended.
+    `connects`: the first read from a peer, of a few bytes; `let_go`: the bytes may move; `done`: they have moved."""
 
     peer: str
     source: Rows
@@ -69,7 +63,7 @@ class PostedRead:
     done: bool = False
 
 
-class HeldReads:
+class HeldReads(Closing):
     """Reads that were posted, and whose bytes are held back. Made by `Fabric.hold_reads`.
 
     Counts chunks, as they are posted to NIXL: one for each source rank that a rank reads from, or several if a read is
@@ -130,14 +124,6 @@ class HeldReads:
                 self._wire.held = None
             for read in self._living():
                 read.let_go = True
-
-    def __enter__(self) -> HeldReads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _living(self) -> list[PostedRead]:
         """Return the reads that are held back and whose agent has not ended. Called with the lock of the wire held."""
@@ -212,8 +198,7 @@ class Process:
     def nixlRegDList(self, kind: str, rows: Rows) -> Segments:
         return kind, rows
 
-    def nixlXferDList(self, kind: str, rows: Rows) -> Segments:
-        return kind, rows
+    nixlXferDList = nixlRegDList
 
 
 @dataclass(slots=True)
@@ -315,9 +300,8 @@ class Agent:
         self._check_source(read)
         if not read.let_go:
             return IN_PROGRESS
-        for of, to, length in zip(
-            *(rows.tolist() for rows in (read.source, read.destination, read.length)), strict=True
-        ):
+        columns = (rows.tolist() for rows in (read.source, read.destination, read.length))
+        for of, to, length in zip(*columns, strict=True):
             ctypes.memmove(to, of, length)
         read.done = True
         return SUCCESS

@@ -18,8 +18,7 @@ import grpc
 from cryptography import x509
 
 from kvferry._wire.channel import TlsConfig, TlsContent, server_certificates
-from kvferry._wire.expiry import Validity, date
-from kvferry._wire.tls_files import TlsFiles
+from kvferry._wire.tls_files import TlsFiles, Validity, date
 from kvferry.errors import InvalidField
 from kvferry_server.node.limits import CERTIFICATE_POLL
 

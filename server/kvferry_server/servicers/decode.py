@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from kvferry._prompt import MARK_BYTES
 from kvferry._wire.authority import AGENT_KEY_BYTES, proves_agent
-from kvferry._wire.blocks_codec import runs_from_proto
-from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
+from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto, runs_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, HINT_DIGEST_BYTES, parse_engine_reference, parse_reference
 from kvferry._wire.status import reason_name
 from kvferry._wire.version import Version

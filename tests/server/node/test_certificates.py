@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry._wire.channel import TlsConfig, read_tls
-from kvferry._wire.expiry import Validity, authorities_validity, own_validity
-from kvferry._wire.tls_files import TlsFiles
+from kvferry._wire.tls_files import TlsFiles, Validity, authorities_validity, own_validity
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.loading import BadConfig, configure, file_problems, load

@@ -76,11 +76,7 @@ def rank_bytes(rank: RankGeometry) -> int:
 
 
 def rebase(rank: RankGeometry, base: int) -> RankGeometry:
-    """The same rank with its first byte at `base`: all planes are moved by the same distance.
-
-    Raises:
-        BadGeometry: addresses would reach past 2**63.
-    """
+    """The same rank with its first byte at `base`; raises `BadGeometry` if addresses would reach past 2**63."""
     by = base - _first_address(rank)
     return replace(rank, planes=tuple(replace(plane, base=plane.base + by) for plane in rank.planes))
 

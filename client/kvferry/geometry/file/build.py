@@ -14,12 +14,16 @@ from kvferry.geometry.file.fields import (
     DTYPE_BYTES,
     MAX_LAYERS,
     MAX_RANKS,
-    Content,
     FileComponent,
     FileGroup,
     GeometryFile,
     Meaning,
     Table,
+    check_content,
+    checked_shards,
+    indices,
+    intervals,
+    known,
 )
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind, RankGeometry
 from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
@@ -62,17 +66,15 @@ class GroupPart:
         fields = self.fields = FileGroup.model_construct(**values)
         self._state = fields.kind == "state"
         if isinstance(said, FileGroup):
-            _check_content(path, said, fields.attention)
+            check_content(path, said, fields.attention)
         if fields.shards and said.shards is None and fields.kv_heads != file.model.kv_heads:
-            raise InvalidField(
-                at(path, "shards"), MISSING, "a list of intervals: the group's kv_heads are not the model's"
-            )
-        self._shards = _checked_shards(at(path, "shards"), fields.shards, file.tp_size, fields.kv_heads)
+            raise self._wrong("shards", MISSING, "a list of intervals: the group's kv_heads are not the model's")
+        self._shards = checked_shards(at(path, "shards"), fields.shards, file.tp_size, fields.kv_heads)
         own_names = fields.layer_name != Table.model_fields["layer_name"].default
         most = MAX_LAYERS if own_names else file.model.layers
         self.layers = tuple(range(file.model.layers))
         if fields.layers is not None:
-            self.layers = _indices(at(path, "layers"), fields.layers, most)
+            self.layers = indices(at(path, "layers"), fields.layers, most)
         if fields.stage is not None and fields.stage >= file.pp_size:
             raise self._wrong("stage", fields.stage, f"below pp_size {file.pp_size}")
         num_blocks = self._needed("num_blocks")
@@ -96,7 +98,7 @@ class GroupPart:
         return InvalidField(at(self._path, name), short(value), expected)
 
     def _needed(self, name: str) -> int:
-        return _known(getattr(self.fields, name), at(self._path, name))
+        return known(getattr(self.fields, name), at(self._path, name))
 
     def _axes(self) -> tuple[str, ...]:
         """The order of axes, outermost first, that the words of the file describe."""
@@ -151,11 +153,11 @@ class GroupPart:
         whole = group.format == "opaque" or opaque
         granule = source.granule or ("page" if whole else 1)
         dim = {"latent": "latent_dim", "rope": "rope_dim"}.get(said.name, "latent_dim") if mla else "head_dim"
-        units = _known(
+        units = known(
             found.units or (None if state else 1 if mla else group.kv_heads),
             at(path, "units") if state else "model.kv_heads",
         )
-        content = _known(found.content or (1 if state else getattr(group, dim) or None), f"model.{dim}")
+        content = known(found.content or (1 if state else getattr(group, dim) or None), f"model.{dim}")
         dtype = found.dtype or group.dtype
         if dtype is None:
             raise InvalidField("model.dtype", MISSING, f"one of {', '.join(DTYPE_BYTES)}")
@@ -168,7 +170,7 @@ class GroupPart:
             shards=self._units_held(path, found, units),
             page_states=page_states,
             state_bytes=content * DTYPE_BYTES[dtype],
-            layers=None if found.layers is None else frozenset(_indices(f"{path}.layers", found.layers, MAX_LAYERS)),
+            layers=None if found.layers is None else frozenset(indices(f"{path}.layers", found.layers, MAX_LAYERS)),
             plane={
                 "format": found.format,
                 "dtype": dtype,
@@ -196,63 +198,13 @@ class GroupPart:
         """Units by tp_rank. Ranks that divide the tokens of their units (`token_shard`) hold the same units."""
         tp_size, count = self._file.tp_size, self.fields.token_shard.count
         if said.shards is not None:
-            return _intervals(f"{path}.shards", said.shards, tp_size, units)
+            return intervals(f"{path}.shards", said.shards, tp_size, units)
         if said.replicated:
             return (Interval(0, units),) * tp_size
         if self._shards and units == self.fields.kv_heads and not self._state:
             return self._shards
         by_rule = shards(tp_size // count, units)
         return tuple(by_rule[rank // count] for rank in range(tp_size))
-
-
-def _check_content(path: str, said: Content, attention: str) -> None:
-    """Raise `InvalidField` for fields of the other kind of attention."""
-    mla = attention == "mla"
-    because = f"for {attention}, which has {'latent_dim and rope_dim' if mla else 'kv_heads and head_dim'}"
-    for name in ("kv_heads", "head_dim") if mla else ("latent_dim", "rope_dim"):
-        if name in said.model_fields_set:
-            raise InvalidField(at(path, name), getattr(said, name), f"no such field {because}")
-
-
-def _checked_shards(
-    path: str, spans: Sequence[Interval] | None, tp_size: int, kv_heads: int | None
-) -> tuple[Interval, ...] | None:
-    """The heads held, by tp_rank; None: the file has no shards."""
-    if spans is None:
-        return None
-    if kv_heads is None:
-        raise InvalidField(path, short([[span.begin, span.end] for span in spans]), "no such field without kv_heads")
-    return _intervals(path, spans, tp_size, kv_heads)
-
-
-def _intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
-    """`count` intervals within ``[0, size)``; raises `InvalidField`."""
-    if len(spans) != count:
-        raise InvalidField(path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end]")
-    for index, span in enumerate(spans):
-        if span.end > size:
-            raise InvalidField(f"{path}[{index}]", [span.begin, span.end], f"[begin, end] with end <= {size}")
-    return tuple(spans)
-
-
-def _indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int, ...]:
-    """Indices below `size`, given singly or as intervals; in the order given, each once."""
-    found: dict[int, None] = {}
-    for index, item in enumerate(items):
-        begin, end = (item.begin, item.end) if isinstance(item, Interval) else (item, item + 1)
-        said = item if isinstance(item, int) else [begin, end]
-        if end > size:
-            raise InvalidField(f"{path}[{index}]", said, f"an index below {size}, or [begin, end]")
-        if twice := [known for known in range(begin, end) if known in found]:
-            raise InvalidField(f"{path}[{index}]", said, f"each index once; {twice[0]} is given twice")
-        found.update(dict.fromkeys(range(begin, end)))
-    return tuple(found)
-
-
-def _known(value: int | None, path: str) -> int:
-    if value is None:
-        raise InvalidField(path, MISSING, "an integer of at least 1")
-    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,9 +228,9 @@ def build_engine(file: GeometryFile) -> EngineGeometry:
         raise InvalidField("pp_size", pp_size, f"at most {MAX_RANKS} ranks in all")
     if file.stages is None and pp_size > layers:
         raise InvalidField("pp_size", pp_size, f"at most the {layers} layers of the model")
-    stages = shards(pp_size, layers) if file.stages is None else _intervals("stages", file.stages, pp_size, layers)
-    _check_content("model", file.model, file.model.attention)
-    _checked_shards("shards", file.shards, tp_size, file.model.kv_heads)
+    stages = shards(pp_size, layers) if file.stages is None else intervals("stages", file.stages, pp_size, layers)
+    check_content("model", file.model, file.model.attention)
+    checked_shards("shards", file.shards, tp_size, file.model.kv_heads)
     parts = [GroupPart(file, *table) for table in file.tables()]
     names = [part.group.name for part in parts]
     if twice := [index for index, name in enumerate(names) if names.count(name) > 1]:

@@ -1,5 +1,4 @@
-"""JSON objects described by their fields: one description gives the check, the JSON schema, and errors that name the
-path, the value and the expectation."""
+"""JSON objects described by their fields: a description gives the check, the JSON schema, and errors with the path."""
 
 from __future__ import annotations
 

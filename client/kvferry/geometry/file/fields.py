@@ -3,12 +3,14 @@ schema``) come from these descriptions. Groups and components inherit: see `Geom
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, Strict
 
-from kvferry.geometry.file.described import Described, Never, integer, other, text
+from kvferry.errors import InvalidField
+from kvferry.geometry.file.described import MISSING, Described, Never, at, integer, other, short, text
 from kvferry.geometry.plane import Interval
 
 MAX_RANKS = 4096
@@ -298,3 +300,54 @@ class GeometryFile(Table):
         return [
             (f"groups[{index}]", group, {**above, **group.given(FileGroup)}) for index, group in enumerate(self.groups)
         ]
+
+
+def check_content(path: str, said: Content, attention: str) -> None:
+    """Raise `InvalidField` for fields of the other kind of attention."""
+    mla = attention == "mla"
+    because = f"for {attention}, which has {'latent_dim and rope_dim' if mla else 'kv_heads and head_dim'}"
+    for name in ("kv_heads", "head_dim") if mla else ("latent_dim", "rope_dim"):
+        if name in said.model_fields_set:
+            raise InvalidField(at(path, name), getattr(said, name), f"no such field {because}")
+
+
+def checked_shards(
+    path: str, spans: Sequence[Interval] | None, tp_size: int, kv_heads: int | None
+) -> tuple[Interval, ...] | None:
+    """The heads held, by tp_rank; None: the file has no shards."""
+    if spans is None:
+        return None
+    if kv_heads is None:
+        raise InvalidField(path, short([[span.begin, span.end] for span in spans]), "no such field without kv_heads")
+    return intervals(path, spans, tp_size, kv_heads)
+
+
+def intervals(path: str, spans: Sequence[Interval], count: int, size: int) -> tuple[Interval, ...]:
+    """`count` intervals within ``[0, size)``; raises `InvalidField`."""
+    if len(spans) != count:
+        raise InvalidField(path, f"{len(spans)} intervals", f"a list of {count} intervals [begin, end]")
+    for index, span in enumerate(spans):
+        if span.end > size:
+            raise InvalidField(f"{path}[{index}]", [span.begin, span.end], f"[begin, end] with end <= {size}")
+    return tuple(spans)
+
+
+def indices(path: str, items: Sequence[int | Interval], size: int) -> tuple[int, ...]:
+    """Indices below `size`, given singly or as intervals; in the order given, each once."""
+    found: dict[int, None] = {}
+    for index, item in enumerate(items):
+        begin, end = (item.begin, item.end) if isinstance(item, Interval) else (item, item + 1)
+        said = item if isinstance(item, int) else [begin, end]
+        if end > size:
+            raise InvalidField(f"{path}[{index}]", said, f"an index below {size}, or [begin, end]")
+        if twice := [known for known in range(begin, end) if known in found]:
+            raise InvalidField(f"{path}[{index}]", said, f"each index once; {twice[0]} is given twice")
+        found.update(dict.fromkeys(range(begin, end)))
+    return tuple(found)
+
+
+def known(value: int | None, path: str) -> int:
+    """A value that the file has to give; raises `InvalidField` if the value is missing."""
+    if value is None:
+        raise InvalidField(path, MISSING, "an integer of at least 1")
+    return value

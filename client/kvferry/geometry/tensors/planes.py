@@ -11,7 +11,7 @@ from kvferry._arguments import check_fields, instance, integer, integer_map, map
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.plane import Interval, Plane, TokenShard
-from kvferry.geometry.tensors.view import Tensor, TensorView, view_of
+from kvferry.geometry.tensors.view import Axes, Tensor, TensorView, view_of
 
 PLAIN = "plain"
 """Format of bytes in their natural order: each unit's content of each state is contiguous and means the same in every
@@ -21,9 +21,6 @@ OPAQUE = "opaque"
 """Format of bytes whose order inside a page is not declared."""
 
 ALL_TOKENS = TokenShard()
-
-AXES = ("layer", "kv", "block", "page", "slot", "token", "unit", "content")
-_ALIASES = {"head": "unit", "channel": "unit", "row": "token", "state": "token"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +90,7 @@ Components = Sequence[str | Part] | Mapping[str, int]
 
 
 def heads_held(heads: range | Interval, total_heads: int | None) -> Holding:
-    """The holding of a rank with these heads of the model; raises `InvalidField`.
-
-    Args:
-        heads: the heads, e.g. ``range(2, 4)``.
-        total_heads: heads of the whole model.
-    """
+    """The holding of a rank with heads such as ``range(2, 4)`` of a model of `total_heads`; raises `InvalidField`."""
     expected = "range(first, end) of the model's heads, not empty"
     if isinstance(heads, range):
         if heads.step != 1 or not 0 <= heads.start < heads.stop:
@@ -123,9 +115,7 @@ def planes_of(
         tensors: a tensor for each layer, all of the same axes.
         axes: names of the axes, see `planes_of_tensor`; None: the order inside a page is unknown, so pages move whole
             (`opaque_planes`).
-        group: the planes' group.
-        components: see `planes_of_tensor`.
-        holding: the tensors' part of the model; the default is all of it.
+        group, components, holding: see `planes_of_tensor`.
 
     Raises:
         BadGeometry: shape and strides do not fit the axes or the group.
@@ -140,8 +130,7 @@ def planes_of(
 
 
 def named_tensors(tensors: object) -> dict[str, Tensor]:
-    """A copy of a mapping from layers to their tensors; raises `InvalidField`, or `BadGeometry` naming the tensor that
-    cannot be moved."""
+    """A copy of a mapping from layers to tensors; raises `InvalidField`, or `BadGeometry` for an unusable tensor."""
     found: dict[str, Tensor] = {}
     given = mapping("tensors", tensors, "a mapping from layer names to tensors")
     if not given:
@@ -190,7 +179,7 @@ def planes_of_tensor(
         BadGeometry: names shape and strides.
     """
     view = view_of(tensor)
-    axis = _Axes(view, texts("axes", axes))
+    axis = Axes(view, texts("axes", axes))
     instance("group", group, Group, "a Group")
     holding = _holding(holding)
     parts = _parts(axis, components)
@@ -220,9 +209,7 @@ def opaque_planes(
 
     Args:
         tensor: each of its blocks is one contiguous piece.
-        layer, group: those of the planes.
         block_axis: the axis of blocks, or of a block's pages.
-        component: name of the component.
         holding: `units` and `axis_size` if ranks hold different parts.
 
     Raises:
@@ -233,9 +220,8 @@ def opaque_planes(
     instance("group", group, Group, "a Group")
     holding = _holding(holding)
     if not 0 <= block_axis < len(view.shape) or view.contiguous_tail > block_axis + 1:
-        raise BadGeometry(
-            f"layer {layer}", f"the blocks along axis {block_axis} of {view.described} are not contiguous"
-        )
+        problem = f"the blocks along axis {block_axis} of {view.described} are not contiguous"
+        raise BadGeometry(f"layer {layer}", problem)
     if view.shape[block_axis] < group.num_blocks:
         raise BadGeometry(
             f"layer {layer}",
@@ -265,18 +251,12 @@ def opaque_planes(
     format = OPAQUE if holding.format == PLAIN else holding.format
     holding = replace(holding, units=units, format=format, token_granule=0, units_divide=False)
     offsets = _outer_offsets(view, block_axis)
-    return tuple(
-        plane
-        for index, offset in enumerate(offsets)
-        for plane in planes_of_tensor(
-            replace(cells, address=cells.address + offset),
-            ("block", "unit", "token", "content"),
-            group,
-            [layer],
-            (component if len(offsets) == 1 else f"{component}.{index}",),
-            holding,
-        )
-    )
+    found: list[Plane] = []
+    for index, offset in enumerate(offsets):
+        name = component if len(offsets) == 1 else f"{component}.{index}"
+        moved = replace(cells, address=cells.address + offset)
+        found += planes_of_tensor(moved, ("block", "unit", "token", "content"), group, layer, (name,), holding)
+    return tuple(found)
 
 
 def _outer_offsets(view: TensorView, block_axis: int) -> list[int]:
@@ -287,50 +267,7 @@ def _outer_offsets(view: TensorView, block_axis: int) -> list[int]:
     return offsets
 
 
-class _Axes:
-    """A tensor's axes by name."""
-
-    def __init__(self, view: TensorView, axes: Sequence[str]) -> None:
-        self.view = view
-        self.names = [_ALIASES.get(name, name) for name in axes]
-        if len(self.names) != len(view.shape):
-            raise self.problem(f"{len(self.names)} axes are named: {', '.join(axes)}")
-        for name in self.names:
-            if name not in AXES:
-                raise self.problem(f"axis {name!r} is none of {', '.join((*AXES, *_ALIASES))}")
-            if name != "content" and self.names.count(name) > 1:
-                raise self.problem(f"axis {name!r} is named twice")
-        if "slot" in self.names and {"block", "token", "page"} & set(self.names):
-            raise self.problem("a slot axis holds blocks and tokens, so there is no other axis of them")
-        if "slot" not in self.names and "block" not in self.names:
-            raise self.problem("no axis is named block or slot")
-        self.content = self._content_elements()
-
-    def problem(self, text: str) -> BadGeometry:
-        return BadGeometry("tensor", f"{text} ({self.view.described})")
-
-    def has(self, name: str) -> bool:
-        return name in self.names
-
-    def size(self, name: str) -> int:
-        return self.view.shape[self.names.index(name)] if name in self.names else 1
-
-    def stride(self, name: str) -> int:
-        """Bytes; 0 for an axis of one element, whose stride means nothing."""
-        return self.view.strides[self.names.index(name)] if self.size(name) > 1 else 0
-
-    def _content_elements(self) -> int:
-        """Elements of the content axes, which must be one contiguous piece."""
-        count, expected = 1, self.view.itemsize
-        for name, size, stride in reversed(list(zip(self.names, self.view.shape, self.view.strides, strict=True))):
-            if name == "content" and size > 1:
-                if stride != expected:
-                    raise self.problem("the content of a unit and token is not contiguous")
-                count, expected = count * size, expected * size
-        return count
-
-
-def _parts(axis: _Axes, components: Components | None) -> list[Part]:
+def _parts(axis: Axes, components: Components | None) -> list[Part]:
     if components is None:
         if axis.size("kv") != 2:
             raise axis.problem("without a kv axis of 2, its components must be given")
@@ -378,7 +315,7 @@ def _block_states(group: Group, holding: Holding) -> int:
     return states.numerator
 
 
-def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holding: Holding) -> Plane:
+def _plane(axis: Axes, group: Group, layer: str, offset: int, part: Part, holding: Holding) -> Plane:
     view = axis.view
     paging = _paging(axis, group, holding)
     channels = part.channels or Interval(0, axis.size("unit"))
@@ -412,7 +349,7 @@ def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holdi
     )
 
 
-def _paging(axis: _Axes, group: Group, holding: Holding) -> dict[str, int]:
+def _paging(axis: Axes, group: Group, holding: Holding) -> dict[str, int]:
     """The group's blocks in the tensor's block axes, as fields of a plane; strides in bytes."""
     states = _block_states(group, holding)
     if axis.has("slot"):

@@ -1,4 +1,4 @@
-"""The memory of a tensor, of torch and numpy alike; neither is imported."""
+"""The memory of a tensor, of torch and numpy alike, and its axes by name. Neither library is imported."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Tensor(Protocol):
     @property
     def dtype(self) -> object: ...
 
+
+AXES = ("layer", "kv", "block", "page", "slot", "token", "unit", "content")
+_ALIASES = {"head": "unit", "channel": "unit", "row": "token", "state": "token"}
 
 # torch uses the name "cuda" for ROCm as well. Others (xpu, hpu, tpu ...) are refused: `torch.cuda` does not set their
 # devices, and no known build of NIXL can register their memory.
@@ -104,11 +107,8 @@ class TensorView:
         )
 
     def merge_tail(self, axis: int, shape: tuple[int, ...]) -> TensorView:
-        """The same memory with the axes from `axis` on, one contiguous piece, reshaped to `shape`.
-
-        Raises:
-            BadGeometry: these axes are not one piece, or hold another number of elements.
-        """
+        """The same memory with the axes from `axis` on reshaped to `shape`; raises `BadGeometry` if they are not one
+        contiguous piece, or hold another number of elements."""
         if self.contiguous_tail > axis or prod(shape) != prod(self.shape[axis:]):
             raise BadGeometry("tensor", f"the axes from {axis} on of {self.described} are not one piece of {shape}")
         strides = tuple(prod(shape[i + 1 :]) * self.itemsize for i in range(len(shape)))
@@ -222,8 +222,7 @@ def _bounds(root: Any) -> tuple[int, int]:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of our own, which stays when the owner later points its tensor at other memory.
-    Raises `BadGeometry`."""
+    """The same memory as a tensor of our own, in case its owner points it at other memory. Raises `BadGeometry`."""
     if isinstance(tensor, TensorView):
         return tensor
     given = _known(tensor)
@@ -303,8 +302,7 @@ def _from_dlpack(tensor: Any) -> Any:
     if kind is None:
         raise _unusable(tensor, f"lies on a device of DLPack's type {device}, which kvferry does not know")
     if kind is MemoryKind.DRAM:
-        # numpy before torch, which ignores that memory is read-only. Before 2.1 numpy allowed no writing at all, and no
-        # check for copies.
+        # numpy before torch, which ignores that memory is read-only. Before 2.1 numpy neither wrote nor refused copies.
         if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
             try:
                 return np.from_dlpack(tensor, copy=False)
@@ -324,3 +322,46 @@ def _address(tensor: Any) -> int:
 
 def _unusable(tensor: object, problem: str) -> BadGeometry:
     return BadGeometry("tensor", f"{type(tensor).__name__} {problem}; describe its memory with a TensorView")
+
+
+class Axes:
+    """A tensor's axes by name."""
+
+    def __init__(self, view: TensorView, axes: Sequence[str]) -> None:
+        self.view = view
+        self.names = [_ALIASES.get(name, name) for name in axes]
+        if len(self.names) != len(view.shape):
+            raise self.problem(f"{len(self.names)} axes are named: {', '.join(axes)}")
+        for name in self.names:
+            if name not in AXES:
+                raise self.problem(f"axis {name!r} is none of {', '.join((*AXES, *_ALIASES))}")
+            if name != "content" and self.names.count(name) > 1:
+                raise self.problem(f"axis {name!r} is named twice")
+        if "slot" in self.names and {"block", "token", "page"} & set(self.names):
+            raise self.problem("a slot axis holds blocks and tokens, so there is no other axis of them")
+        if "slot" not in self.names and "block" not in self.names:
+            raise self.problem("no axis is named block or slot")
+        self.content = self._content_elements()
+
+    def problem(self, text: str) -> BadGeometry:
+        return BadGeometry("tensor", f"{text} ({self.view.described})")
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+    def size(self, name: str) -> int:
+        return self.view.shape[self.names.index(name)] if name in self.names else 1
+
+    def stride(self, name: str) -> int:
+        """Bytes; 0 for an axis of one element, whose stride means nothing."""
+        return self.view.strides[self.names.index(name)] if self.size(name) > 1 else 0
+
+    def _content_elements(self) -> int:
+        """Elements of the content axes, which must be one contiguous piece."""
+        count, expected = 1, self.view.itemsize
+        for name, size, stride in reversed(list(zip(self.names, self.view.shape, self.view.strides, strict=True))):
+            if name == "content" and size > 1:
+                if stride != expected:
+                    raise self.problem("the content of a unit and token is not contiguous")
+                count, expected = count * size, expected * size
+        return count
