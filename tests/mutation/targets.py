@@ -89,7 +89,6 @@ OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 PROGRESSIVE = ("tests/testing/test_progressive_reads.py", "tests/testing/test_progressive_layers.py")
 VLLM = (
-    "tests/integrations/vllm/test_computed_publishing.py",
     "tests/integrations/vllm/test_sending.py",
     "tests/integrations/vllm/test_routed.py",
     "tests/integrations/vllm/test_order.py",
@@ -322,7 +321,7 @@ TARGETS: dict[str, Target] = {
     },
     **{
         f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM,), environment=".venv-vllm")
-        for name in ("outgoing", "sending", "publishing", "block_hold", "device")
+        for name in ("outgoing", "sending", "device")
     },
     **{f"client/kvferry/integrations/sglang/{name}.py": Target((tests,)) for name, tests in WITHOUT_SGLANG.items()},
     **{

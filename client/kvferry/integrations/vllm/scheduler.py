@@ -15,10 +15,9 @@ from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
 from kvferry.integrations.vllm.loads import Load, Loads
-from kvferry.integrations.vllm.outgoing import BlockIds
 from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
 from kvferry.integrations.vllm.remembered import Remembered
-from kvferry.integrations.vllm.sending import Sending
+from kvferry.integrations.vllm.sending import BlockIds, Sending
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.sources import NewSources, Turns, log_failure
 from kvferry.integrations.vllm.stats import KvferryStats
@@ -241,13 +240,11 @@ class ConnectorScheduler:
             # The steps of the grants that were attached until now.
             grant_steps=self._port.grant_steps(),
             cancels=self._port.cancels(),
+            sums=self._sending.take_sums(),
             sent=self._sent,
             waits=waits,
-            asks=self._sending.asks,
+            asks=self._sending.waiting,
         )
-        sums = self._sending.take_sums()
-        if self._setup.sums:
-            metadata.sums = sums
         self._starts, self._sent = [], set()
         if not self._all_registered():
             metadata.token = str(self._port.token)
