@@ -104,8 +104,7 @@ VLLM_STEPS = (
 WITHOUT_SGLANG = {
     "aux_rows": ("tests/integrations/sglang/test_aux_rows.py",),
     "bootstrap": ("tests/integrations/sglang/test_bootstrap.py",),
-    "settings": ("tests/integrations/sglang/test_sglang_settings.py",),
-    "support": ("tests/integrations/sglang/test_support.py",),
+    "settings": ("tests/integrations/sglang/test_sglang_settings.py", "tests/integrations/sglang/test_support.py"),
 }
 """Tests that need no SGLang; by module."""
 WITH_SGLANG = {

@@ -160,7 +160,7 @@ def test_request_with_all_blocks_neither_waits_for_prefill_nor_fails_with_it(fab
 
 
 def test_samples_without_a_prefix_cache_each_read_the_publication(fabric: Fabric) -> None:
-    """None follows another sample: vLLM would not find the blocks. The end of one sample is not the end of the others."""
+    """None follows another: vLLM would not find the blocks. The end of one sample is not the end of the others."""
     setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=False)
     scheduler = ConnectorScheduler(setup)
     reference = router_reference(fabric.address, "prefill")

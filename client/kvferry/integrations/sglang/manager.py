@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import time
@@ -21,13 +22,13 @@ from transformers import AutoConfig
 
 from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read, Release, SchedulerPort, shard
 from kvferry.errors import InvalidField, KvferryError
+from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
-from kvferry.integrations.sglang.counts import Counts
 from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, tells_prompts
 from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
-from kvferry.integrations.sglang.settings import Settings
-from kvferry.integrations.sglang.support import check_supported, identity
+from kvferry.integrations.sglang.settings import Settings, check_supported
+from kvferry.stats import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ BETWEEN_BREATHS = 1e-3
 
 REPEATED = "the request's bootstrap_room is that of another request, which is under way"
 """The failure of a request whose room belongs to another request."""
+
+SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
+"""The metrics of `METRICS` that a rank counts."""
 
 Pages = npt.NDArray[np.int32]
 
@@ -55,6 +59,37 @@ class RequestFailed(Exception):
         self.failure_reason = reason or "another rank has failed"
         super().__init__(f"kvferry: {self.failure_reason}")
         self.is_from_another_rank = not reason
+
+
+class Counts:
+    """The counters of one rank: `SHOWN`, with the label ``tp_rank``. A failed read is counted by each rank that knows
+    the reason.
+
+    SGLang's schedulers and its HTTP server are several processes. They share counters in files (prometheus-client's
+    multiprocess mode), which does not support collectors.
+    """
+
+    def __init__(self, rank: int) -> None:
+        # Imported late: prometheus-client reads the folder of the files at import, and SGLang sets the folder first.
+        from prometheus_client import Counter
+
+        self._rank = str(rank)
+        self._made: dict[str, Counter] = {}
+        for path in SHOWN:
+            metric = METRICS[path]
+            self._made[path] = Counter(metric.name, metric.documentation, ["tp_rank", *metric.labels])
+            for value in metric.values:
+                self._made[path].labels(self._rank, value)
+
+    @classmethod
+    @functools.cache
+    def of(cls, rank: int) -> Counts:
+        """Return the counters of a rank, which are made once in a process."""
+        return cls(rank)
+
+    def add(self, path: str, *labels: str, by: int = 1) -> None:
+        """Add to the counter with this path in `METRICS`, for these values of its labels."""
+        self._made[path].labels(self._rank, *labels).inc(by)
 
 
 class KvferryManager(BaseKVManager):  # type: ignore[misc]
@@ -93,7 +128,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
         self.pools: Pools = describe_pools(pool, held, heads, window, self._settings.layer_names)
         engine_id = self._settings.engine_id or f"sglang-{mode}-{socket.gethostname()}-{get_serving().port}"
-        described = identity(model, _config_of(model), str(get_model().kv_cache_dtype))
+        described = cache_identity(model.model_path, model, _config_of(model), get_model().kv_cache_dtype)
         spec = EngineSpec(engine_id, self.pools.groups, parallel.tp_size, described)
         self.leader = parallel.tp_rank == 0
         self.parties = int(parallel.tp_size)
