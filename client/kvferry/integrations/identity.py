@@ -10,14 +10,10 @@ from typing import Any
 
 
 def cache_identity(name: object, model: Any, config: Mapping[str, object], cache_dtype: object) -> dict[str, str]:
-    """Return the identity of a cache's contents: with the model's name and configuration, not its path, which may
-    differ between hosts.
+    """Return the identity of a cache's contents, without the model's path, which may differ between hosts.
 
-    Args:
-        name: path or name of the model.
-        model: vLLM's or SGLang's configuration of the model, of which revision, dtype and quantization are taken.
-        config: the model's own configuration, as transformers writes it.
-        cache_dtype: the engine's setting for the type of the cache.
+    `name` is the path or name of the model, `model` the engine's configuration of it, with revision, dtype and
+    quantization, `config` its own configuration, as transformers writes it, and `cache_dtype` the engine's setting.
     """
     # transformers adds its own version, which must not keep two sides apart that are upgraded in turn.
     left_out = {"transformers_version"}

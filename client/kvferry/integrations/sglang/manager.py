@@ -48,17 +48,11 @@ Pages = npt.NDArray[np.int32]
 
 
 class RequestFailed(Exception):
-    """The failure of a request; SGLang puts it into the request's answer.
-
-    Attributes:
-        failure_reason: begins with the name of kvferry's error, if there is one.
-        is_from_another_rank: this rank knows no reason, so another rank has failed.
-    """
+    """The failure of a request; SGLang puts it into the request's answer. The reason begins with the name of kvferry's
+    error, if there is one; empty: this rank knows no reason, so another rank has failed."""
 
     def __init__(self, reason: str) -> None:
-        self.failure_reason = reason or "another rank has failed"
-        super().__init__(f"kvferry: {self.failure_reason}")
-        self.is_from_another_rank = not reason
+        super().__init__(f"kvferry: {reason or 'another rank has failed'}")
 
 
 class Counts:
@@ -210,13 +204,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def blocks(
         self, pages: Pages, states: Sequence[Any], first_token: int, end_token: int | None = None
     ) -> dict[str, Blocks]:
-        """Return a request's blocks by group.
-
-        Args:
-            pages: the request's pages from `first_token` on.
-            states: the pages of each state in SGLang's list. Those of a window are the last pages.
-            first_token, end_token: the tokens in the pages; None: to the end of the pages.
-        """
+        """Return a request's blocks by group: of its pages from `first_token` to `end_token` (None: the end of the
+        pages), and of the pages of each state in SGLang's list. Those of a window are the last pages."""
         found = {FULL: Blocks(np.asarray(pages), first_token, end_token)}
         for kind, listed in zip(self.kv_args.state_types, states, strict=False):
             if kind == StateType.SWA and self.pools.window:

@@ -57,10 +57,7 @@ class Sending:
     Without vLLM's pool nothing is held here, and no parts are published: vLLM keeps the blocks of finished requests,
     and runs steps, until the release.
 
-    Args:
-        setup: the engine.
-        port: the engine's port.
-        count: adds to a count by its name, see `KvferryStats`.
+    `count` adds to a count by its name, see `KvferryStats`.
     """
 
     def __init__(self, setup: Setup, port: SchedulerPort, count: Callable[[str], None]) -> None:

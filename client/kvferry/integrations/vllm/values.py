@@ -66,9 +66,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         """Whether the message has orders for the worker's port."""
         return bool(self.warms or self.starts or self.grant_steps or self.cancels or self.sums)
 
-    def __bool__(self) -> bool:
-        return bool(self.token or self.orders or self.sent or self.received)
-
     def anon_repr(self) -> str:
         """Return the text that vLLM logs when an engine dies (``vllm/logging_utils/dump_input.py``). Without this
         method, vLLM logs all attributes, also secret ones."""
