@@ -68,7 +68,7 @@ def ids_of(blocks: Mapping[str, Blocks]) -> list[int]:
     return [block for listed in blocks.values() for block in listed.ids.tolist()]
 
 
-class Part(NamedTuple):
+class ComputedPart(NamedTuple):
     """Blocks that are published when every rank has computed `step`."""
 
     step: int
@@ -103,7 +103,7 @@ class OutgoingRequest:
     step: int = 0
     follows: bool = False
     publication: Publication | None = None
-    parts: deque[Part] = field(default_factory=deque)
+    parts: deque[ComputedPart] = field(default_factory=deque)
     planned: dict[str, int] = field(default_factory=dict)
     closed: bool = False
     withdrawn: bool = False
@@ -134,7 +134,7 @@ class OutgoingRequest:
         if blocks:
             # Held from now on, because vLLM may free the blocks before the step has ended.
             self.held.add(blocks)
-            self.parts.append(Part(self.step, blocks))
+            self.parts.append(ComputedPart(self.step, blocks))
 
     def forget_parts(self) -> None:
         """Free the blocks of unpublished parts."""

@@ -14,7 +14,7 @@ from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
-from kvferry.integrations.vllm.outgoing import BlockHold, OutgoingRequest, Part, Siblings, ids_of
+from kvferry.integrations.vllm.outgoing import BlockHold, ComputedPart, OutgoingRequest, Siblings, ids_of
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
 from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
 from kvferry.integrations.vllm.remembered import Remembered
@@ -287,7 +287,7 @@ class Sending:
             else:
                 # vLLM needs the reference now. The reader waits for the blocks, which costs one message more.
                 publication = outgoing.publication or self._publish(outgoing, {}, last=False)
-                outgoing.parts.append(Part(outgoing.step, blocks))
+                outgoing.parts.append(ComputedPart(outgoing.step, blocks))
                 self._unpublished[outgoing] = None
         except KvferryError as error:
             self._refused(outgoing, error)
