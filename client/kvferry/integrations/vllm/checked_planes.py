@@ -123,10 +123,7 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | Non
     """Check the planes of a rank against vLLM's writes, and log the result in one line.
 
     Nothing else may use the caches meanwhile. Waits for the device. `seed` is for the choice of blocks; None: other
-    blocks at each start.
-
-    Raises:
-        LayoutMismatch: the planes of a layer are wrong; do not read by them.
+    blocks at each start. Raises `LayoutMismatch`: the planes of a layer are wrong; do not read by them.
     """
     begin = time.perf_counter()
     by_layer: dict[str, list[Plane]] = {layer.name: [] for layer in layers}

@@ -23,8 +23,8 @@ YIELD = 0.0001
 """Seconds of sleep in an idle step that must not wait: other threads get Python's lock."""
 
 AWAKE = 1.0
-"""Seconds for which vLLM goes on with its steps after the last useful step, if publications are held. Most publications
-are read in that time. vLLM then frees their blocks at once, and its metrics show the reads."""
+"""Seconds for which vLLM goes on with its steps after the last useful step, if publications are held. Most are read in
+that time: vLLM frees their blocks at once, and its metrics show the reads."""
 
 ASLEEP = 0.02
 """Seconds of waiting in a step of an engine that drains and only holds publications, which delay a new request. If vLLM

@@ -29,8 +29,8 @@ LEAST_TIME = 1.0
 """Seconds that a sample has to read if the sample that it followed has used up the time."""
 
 MOST_HAD = 1024
-"""Most remembered references whose blocks vLLM has. A sample that comes after its reference was forgotten asks for a
-publication that was released. Equally many references that came with another prompt are remembered."""
+"""Most remembered references whose blocks vLLM has, and as many that came with another prompt. A sample that comes
+after its reference was forgotten asks for a publication that was released."""
 
 
 class ConnectorScheduler:

@@ -24,8 +24,7 @@ from kvferry.integrations.vllm.values import StepsDone, Summed
 logger = logging.getLogger(__name__)
 
 STUCK = 2.0
-"""Seconds without any computing after which a preempted request's publication is withdrawn, so that the request gets
-the memory that its publication holds."""
+"""Seconds without any computing until a preempted request's publication, which holds memory, is withdrawn."""
 
 MOST_USED = 1024
 """Most remembered references of publications. A sample that comes after its reference was forgotten is refused."""
