@@ -210,6 +210,18 @@ def test_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> None
     prefill.release(1, "1_r")
 
 
+def test_sample_that_ends_before_the_first_declines_and_publishes_nothing(prefill: Prefill) -> None:
+    reference = made()
+    first, second = (prefill.request(f"{index}_r", 6, reference) for index in range(2))
+    prefill.ended(prefill.step((first, 3), (second, 6)))
+    assert prefill.finish(second) is None
+    assert prefill.port.take() == []
+    prefill.run(first, 3)
+    assert prefill.finish(first)
+    assert [call[0] for call in prefill.port.take()] == ["publish", "more"]
+    prefill.release(1, "0_r")
+
+
 def test_publication_that_a_reader_gives_up_is_freed_and_ends(prefill: Prefill) -> None:
     request = prefill.request("r", 14)
     prefill.run(request, 9)
