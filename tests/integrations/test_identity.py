@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,14 @@ CONFIG = {"model_type": "llama", "rope_theta": 1e4, "transformers_version": "4.5
 
 
 def identity(model: str = "/models/here/llama", config: dict[str, Any] | None = None, **changed: Any) -> dict[str, str]:
-    given = {"revision": None, "dtype": "torch.bfloat16", "cache_dtype": "auto", "quantization": None, **changed}
-    return cache_identity(model, config=config or CONFIG, **given)
+    given = {"revision": None, "dtype": "torch.bfloat16", "quantization": None, "cache_dtype": "auto", **changed}
+    cache_dtype = given.pop("cache_dtype")
+    return cache_identity(model, SimpleNamespace(**given), config or CONFIG, cache_dtype)
+
+
+def test_identity_names_the_model_and_the_types() -> None:
+    found = identity()
+    assert (found["model"], found["dtype"], found["cache_dtype"]) == ("llama", "bfloat16", "auto")
 
 
 def test_identity_does_not_depend_on_the_host() -> None:

@@ -90,7 +90,6 @@ OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 PROGRESSIVE = ("tests/testing/test_progressive_reads.py", "tests/testing/test_progressive_layers.py")
 VLLM = (
-    "tests/integrations/vllm/test_computed_publishing.py",
     "tests/integrations/vllm/test_sending.py",
     "tests/integrations/vllm/test_routed.py",
     "tests/integrations/vllm/test_order.py",
@@ -106,8 +105,7 @@ VLLM_STEPS = (
 WITHOUT_SGLANG = {
     "aux_rows": ("tests/integrations/sglang/test_aux_rows.py",),
     "bootstrap": ("tests/integrations/sglang/test_bootstrap.py",),
-    "settings": ("tests/integrations/sglang/test_sglang_settings.py",),
-    "support": ("tests/integrations/sglang/test_support.py",),
+    "settings": ("tests/integrations/sglang/test_sglang_settings.py", "tests/integrations/sglang/test_support.py"),
 }
 """Tests that need no SGLang; by module."""
 WITH_SGLANG = {
@@ -323,7 +321,7 @@ TARGETS: dict[str, Target] = {
     },
     **{
         f"client/kvferry/integrations/vllm/{name}.py": Target((VLLM,), environment=".venv-vllm")
-        for name in ("outgoing", "sending", "publishing", "block_hold", "device")
+        for name in ("outgoing", "sending", "device")
     },
     **{f"client/kvferry/integrations/sglang/{name}.py": Target((tests,)) for name, tests in WITHOUT_SGLANG.items()},
     **{

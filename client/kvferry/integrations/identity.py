@@ -6,37 +6,24 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
-def cache_identity(
-    model: object,
-    revision: object,
-    config: Mapping[str, object],
-    *,
-    dtype: object,
-    cache_dtype: object,
-    quantization: object,
-) -> dict[str, str]:
-    """Return the identity of a cache's contents: with the model's name and configuration, not its path, which may
-    differ between hosts.
+def cache_identity(name: object, model: Any, config: Mapping[str, object], cache_dtype: object) -> dict[str, str]:
+    """Return the identity of a cache's contents, without the model's path, which may differ between hosts.
 
-    Args:
-        model: path or name of the model.
-        revision: of the model; None: unspecified.
-        config: the model's own configuration, as transformers writes it.
-        dtype: type in which the model computes, as torch names it.
-        cache_dtype: the engine's setting for the type of the cache.
-        quantization: of the model; None: not quantized.
+    `name` is the path or name of the model, `model` the engine's configuration of it, with revision, dtype and
+    quantization, `config` its own configuration, as transformers writes it, and `cache_dtype` the engine's setting.
     """
     # transformers adds its own version, which must not keep two sides apart that are upgraded in turn.
     left_out = {"transformers_version"}
     described = {key: value for key, value in config.items() if not key.startswith("_") and key not in left_out}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return {
-        "model": Path(str(model)).name,
-        "revision": str(revision or ""),
+        "model": Path(str(name)).name,
+        "revision": str(model.revision or ""),
         "config": digest[:16],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "cache_dtype": str(cache_dtype),
-        "quantization": str(quantization or ""),
+        "quantization": str(model.quantization or ""),
     }

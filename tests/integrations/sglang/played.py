@@ -13,8 +13,7 @@ from kvferry import Prompt, Release, router_reference
 from kvferry._reads.read import ReadState
 from kvferry.errors import KvferryError
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
-from kvferry.integrations.sglang.counts import Counts
-from kvferry.integrations.sglang.manager import KvferryManager
+from kvferry.integrations.sglang.manager import Counts, KvferryManager
 from kvferry.integrations.sglang.receiver import KvferryReceiver
 
 ROOM = 417

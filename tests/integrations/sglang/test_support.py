@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import InvalidField
-from kvferry.integrations.sglang.support import check_supported, identity
+from kvferry.integrations.sglang.settings import check_supported
 
 
 def checked(draft: object = None, states: tuple[str, ...] = (), **changed: Any) -> None:
@@ -53,14 +53,3 @@ def test_unsupported_settings_are_refused_by_name(changed: dict[str, Any], field
     with pytest.raises(InvalidField) as refused:
         checked(**changed)
     assert refused.value.values["field"] == field
-
-
-def test_identity_has_everything_that_values_depend_on_and_no_path() -> None:
-    def of(path: str, **config: object) -> dict[str, str]:
-        model = SimpleNamespace(model_path=path, revision=None, dtype="torch.bfloat16", quantization=None)
-        return identity(model, {"rope_theta": 1e4, "_name_or_path": path, **config}, "auto")
-
-    here = of("/models/here/llama")
-    assert here == of("/models/there/llama")
-    assert (here["model"], here["dtype"], here["cache_dtype"]) == ("llama", "bfloat16", "auto")
-    assert here != of("/models/here/llama", rope_theta=1e6)

@@ -21,9 +21,9 @@ from kvferry.geometry import shard
 from kvferry.geometry.formats import vllm_attention
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.first_token import first_token_payload
+from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.settings import LAYER_NAMES
-from kvferry.integrations.sglang.support import identity
 from tests.support.node_servers import NodeServerProcess
 from tests.support.sglang_engines import Instance, named, served, some_room
 from tests.support.vllm_engines import PREFILL, Node, kvferry, prompt, request
@@ -67,9 +67,9 @@ class Relay:
 
     def __init__(self, address: str, model: Path) -> None:
         group = Group("full", block_tokens=BLOCK, num_blocks=16, null_block=0)
-        described = SimpleNamespace(model_path=str(model), revision=None, dtype="torch.float32", quantization=None)
+        described = SimpleNamespace(revision=None, dtype="torch.float32", quantization=None)
         config = AutoConfig.from_pretrained(model).to_dict()
-        spec = EngineSpec("vllm", (group,), RANKS, identity(described, config, "auto"))
+        spec = EngineSpec("vllm", (group,), RANKS, cache_identity(model, described, config, "auto"))
         self.client = Client(address)
         self.session = self.client.open_engine(spec)
         self.caches = []

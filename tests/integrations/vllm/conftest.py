@@ -25,7 +25,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # This application configures kvferry's lines, so they do not go where vLLM's go, but to `caplog`.
 logging.getLogger("kvferry").addHandler(logging.NullHandler())
 
-WITHOUT_VLLM = {"test_computed_publishing.py", "test_rest.py"}
+WITHOUT_VLLM = {"test_rest.py"}
 collect_ignore = [
     file.name
     for file in Path(__file__).parent.glob("test_*.py")

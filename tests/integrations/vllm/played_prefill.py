@@ -57,7 +57,7 @@ class Prefill:
         )
         self.counts: list[str] = []
         self.sending = Sending(cast(Setup, setup), cast(SchedulerPort, self.port), self.counts.append)
-        self.sending._requests._now = lambda: self.now
+        self.sending._now = lambda: self.now
         self.blocks: dict[str, list[list[Any]]] = {}
         if bound:
             self.sending.bind(self.pool, self.ids)

@@ -14,7 +14,6 @@ from kvferry.integrations.vllm.idle_steps import ASLEEP, PATIENCE, YIELD, IdleSt
 from kvferry.integrations.vllm.loads import Load, Loads
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.stats import KvferryStats
-from kvferry.integrations.vllm.values import StepMetadata
 from kvferry.integrations.vllm.worker import ConnectorWorker
 
 
@@ -170,7 +169,3 @@ def test_a_failed_read_is_reported_by_the_workers_which_name_its_blocks() -> Non
     assert [end.request_id for end in scheduler._ends] == ["bad"]
     assert len(scheduler._loads) == 1
     assert scheduler._loads["bad"].reading
-
-
-def test_the_metadata_of_a_step_in_which_workers_only_wait_has_no_content() -> None:
-    assert not StepMetadata(waits=True)

@@ -15,11 +15,11 @@ from vllm.v1.request import RequestStatus
 from kvferry import Blocks, Group, GroupKind
 from kvferry._control.publications import ReleaseOutcome
 from kvferry.errors import RouterKeyUsed, WrongState
-from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.outgoing import STUCK
+from kvferry.integrations.vllm.outgoing import BlockHold
 from kvferry.integrations.vllm.params import REFERENCE
+from kvferry.integrations.vllm.sending import STUCK
 from tests.integrations.vllm.played_prefill import BLOCKS, FULL, TOKENS, WINDOW, Prefill, made
 
 
@@ -68,7 +68,7 @@ def test_part_is_published_when_its_step_has_ended_on_every_rank() -> None:
     prefill = Prefill(ranks=2)
     request = prefill.request("r", 14)
     first, second = prefill.step((request, 5)), prefill.step((request, 5))
-    assert prefill.sending.asks
+    assert prefill.sending.waiting
     # A CPU's rank says that every step is computed, also those that it has not run.
     prefill.ended(0, computed=EVERY_STEP)
     prefill.ended(second, rank=1)
@@ -77,7 +77,7 @@ def test_part_is_published_when_its_step_has_ended_on_every_rank() -> None:
     assert [call[:2] for call in prefill.port.take()] == [("publish", {"full": (0, 4)})]
     prefill.ended(second, computed=EVERY_STEP)
     assert [call[:2] for call in prefill.port.take()] == [("more", {"full": (4, 8)})]
-    assert not prefill.sending.asks
+    assert not prefill.sending.waiting
 
 
 def test_blocks_that_no_step_has_ended_for_are_published_with_the_rest(prefill: Prefill) -> None:
@@ -208,6 +208,18 @@ def test_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> None
     prefill.finish(third, RequestStatus.FINISHED_ABORTED)
     assert [call[0] for call in prefill.port.take()] == ["publish", "more"]
     prefill.release(1, "1_r")
+
+
+def test_sample_that_ends_before_the_first_declines_and_publishes_nothing(prefill: Prefill) -> None:
+    reference = made()
+    first, second = (prefill.request(f"{index}_r", 6, reference) for index in range(2))
+    prefill.ended(prefill.step((first, 3), (second, 6)))
+    assert prefill.finish(second) is None
+    assert prefill.port.take() == []
+    prefill.run(first, 3)
+    assert prefill.finish(first)
+    assert [call[0] for call in prefill.port.take()] == ["publish", "more"]
+    prefill.release(1, "0_r")
 
 
 def test_publication_that_a_reader_gives_up_is_freed_and_ends(prefill: Prefill) -> None:

@@ -1,4 +1,5 @@
-"""The end of a request in prefill: its published tokens, and the end of its blocks if none can be published.
+"""The end of a request in prefill: when it is published, its published tokens, and the end of its blocks if none can be
+published.
 
 vLLM's block pool is real; its scheduler and kvferry's port are played.
 """
@@ -12,7 +13,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvferry._control.publications import ReleaseOutcome
-from kvferry.errors import RouterKeyUsed, WrongState
+from kvferry.errors import Closed, KvferryError, RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.params import REFERENCE
 from tests.integrations.vllm.played_prefill import Prefill
 
@@ -22,6 +23,79 @@ def prefill() -> Iterator[Prefill]:
     engine = Prefill()
     yield engine
     engine.check_freed()
+
+
+@pytest.mark.parametrize("fast", [0, 1])
+@pytest.mark.parametrize("routed", [True, False])
+def test_last_blocks_are_published_when_the_slowest_rank_has_computed_them(fast: int, *, routed: bool) -> None:
+    prefill = Prefill(ranks=2)
+    unrouted: dict[str, Any] = {} if routed else {"kvferry_reference": None}
+    request = prefill.request("r", 7, **unrouted)
+    first = prefill.step((request, 5))
+    for rank in range(2):
+        prefill.ended(first, rank)
+    assert [call[:3] for call in prefill.port.take()] == ([("publish", {"full": (0, 4)}, "more")] if routed else [])
+    last = prefill.step((request, 2))
+    prefill.ended(last, fast)
+    assert prefill.finish(request)
+    # vLLM needs the reference now.
+    assert prefill.port.take() == ([] if routed else [("publish", {}, "more", "")])
+    assert prefill.sending.waiting
+    prefill.ended(last, 1 - fast)
+    assert prefill.port.take() == [("more", {"full": (4 if routed else 0, 7)}, "last", 1)]
+    assert not prefill.sending.waiting
+    prefill.release(1)
+    prefill.check_freed()
+
+
+def test_last_blocks_do_not_wait_until_vllm_has_ended_their_step(prefill: Prefill) -> None:
+    """vLLM has finished the request, so the step has run."""
+    request = prefill.request("r", 7)
+    prefill.run(request, 5)
+    prefill.port.take()
+    last = prefill.step((request, 2))
+    prefill.ended(last - 1, computed=last)
+    assert prefill.finish(request)
+    assert prefill.port.take() == [("more", {"full": (4, 7)}, "last", 1)]
+    assert not prefill.sending.waiting
+    prefill.release(1)
+
+
+@pytest.mark.parametrize("error", [WrongState("publication 1 was released"), Closed("the session has ended")])
+def test_publications_whose_blocks_are_refused_are_withdrawn(error: KvferryError) -> None:
+    """Otherwise their blocks would be kept until their holds end, for readers that wait in vain."""
+    prefill = Prefill(ranks=2)
+    requests = [prefill.request(request_id, 6, kvferry_reference=None) for request_id in ("r", "s")]
+    last = prefill.step(*((request, 6) for request in requests))
+    for request in requests:
+        assert prefill.finish(request)
+    prefill.port.take()
+    prefill.port.refuses = error
+    prefill.ended(last, 0)
+    assert prefill.port.take() == []
+    prefill.ended(last, 1)
+    assert prefill.port.take() == [("abort", 1), ("abort", 2)]
+    assert not prefill.sending.waiting
+    assert prefill.sending.take_sums() == []
+    for number in (1, 2):
+        prefill.release(number, outcome=ReleaseOutcome.ABORTED)
+    prefill.check_freed()
+
+
+def test_a_request_id_that_is_used_again_does_not_end_the_wait_of_the_first_request(prefill: Prefill) -> None:
+    first = prefill.request("r", 6, kvferry_reference=None)
+    step = prefill.step((first, 6))
+    assert prefill.finish(first)
+    second = prefill.request("r", 14)
+    later = prefill.step((second, 9))
+    prefill.port.take()
+    prefill.ended(step)
+    assert prefill.port.take() == [("more", {"full": (0, 6)}, "last", 1)]
+    prefill.ended(later)
+    assert [call[:2] for call in prefill.port.take()] == [("publish", {"full": (0, 8)})]
+    prefill.finish(second, RequestStatus.FINISHED_ABORTED)
+    for number in (1, 2):
+        prefill.release(number)
 
 
 @pytest.mark.parametrize("computed", [True, False], ids=["computed", "still-computed"])

@@ -11,7 +11,8 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import InvalidField
-from kvferry.integrations.vllm.setup import Setup, _identity
+from kvferry.integrations.identity import cache_identity
+from kvferry.integrations.vllm.setup import Setup
 
 
 @pytest.mark.parametrize(
@@ -43,15 +44,8 @@ def test_identity_is_equal_while_sides_are_upgraded_in_turn(monkeypatch: pytest.
     """transformers writes its own version into every configuration."""
 
     def identity(**settings: Any) -> dict[str, str]:
-        model = SimpleNamespace(
-            hf_config=transformers.Qwen3Config(**settings),
-            model="/models/small",
-            revision=None,
-            dtype="torch.bfloat16",
-            quantization=None,
-        )
-        cache: Any = SimpleNamespace(cache_dtype="auto")
-        return _identity(SimpleNamespace(model_config=model, cache_config=cache))
+        model = SimpleNamespace(revision=None, dtype="torch.bfloat16", quantization=None)
+        return cache_identity("/models/small", model, transformers.Qwen3Config(**settings).to_dict(), "auto")
 
     before = identity()
     monkeypatch.setattr(transformers.configuration_utils, "__version__", "99.0")

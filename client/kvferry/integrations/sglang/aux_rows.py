@@ -60,18 +60,11 @@ class AuxRows:
         return b"".join(parts)
 
     def write(self, row: int, payload: bytes, room: int) -> int | None:
-        """Write a payload into a row.
+        """Write a source's payload, or the first token of another make of engine, into a row of a request with this
+        room; return the number of tokens of the source's prompt, or None if the source did not state it. SGLang
+        compares rooms, too, but waits for ever if the payload's is 0.
 
-        Args:
-            row: the row.
-            payload: result of `payload` at the source, or the first token of another make of engine.
-            room: the request's room. SGLang compares rooms, too, but waits for ever if the payload's is 0.
-
-        Returns:
-            The number of tokens of the source's prompt; None: the source did not state it.
-
-        Raises:
-            BadPayload: the buffers or the rooms differ, or the payload has another form. Nothing was written.
+        Raises `BadPayload`: the buffers or the rooms differ, or the payload has another form. Nothing was written.
         """
         given = first_token(payload)
         if given is not None:

@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -114,8 +115,8 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._lock = threading.Lock()
-        self._connections: dict[Any, None] = {}
+        self._connections: OrderedDict[Any, None] = OrderedDict()
+        """The oldest first. Without a lock: the thread of each connection removes it, and each method is atomic."""
         super().__init__((host, port), _Handler)
         threading.Thread(target=self.serve_forever, name="kvferry-bootstrap", daemon=True).start()
 
@@ -130,17 +131,14 @@ class KvferryBootstrapServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread of its own; too many connections end the oldest, so that slow peers cannot block
         others."""
-        with self._lock:
-            self._connections[request] = None
-            if len(self._connections) > MAX_CONNECTIONS:
-                oldest = next(iter(self._connections))
-                del self._connections[oldest]
-                _cut(oldest)
+        self._connections[request] = None
+        if len(self._connections) > MAX_CONNECTIONS:
+            oldest, _ = self._connections.popitem(last=False)
+            _cut(oldest)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.pop(request, None)
+        self._connections.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import time
@@ -21,13 +22,13 @@ from transformers import AutoConfig
 
 from kvferry import Blocks, Cache, Client, EngineSpec, Prompt, Publication, Read, Release, SchedulerPort, shard
 from kvferry.errors import InvalidField, KvferryError
+from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_is_usable
-from kvferry.integrations.sglang.counts import Counts
 from kvferry.integrations.sglang.hooks import MAKES_RECEIVERS, MAKES_SENDERS, holds_until_quiet, tells_prompts
 from kvferry.integrations.sglang.pools import FULL, Pools, describe_pools
-from kvferry.integrations.sglang.settings import Settings
-from kvferry.integrations.sglang.support import check_supported, identity
+from kvferry.integrations.sglang.settings import Settings, check_supported
+from kvferry.stats import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +41,49 @@ BETWEEN_BREATHS = 1e-3
 REPEATED = "the request's bootstrap_room is that of another request, which is under way"
 """The failure of a request whose room belongs to another request."""
 
+SHOWN = "reads.outcomes", "reads.failures", "reads.prompts", "ranks.bytes", "source.published", "source.released"
+"""The metrics of `METRICS` that a rank counts."""
+
 Pages = npt.NDArray[np.int32]
 
 
 class RequestFailed(Exception):
-    """The failure of a request; SGLang puts it into the request's answer.
-
-    Attributes:
-        failure_reason: begins with the name of kvferry's error, if there is one.
-        is_from_another_rank: this rank knows no reason, so another rank has failed.
-    """
+    """The failure of a request; SGLang puts it into the request's answer. The reason begins with the name of kvferry's
+    error, if there is one; empty: this rank knows no reason, so another rank has failed."""
 
     def __init__(self, reason: str) -> None:
-        self.failure_reason = reason or "another rank has failed"
-        super().__init__(f"kvferry: {self.failure_reason}")
-        self.is_from_another_rank = not reason
+        super().__init__(f"kvferry: {reason or 'another rank has failed'}")
+
+
+class Counts:
+    """The counters of one rank: `SHOWN`, with the label ``tp_rank``. A failed read is counted by each rank that knows
+    the reason.
+
+    SGLang's schedulers and its HTTP server are several processes. They share counters in files (prometheus-client's
+    multiprocess mode), which does not support collectors.
+    """
+
+    def __init__(self, rank: int) -> None:
+        # Imported late: prometheus-client reads the folder of the files at import, and SGLang sets the folder first.
+        from prometheus_client import Counter
+
+        self._rank = str(rank)
+        self._made: dict[str, Counter] = {}
+        for path in SHOWN:
+            metric = METRICS[path]
+            self._made[path] = Counter(metric.name, metric.documentation, ["tp_rank", *metric.labels])
+            for value in metric.values:
+                self._made[path].labels(self._rank, value)
+
+    @classmethod
+    @functools.cache
+    def of(cls, rank: int) -> Counts:
+        """Return the counters of a rank, which are made once in a process."""
+        return cls(rank)
+
+    def add(self, path: str, *labels: str, by: int = 1) -> None:
+        """Add to the counter with this path in `METRICS`, for these values of its labels."""
+        self._made[path].labels(self._rank, *labels).inc(by)
 
 
 class KvferryManager(BaseKVManager):  # type: ignore[misc]
@@ -93,7 +122,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
         self.pools: Pools = describe_pools(pool, held, heads, window, self._settings.layer_names)
         engine_id = self._settings.engine_id or f"sglang-{mode}-{socket.gethostname()}-{get_serving().port}"
-        described = identity(model, _config_of(model), str(get_model().kv_cache_dtype))
+        described = cache_identity(model.model_path, model, _config_of(model), get_model().kv_cache_dtype)
         spec = EngineSpec(engine_id, self.pools.groups, parallel.tp_size, described)
         self.leader = parallel.tp_rank == 0
         self.parties = int(parallel.tp_size)
@@ -175,13 +204,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def blocks(
         self, pages: Pages, states: Sequence[Any], first_token: int, end_token: int | None = None
     ) -> dict[str, Blocks]:
-        """Return a request's blocks by group.
-
-        Args:
-            pages: the request's pages from `first_token` on.
-            states: the pages of each state in SGLang's list. Those of a window are the last pages.
-            first_token, end_token: the tokens in the pages; None: to the end of the pages.
-        """
+        """Return a request's blocks by group: of its pages from `first_token` to `end_token` (None: the end of the
+        pages), and of the pages of each state in SGLang's list. Those of a window are the last pages."""
         found = {FULL: Blocks(np.asarray(pages), first_token, end_token)}
         for kind, listed in zip(self.kv_args.state_types, states, strict=False):
             if kind == StateType.SWA and self.pools.window:

@@ -33,17 +33,10 @@ class Pools:
 
 
 def describe_pools(pool: Any, held: Interval, heads: int, window: int, layer_names: str) -> Pools:
-    """Describe SGLang's pool of a rank.
+    """Describe SGLang's pool of a rank that holds the KV heads `held` of the model's `heads`; `window` is the number of
+    tokens of a sliding window (0: unknown), `layer_names` has ``{}`` for a layer's number.
 
-    Args:
-        pool: SGLang's pool.
-        held: the KV heads that the rank holds.
-        heads: number of the model's KV heads.
-        window: tokens of a sliding window; 0: unknown.
-        layer_names: names of layers, with ``{}`` for their numbers.
-
-    Raises:
-        InvalidField: the class of the pool, or its layout, is not supported.
+    Raises `InvalidField`: the class of the pool, or its layout, is not supported.
     """
     parts, windowed = {FULL: pool}, ""
     if type(pool) is SWAKVPool:

@@ -74,14 +74,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
-        """Start to read into the pages behind decode's prefix.
-
-        Args:
-            kv_indices: these pages.
-            aux_index: the request's row of the auxiliary buffers.
-            state_indices: the pages of a sliding window, by SGLang's list of states.
-            decode_prefix_len: tokens that decode has in its prefix cache: whole pages.
-        """
+        """Start to read into the pages behind decode's prefix, of whole pages, and into the pages of a sliding window,
+        by SGLang's list of states. `aux_index` is the request's row of the auxiliary buffers."""
         self._row = -1 if aux_index is None else aux_index
         self._first = decode_prefix_len or 0
         if self._failure:

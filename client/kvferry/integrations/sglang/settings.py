@@ -1,5 +1,5 @@
 """An operator's settings of the backend. SGLang has no arguments for them, so they are environment variables, read once
-in each process."""
+in each process. And SGLang's own settings that the backend does not support."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvferry import Client, TlsConfig
 from kvferry.errors import InvalidField
 
 LAYER_NAMES = "model.layers.{}.self_attn.attn"
 """vLLM's names of the attention layers of most models."""
+
+STATES = ("swa",)
+"""Supported states that SGLang keeps beside the KV cache and hands over, by `StateType`'s values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,33 @@ class Settings:
             directory=self.directory or None,
             prompt_check=self.prompt_check,
         )
+
+
+def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft_pool: Any) -> None:
+    """Raise `InvalidField`, which names SGLang's setting, for unsupported settings. `kv_args` are SGLang's arguments of
+    the manager; `draft_pool` is None without a draft model."""
+    for name, found in (
+        ("pp_size", parallel.pp_size),
+        ("dp_size", parallel.dp_size),
+        ("attn_cp_size", parallel.attn_cp_size),
+        ("attn_dcp_size", parallel.attn_dcp_size),
+        ("attn_dp_size", parallel.attn_dp_size),
+    ):
+        if found > 1:
+            raise InvalidField(name, found, "1: other ways to divide an engine than tensor parallelism are not built")
+    for name, given in (
+        ("enable_kv_cache_sharding", parallel.enable_kv_cache_sharding),
+        ("enable_unified_memory", memory.enable_unified_memory),
+        ("disaggregation_enable_kv_checksum", disagg.disaggregation_enable_kv_checksum),
+        ("enable_pd_role_switch", disagg.enable_pd_role_switch),
+    ):
+        if given:
+            raise InvalidField(name, given, "False")
+    if draft_pool is not None:
+        raise InvalidField("draft model", type(draft_pool).__name__, "none: its cache is not handed over")
+    states = [state.value for state in kv_args.state_types if state.value not in STATES]
+    if states:
+        raise InvalidField("state beside the KV cache", states, f"one of {STATES}")
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: str) -> float:

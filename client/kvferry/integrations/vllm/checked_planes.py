@@ -71,12 +71,7 @@ class Report:
 def checked_planes(
     vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, torch.Tensor], place: RankPlace
 ) -> list[Plane]:
-    """Return the planes of a rank's caches, ordered by group.
-
-    Raises:
-        LayoutMismatch: vLLM writes elsewhere than the planes declare.
-        InvalidField: the layout of a layer is unknown; or neither a test nor the self-check has proven it.
-    """
+    """Return the planes of a rank's caches, ordered by group. Errors as `KvferryConnector.register_kv_caches`."""
     if not current_platform.is_cpu():
         logger.warning("kvferry was not run on %s yet: please report what you see", current_platform.device_name)
     layers = layers_of(vllm_config, kv_cache_config, setup.tables, kv_caches, place)
@@ -128,10 +123,7 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], seed: int | Non
     """Check the planes of a rank against vLLM's writes, and log the result in one line.
 
     Nothing else may use the caches meanwhile. Waits for the device. `seed` is for the choice of blocks; None: other
-    blocks at each start.
-
-    Raises:
-        LayoutMismatch: the planes of a layer are wrong; do not read by them.
+    blocks at each start. Raises `LayoutMismatch`: the planes of a layer are wrong; do not read by them.
     """
     begin = time.perf_counter()
     by_layer: dict[str, list[Plane]] = {layer.name: [] for layer in layers}

@@ -130,26 +130,20 @@ class BlockTable:
 
 
 def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ...]:
-    """Return the block tables of the groups that are transferred.
-
-    Raises:
-        InvalidField: a group is not supported.
-    """
+    """Return the block tables of the groups that are transferred; raises `InvalidField` for unsupported groups."""
     for group in kv_cache_config.kv_cache_groups:
         if getattr(group, "host_resident", False):
             raise _refused("HiSparse", _REFUSED["HiSparseHotSpec"])
     found: list[BlockTable] = []
     seen: Counter[str] = Counter()
     for index, listed in transferred(kv_cache_config):
-        specs = [layer_spec(listed, name) for name in listed.layer_names] or [_first(listed.kv_cache_spec)]
-        for spec in specs:
-            _check(spec)
         # The scheduler has only the first spec.
-        table = _table(index, _first(listed.kv_cache_spec), vllm_config, kv_cache_config.num_blocks, seen)
-        for spec in specs:
-            if _kept(spec) != _kept(_first(listed.kv_cache_spec)):
+        first = _first(listed.kv_cache_spec)
+        for spec in [layer_spec(listed, name) for name in listed.layer_names] or [first]:
+            _check(spec)
+            if _kept(spec) != _kept(first):
                 raise InvalidField(f"KV-cache group {index}", type(spec).__name__, "layers that keep the same tokens")
-        found.append(table)
+        found.append(_table(index, first, vllm_config, kv_cache_config.num_blocks, seen))
     return tuple(found)
 
 
@@ -165,14 +159,10 @@ def layer_spec(listed: Any, name: str) -> Any:
 
 
 def readable(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], computed: int, limit: int) -> int:
-    """Return the end of the readable tokens of a publication; 0 if there are none, for example because a state includes
-    more tokens than `limit`.
+    """Return the end of the readable tokens of a publication with the `offered` blocks; 0 if there are none, for
+    example because a state includes more tokens than `limit`.
 
-    Args:
-        tables: the destination's.
-        offered: the blocks that the source has published, by group.
-        computed: number of tokens that the destination has.
-        limit: the most tokens that the destination can use.
+    The `tables` are the destination's, which has `computed` tokens and can use `limit` tokens at most.
     """
     known = [(table, offered[table.group.name]) for table in tables if table.group.name in offered]
     ends = [_end(table, blocks) for table, blocks in known]
@@ -192,12 +182,7 @@ def readable_later(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], 
     `limit`, or None if that is unknown until the publication is complete.
 
     Sources publish windows and states at the end. A window's blocks fit only if blocks of both sides have equally many
-    tokens, and then the other groups' blocks have, too.
-
-    Args:
-        tables: the destination's.
-        offered: the first blocks that the source has published, by group.
-        limit: the most tokens that the destination can use.
+    tokens, and then the other groups' blocks have, too; `offered` are the first of these. See `readable`.
     """
     tables = tuple(tables)
     if any(table.chunk_tokens or table.window_tokens for table in tables):

@@ -23,8 +23,8 @@ YIELD = 0.0001
 """Seconds of sleep in an idle step that must not wait: other threads get Python's lock."""
 
 AWAKE = 1.0
-"""Seconds for which vLLM goes on with its steps after the last useful step, if publications are held. Most publications
-are read in that time. vLLM then frees their blocks at once, and its metrics show the reads."""
+"""Seconds for which vLLM goes on with its steps after the last useful step, if publications are held. Most are read in
+that time: vLLM frees their blocks at once, and its metrics show the reads."""
 
 ASLEEP = 0.02
 """Seconds of waiting in a step of an engine that drains and only holds publications, which delay a new request. If vLLM
@@ -74,13 +74,10 @@ class Rest:
 
 
 class IdleSteps:
-    """The idle steps of vLLM's scheduler.
+    """The idle steps of vLLM's scheduler, which has up to `depth` steps under way at once.
 
-    Args:
-        port: the engine's port.
-        depth: number of steps that vLLM has under way at once. The connector waits in the last of so many idle steps in
-            a row: then the device computes nothing, and no result is delayed. None: never wait, because other engines
-            run their steps together with those of this one.
+    The connector waits in the last of so many idle steps in a row: then the device computes nothing, and no result is
+    delayed. None: never wait, because other engines run their steps together with those of this one.
     """
 
     def __init__(self, port: SchedulerPort, depth: int | None) -> None:
@@ -89,7 +86,7 @@ class IdleSteps:
         self._streak = 0
 
     def begin(self, *, idle: bool, reads: bool, publishes: bool, ready: bool, holds: bool = False) -> bool:
-        """Begin a step, and wait in it if that helps.
+        """Begin a step, and wait in it if that helps; return whether the workers may wait for reads in this step.
 
         Args:
             idle: nothing is computed in this step.
@@ -97,9 +94,6 @@ class IdleSteps:
             publishes: there are publications that wait for a device, whose progress does not wake the scheduler.
             ready: the step has a message for the workers.
             holds: the engine runs steps only because it holds publications, see `Rest.denied`.
-
-        Returns:
-            Whether the workers may wait for reads in this step.
         """
         self._streak = self._streak + 1 if idle else 0
         if not (idle and (reads or publishes)):

@@ -48,10 +48,11 @@ class Loads:
     def __init__(self) -> None:
         self._by_request: dict[str, Load] = {}
         self._by_reference: dict[str, dict[str, Load]] = {}
-        self._leaders: dict[str, str] = {}
-        """By reference, the request that is read, or whose blocks will be in vLLM's prefix cache soon."""
         self._led: dict[str, str] = {}
-        """The inverse of `_leaders`."""
+        """The references of requests that are read, or whose blocks will be in vLLM's prefix cache soon. Without that
+        cache nothing follows, and several requests may have one reference."""
+        self._leads: set[str] = set()
+        """The references in `_led`."""
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -81,22 +82,20 @@ class Loads:
 
     def lead(self, request_id: str, load: Load) -> None:
         """Make a request the leader of its reference: the request that is read."""
-        self._leaders[load.reference] = request_id
         self._led[request_id] = load.reference
+        self._leads.add(load.reference)
 
     def is_led(self, reference: str) -> bool:
         """Whether a request of this reference is read, or its blocks will be in the prefix cache soon."""
-        return reference in self._leaders
+        return reference in self._leads
 
     def end_lead(self, request_id: str, *, found: bool) -> str:
         """Wake the followers of a request; return its reference, empty if the request was no leader. `found`: its
         blocks are in the prefix cache."""
         reference = self._led.pop(request_id, "")
-        if self._leaders.get(reference) != request_id:
-            # Without a prefix cache, several requests of one reference are read, and the last of them leads.
-            return ""
-        del self._leaders[reference]
-        for load in self._by_reference.get(reference, {}).values():
-            load.found |= found and load.follows
-            load.waits = False
+        if reference:
+            self._leads.discard(reference)
+            for load in self._by_reference.get(reference, {}).values():
+                load.found |= found and load.follows
+                load.waits = False
         return reference

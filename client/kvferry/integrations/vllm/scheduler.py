@@ -15,10 +15,9 @@ from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError, PromptMismatch
 from kvferry.integrations.vllm.idle_steps import IdleSteps, Rest
 from kvferry.integrations.vllm.loads import Load, Loads
-from kvferry.integrations.vllm.outgoing import BlockIds
 from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
 from kvferry.integrations.vllm.remembered import Remembered
-from kvferry.integrations.vllm.sending import Sending
+from kvferry.integrations.vllm.sending import BlockIds, Sending
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.sources import NewSources, Turns, log_failure
 from kvferry.integrations.vllm.stats import KvferryStats
@@ -29,10 +28,9 @@ logger = logging.getLogger(__name__)
 LEAST_TIME = 1.0
 """Seconds that a sample has to read if the sample that it followed has used up the time."""
 
-
 MOST_HAD = 1024
-"""Most remembered references whose blocks vLLM has. A sample that comes after its reference was forgotten asks for a
-publication that was released. Equally many references that came with another prompt are remembered."""
+"""Most remembered references whose blocks vLLM has, and as many that came with another prompt. A sample that comes
+after its reference was forgotten asks for a publication that was released."""
 
 
 class ConnectorScheduler:
@@ -200,11 +198,8 @@ class ConnectorScheduler:
     # The end of a request, in prefill and decode.
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request; publish it if decode will read it.
-
-        Returns:
-            Whether vLLM must keep its blocks, and the ``kv_transfer_params`` for the router.
-        """
+        """Handle the end of a request, and publish it if decode will read it. Return whether vLLM must keep its blocks,
+        and the ``kv_transfer_params`` for the router."""
         request_id = request.request_id
         self._rest.did_something()
         self._led(request_id)
@@ -241,13 +236,11 @@ class ConnectorScheduler:
             # The steps of the grants that were attached until now.
             grant_steps=self._port.grant_steps(),
             cancels=self._port.cancels(),
+            sums=self._sending.take_sums(),
             sent=self._sent,
             waits=waits,
-            asks=self._sending.asks,
+            asks=self._sending.waiting,
         )
-        sums = self._sending.take_sums()
-        if self._setup.sums:
-            metadata.sums = sums
         self._starts, self._sent = [], set()
         if not self._all_registered():
             metadata.token = str(self._port.token)
@@ -368,23 +361,21 @@ class ConnectorScheduler:
         for request_id in self._turns.take():
             load = self._loads[request_id]
             load.waits = False
-            self._ask(request_id, load)
-
-    def _ask(self, request_id: str, load: Load) -> None:
-        try:
-            self._port.acquire(
-                request_id,
-                load.reference,
-                progressive=is_routers(load.reference),
-                # The time counts from the arrival: the request may have followed another that waited in vain.
-                timeout=max(min(LEAST_TIME, self._setup.settings.read_timeout), load.until - self._now()),
-                traceparent=load.traceparent,
-                prompt=load.prompt,
-            )
-        except KvferryError as error:
-            self._refuse(request_id, error)
-        else:
-            self._sources.see(load.reference)
+            # The time counts from the arrival: the request may have followed another that waited in vain.
+            left = max(min(LEAST_TIME, self._setup.settings.read_timeout), load.until - self._now())
+            try:
+                self._port.acquire(
+                    request_id,
+                    load.reference,
+                    progressive=is_routers(load.reference),
+                    timeout=left,
+                    traceparent=load.traceparent,
+                    prompt=load.prompt,
+                )
+            except KvferryError as error:
+                self._refuse(request_id, error)
+            else:
+                self._sources.see(load.reference)
 
     def _led(self, request_id: str, *, found: bool = False) -> None:
         """Wake the followers of a request. `found`: its blocks were read and are in the prefix cache; if not, the first

@@ -1,84 +1,111 @@
-"""The requests of prefill in vLLM's scheduler: publishes them, and keeps their blocks until the release."""
+"""The requests of prefill in vLLM's scheduler: publishes them, and holds their blocks until the release."""
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from kvferry import Prompt, Publication, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
+from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
-from kvferry.integrations.vllm.block_hold import Holds
-from kvferry.integrations.vllm.outgoing import BlockIds, OutgoingRequests
+from kvferry.integrations.vllm.outgoing import BlockHold, ComputedPart, OutgoingRequest, Siblings, ids_of
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
 from kvferry.integrations.vllm.prompts import prompt_of, published_prompt, shorten
-from kvferry.integrations.vllm.publishing import ComputedPublishing, OutgoingRequest, Summed
+from kvferry.integrations.vllm.remembered import Remembered
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.values import StepsDone
+from kvferry.integrations.vllm.values import StepsDone, Summed
 
 logger = logging.getLogger(__name__)
 
-_SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+STUCK = 2.0
+"""Seconds without any computing until a preempted request's publication, which holds memory, is withdrawn."""
 
-_CHILD = re.compile(r"\d+_(.+)", re.DOTALL)
-"""vLLM's request_id of a sample: index and request_id of the parent (vllm/v1/engine/parallel_sampling.py,
-`ParentRequest.get_child_info`; 0.32.0)."""
+MOST_USED = 1024
+"""Most remembered references of publications. A sample that comes after its reference was forgotten is refused."""
+
+BlockIds = Callable[[str], Sequence[Sequence[int]]]
+"""Returns the ids of a request's blocks, by vLLM's groups."""
+
+_SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class Sending:
-    """Publishes the requests of prefill.
+    """Publishes the requests of prefill, and holds their blocks until the release.
 
-    A request is published when it has finished, or in parts under its router's reference. The blocks are held here
-    until the release. Without vLLM's pool, vLLM keeps the blocks, and runs steps, until the release.
+    A request is published when it has finished; a request with a router's reference in parts, while its prompt is
+    computed. A part is the full blocks that a step of vLLM has completed in groups that keep all tokens. The rest
+    follows at the end of the request: the last block, windows, states. Parts have only tokens of the prompt, because
+    vLLM may sample other tokens again, and no block that a drafter may still write to, which vLLM does not take for its
+    prefix cache either.
 
-    Args:
-        setup: the engine.
-        port: the engine's port.
-        count: adds to a count by its name, see `KvferryStats`.
+    Blocks are published when every rank's device has computed their step, for the reasons in
+    `kvferry.integrations.vllm.device`; parts also wait until vLLM has ended the step, which it has when it finishes a
+    request.
+
+    vLLM frees the blocks of a request that it preempts, and computes the request again, in other blocks if the old ones
+    are no longer in its prefix cache. The publication keeps its blocks, and goes on with the new blocks of later
+    tokens. If publications hold so much memory that vLLM can compute nothing, the publication of a preempted request is
+    withdrawn.
+
+    Without vLLM's pool nothing is held here, and no parts are published: vLLM keeps the blocks of finished requests,
+    and runs steps, until the release.
+
+    `count` adds to a count by its name, see `KvferryStats`.
     """
 
     def __init__(self, setup: Setup, port: SchedulerPort, count: Callable[[str], None]) -> None:
         self._setup = setup
         self._port = port
         self._count = count
-        self._sums: list[Summed] = []
-        self._publishing = ComputedPublishing(port, setup.spec.num_ranks, self._sums, checksums=setup.sums)
-        self._holds = Holds()
-        self._requests = OutgoingRequests(setup, port, self._holds, count, self._sums)
+        self._now = time.monotonic
+        self._pool: Any = None
+        self._block_ids: BlockIds | None = None
+        self._step = 0
+        self._ranks = dict.fromkeys(range(setup.spec.num_ranks), StepsDone(0, 0))
+        self._everywhere = StepsDone(0, 0)
+        """The progress of the slowest rank."""
+        self._requests: dict[str, OutgoingRequest] = {}
+        """Requests that have not finished."""
+        self._unpublished: dict[OutgoingRequest, None] = {}
+        """Requests that have parts, so that a step costs nothing for the others."""
+        self._partly: dict[int, OutgoingRequest] = {}
+        """Those of `_requests` of which parts are published, by the number of their publication, until its release."""
+        self._held: dict[int, BlockHold] = {}
+        """The blocks of publications that are held here, by the numbers of the publications."""
         self._kept: dict[int, str] = {}
         """Requests whose blocks vLLM keeps until the release, by the numbers of their publications: a client may use a
         request_id again while blocks are held for the first request."""
-        self._published = Siblings()
+        self._used = Remembered[str](MOST_USED)
+        """References of publications."""
+        self._siblings = Siblings()
+        self._sums: list[Summed] = []
+        self._idle_since: float | None = None
         self._warned = False
+
+    def bind(self, pool: Any, block_ids: BlockIds) -> None:
+        """Take vLLM's pool, and the function that returns a request's blocks."""
+        self._pool = pool
+        self._block_ids = block_ids
 
     @property
     def waiting(self) -> bool:
-        """Whether finished requests are unpublished, because some device has not computed them."""
-        return self._publishing.waiting
+        """Whether blocks are unpublished, because some device has not computed them, or vLLM has not ended a step."""
+        return bool(self._unpublished)
 
     @property
     def unsummed(self) -> bool:
         """Whether the next step has published blocks to sum."""
-        return self._setup.sums and bool(self._sums)
-
-    @property
-    def asks(self) -> bool:
-        """Whether parts of a prompt wait for the end of a step."""
-        return self._requests.waiting
+        return bool(self._sums)
 
     @property
     def holding(self) -> bool:
-        return bool(self._holds)
-
-    def bind(self, pool: Any, block_ids: BlockIds) -> None:
-        """See `Holds.bind` and `OutgoingRequests.bind`."""
-        self._holds.bind(pool)
-        self._requests.bind(block_ids)
+        return bool(self._held)
 
     def expect(self, request: Any) -> None:
         """Add an arrived request if it is to be published, and shorten its prompt if decode will compute the end of the
@@ -91,67 +118,105 @@ class Sending:
             return
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
-        self._requests.expect(request, reference, self.prompt(request), traceparent_of(request))
+        outgoing = OutgoingRequest(request, reference, self.prompt(request), BlockHold(self._pool), self._step)
+        # The prompt of a session grows, and its last tokens are computed again.
+        outgoing.closed = not reference or self._block_ids is None or bool(getattr(request, "resumable", False))
+        # A sample may come when the first sample has ended.
+        outgoing.follows = bool(reference) and (
+            reference in self._used
+            or any(other.reference == reference and not other.follows for other in self._requests.values())
+        )
+        self._requests[outgoing.request_id] = outgoing
 
     def prompt(self, request: Any) -> Prompt:
         """Return the prompt of an arrived request; a request that is also published has one `Prompt` object."""
-        known = self._requests.prompt(request.request_id)
+        outgoing = self._requests.get(request.request_id)
+        known = Prompt.unknown if outgoing is None else outgoing.prompt
         return known or prompt_of(request, names_inputs=self._setup.names_inputs)
 
     def begin(self, scheduled: Mapping[str, int]) -> int:
-        """See `OutgoingRequests.begin`."""
-        return self._requests.begin(scheduled)
+        """Begin a step, with the number of computed tokens by request; return the step's number, from 1."""
+        self._step += 1
+        for request_id in scheduled if self._requests else ():
+            outgoing = self._requests.get(request_id)
+            if outgoing is not None:
+                outgoing.step = self._step
+                if not (outgoing.closed or outgoing.follows):
+                    self._plan(outgoing, outgoing.request.num_computed_tokens + scheduled[request_id])
+        self._withdraw_if_stuck(idle=not scheduled)
+        return self._step
+
+    def computed(self, steps: Mapping[int, StepsDone]) -> None:
+        """Take the progress of some ranks' devices, and publish the blocks that every rank has computed."""
+        for rank, done in steps.items():
+            known = self._ranks[rank]
+            self._ranks[rank] = StepsDone(max(known.computed, done.computed), max(known.ended, done.ended))
+        ranks = self._ranks.values()
+        self._everywhere = StepsDone(min(done.computed for done in ranks), min(done.ended for done in ranks))
+        for outgoing in list(self._unpublished):
+            step = self._everywhere.computed if outgoing.finished else self._everywhere.ended
+            try:
+                while outgoing.parts and outgoing.parts[0].step <= step:
+                    self._publish(outgoing, outgoing.parts[0].blocks, last=outgoing.finished)
+                    outgoing.parts.popleft()
+            except KvferryError as error:
+                self._refused(outgoing, error)
+            if not outgoing.parts:
+                self._unpublished.pop(outgoing, None)
+
+    def lost(self, blocks: Iterable[int]) -> None:
+        """Handle blocks into which another connector could not load: vLLM computes these blocks again, in place, and
+        all blocks that were computed from them.
+
+        With two steps under way, a worker's news may report the end of a step before the step's output names such
+        blocks. A publication that has them by then is withdrawn.
+        """
+        bad = set(blocks)
+        for outgoing in self._requests.values():
+            if any(not bad.isdisjoint(ids_of(part.blocks)) for part in outgoing.parts):
+                self._forget_parts(outgoing)
+                outgoing.closed = True
+            if outgoing.held.any_of(bad) and not outgoing.withdrawn:
+                logger.warning("request %r: blocks that are published could not be loaded", outgoing.request_id)
+                self._forget_parts(outgoing)
+                self._withdraw(outgoing)
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Publish an ended request, or the rest of it, if decode will read it. Return whether vLLM must keep the
         blocks, and the ``kv_transfer_params`` for the router."""
-        request_id = request.request_id
-        follows, outgoing = self._requests.follows(request_id), self._requests.take(request)
+        outgoing = self._requests.pop(request.request_id, None)
+        if outgoing is None:
+            outgoing = OutgoingRequest(request, "", Prompt.unknown, BlockHold(self._pool), self._step)
+        elif outgoing.publication is not None:
+            self._partly.pop(outgoing.publication.number, None)
+        self._forget_parts(outgoing)
         # The last token was only sampled: its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        asked = asks_to_publish(request) and self._setup.serves
-        if not asked or request.status not in _SERVED or tokens <= 0:
-            return self._not_published(outgoing), None
-        sibling = None if outgoing.reference else self._published.find(request, tokens)
-        if sibling is not None or follows:
-            return self._not_published(outgoing), None if sibling is None else published_params(sibling)
-        if self._setup.has_states and self._state_is_elsewhere(request):
-            logger.info("request %r is not published: the block of its last token's state is unknown", request_id)
-            return self._not_published(outgoing), None
-        if outgoing.withdrawn:
-            return self._not_published(outgoing), None
-        try:
-            blocks = self._requests.rest(outgoing, self._setup.published(block_ids, tokens))
-            prompt = published_prompt(request, outgoing.prompt, tokens, names_inputs=self._setup.names_inputs)
-            payload = self._first_token(request, tokens)
-            publication = self._publishing.publish(outgoing, blocks, prompt=prompt, payload=payload)
-        except KvferryError as error:
-            logger.warning("request %r could not be published: %s", request_id, error)
-            return self._not_published(outgoing, decline=not isinstance(error, RouterKeyUsed)), None
-        if outgoing.publication is None:
-            self._count("published")
-        self._published.add(request, tokens, publication)
-        held = self._requests.keep(outgoing, publication)
-        if not held:
-            self._kept[publication.number] = request_id
-        return not held, published_params(publication)
-
-    def lost(self, blocks: Iterable[int]) -> None:
-        """See `OutgoingRequests.lost`."""
-        self._requests.lost(blocks)
-
-    def computed(self, steps: Mapping[int, StepsDone]) -> None:
-        """Take the progress of some ranks' devices, and publish computed blocks."""
-        self._publishing.computed({rank: done.computed for rank, done in steps.items()})
-        self._requests.ended({rank: done.ended for rank, done in steps.items()})
+        publication = None
+        if asks_to_publish(request) and self._setup.serves and request.status in _SERVED and tokens > 0:
+            if outgoing.follows or not outgoing.reference:
+                publication = self._siblings.find(request, tokens)
+            if publication is None:
+                publication = self._publish_rest(outgoing, block_ids, tokens)
+        if publication is None:
+            self._give_up(outgoing)
+            return False, None
+        # A sibling's blocks are kept for the sibling.
+        return self._kept.get(publication.number) == outgoing.request_id, published_params(publication)
 
     def released(self, releases: Iterable[Release]) -> set[str]:
         """Free the blocks of released publications, or return the requests whose blocks vLLM may free."""
         sent = set()
         for release in releases:
-            self._published.released(release.publication)
-            self._holds.released(release.publication)
-            self._requests.released(release.publication)
+            self._siblings.released(release.publication)
+            held = self._held.pop(release.publication, None)
+            if held is not None:
+                held.free()
+            outgoing = self._partly.pop(release.publication, None)
+            if outgoing is not None:
+                # The reader has given up, or died.
+                self._forget_parts(outgoing)
+                outgoing.closed = outgoing.withdrawn = True
             wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
             if not wanted:
                 self._count("unread")
@@ -163,9 +228,8 @@ class Sending:
         return sent
 
     def take_sums(self) -> list[Summed]:
-        """Return the blocks that were published since the last call, for integrity mode."""
-        found = self._sums.copy()
-        self._sums.clear()
+        """Return the blocks that were published since the last call, if integrity mode sums them."""
+        found, self._sums = self._sums, []
         return found
 
     # Internal.
@@ -180,11 +244,148 @@ class Sending:
                 self._setup.spec.engine_id,
             )
         if reference:
-            try:
-                # A reader waits for the publication.
-                self._port.decline(reference)
-            except KvferryError as error:
-                logger.info("could not decline a reference: %s", error)
+            self._decline(reference)
+
+    def _decline(self, reference: str) -> None:
+        """Decline a router's reference, since decode waits for the publication."""
+        try:
+            self._port.decline(reference)
+        except KvferryError as error:
+            logger.info("could not decline a reference: %s", error)
+
+    def _plan(self, outgoing: OutgoingRequest, tokens: int) -> None:
+        """Plan to publish the blocks of a prompt that this step completes; none, if vLLM's blocks are not known."""
+        # The last token is left for the end of the request, which must publish at least one block.
+        tokens = min(tokens - self._setup.rewritten, outgoing.request.num_prompt_tokens - 1)
+        if self._block_ids is None or not outgoing.fills_a_block(self._setup.tables, tokens):
+            return
+        outgoing.plan(self._setup.tables, self._block_ids(outgoing.request_id), tokens)
+        if outgoing.parts:
+            self._unpublished[outgoing] = None
+
+    def _publish_rest(
+        self, outgoing: OutgoingRequest, block_ids: tuple[list[int], ...], tokens: int
+    ) -> Publication | None:
+        """Publish the unpublished blocks of a request that has finished, as soon as they are computed; return None if
+        that is impossible."""
+        request = outgoing.request
+        if outgoing.follows or outgoing.withdrawn:
+            return None
+        if self._setup.has_states and self._state_is_elsewhere(request):
+            logger.info(
+                "request %r is not published: the block of its last token's state is unknown", request.request_id
+            )
+            return None
+        try:
+            blocks = outgoing.rest(self._setup.tables, self._setup.published(block_ids, tokens))
+            outgoing.finished = True
+            outgoing.prompt = published_prompt(request, outgoing.prompt, tokens, names_inputs=self._setup.names_inputs)
+            outgoing.payload = self._first_token(request, tokens)
+            if outgoing.step <= self._everywhere.computed:
+                publication = self._publish(outgoing, blocks, last=True)
+            else:
+                # vLLM needs the reference now. The reader waits for the blocks, which costs one message more.
+                publication = outgoing.publication or self._publish(outgoing, {}, last=False)
+                outgoing.parts.append(ComputedPart(outgoing.step, blocks))
+                self._unpublished[outgoing] = None
+        except KvferryError as error:
+            self._refused(outgoing, error)
+            return None
+        self._siblings.add(request, tokens, publication)
+        if not outgoing.held.can_hold:
+            self._kept[publication.number] = outgoing.request_id
+        return publication
+
+    def _publish(self, outgoing: OutgoingRequest, blocks: Mapping[str, Blocks], *, last: bool) -> Publication:
+        """Publish blocks of a request, with the payload if they are the `last`. Errors as `SchedulerPort.publish` and
+        `SchedulerPort.publish_more`."""
+        publication, payload = outgoing.publication, outgoing.payload if last else b""
+        if publication is not None:
+            # The marks of the prompt went with the first blocks; those of the answer go with the last.
+            prompt = outgoing.prompt if last else Prompt.unknown
+            self._port.publish_more(publication, blocks, last=last, payload=payload, prompt=prompt)
+        else:
+            publication = outgoing.publication = self._port.publish(
+                outgoing.request_id,
+                blocks,
+                last=last,
+                payload=payload,
+                checksums=self._setup.sums,
+                traceparent=traceparent_of(outgoing.request),
+                reference=outgoing.reference,
+                prompt=outgoing.prompt,
+            )
+            self._count("published")
+            if outgoing.reference:
+                self._used.add(outgoing.reference)
+            if outgoing.held.can_hold:
+                self._held[publication.number] = outgoing.held
+            if not outgoing.finished:
+                self._partly[publication.number] = outgoing
+        if self._setup.sums and blocks:
+            self._sums.append(Summed(publication.number, blocks, last))
+        return publication
+
+    def _refused(self, outgoing: OutgoingRequest, error: KvferryError) -> None:
+        """Handle an error of `_publish`. A publication is withdrawn, since nobody can read it any more."""
+        logger.warning("request %r could not be published: %s", outgoing.request_id, error)
+        self._forget_parts(outgoing)
+        outgoing.closed = True
+        # The reference of another publication must not be declined.
+        outgoing.withdrawn = isinstance(error, RouterKeyUsed)
+        self._withdraw(outgoing)
+
+    def _give_up(self, outgoing: OutgoingRequest) -> None:
+        """Handle an ended request of which no more blocks will be published."""
+        if outgoing.publication is not None:
+            if not outgoing.withdrawn:
+                self._withdraw(outgoing)
+            return
+        outgoing.held.free()
+        if outgoing.withdrawn or outgoing.follows or not outgoing.reference:
+            return
+        for other in self._requests.values():
+            if other.follows and other.reference == outgoing.reference:
+                other.follows = False
+                return
+        self._decline(outgoing.reference)
+
+    def _forget_parts(self, outgoing: OutgoingRequest) -> None:
+        outgoing.forget_parts()
+        self._unpublished.pop(outgoing, None)
+
+    def _withdraw(self, outgoing: OutgoingRequest) -> None:
+        """Withdraw the publication of a request, if there is one."""
+        if outgoing.publication is None:
+            return
+        outgoing.closed = outgoing.withdrawn = True
+        try:
+            self._port.abort(outgoing.publication)
+        except KvferryError as error:
+            logger.info("could not withdraw the publication of request %r: %s", outgoing.request_id, error)
+
+    def _withdraw_if_stuck(self, *, idle: bool) -> None:
+        """Withdraw a publication of a preempted request if nothing has been computed for long."""
+        preempted = [
+            outgoing
+            for outgoing in (self._partly.values() if idle else ())
+            if not outgoing.withdrawn and outgoing.request.status is RequestStatus.PREEMPTED
+        ]
+        if not preempted:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = self._now()
+        elif self._now() - self._idle_since > STUCK:
+            self._idle_since = None
+            # The last that was published, because vLLM computes the others first.
+            outgoing = preempted[-1]
+            logger.warning(
+                "request %r was preempted, and the blocks that are published keep it from being computed again: its "
+                "publication is withdrawn",
+                outgoing.request_id,
+            )
+            self._forget_parts(outgoing)
+            self._withdraw(outgoing)
 
     def _first_token(self, request: Any, tokens: int) -> bytes:
         """Return the payload of a request of which `tokens` tokens are published: the first token of the answer.
@@ -195,11 +396,6 @@ class Sending:
         whole = tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld
         return first_token_payload(request.all_token_ids[tokens], tokens) if whole else b""
 
-    def _not_published(self, outgoing: OutgoingRequest, *, decline: bool = True) -> bool:
-        """See `OutgoingRequests.give_up`; return False."""
-        self._requests.give_up(outgoing, decline=decline)
-        return False
-
     def _state_is_elsewhere(self, request: Any) -> bool:
         """Whether the block of the last token but one may have another state, or its state may be in another block.
 
@@ -208,56 +404,3 @@ class Sending:
         """
         drafted = self._setup.drafts_states and request.num_output_tokens > 1
         return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)
-
-
-class _Known(NamedTuple):
-    contents: tuple[object, ...]
-    published: Publication
-
-
-class Siblings:
-    """The unreleased publications of the samples of one prompt (n > 1), which vLLM runs each as its own request.
-
-    The samples share a publication: vLLM returns the ``kv_transfer_params`` of only the sample that ends last, so
-    publications of the other samples would have no reader, and stay pinned for the whole hold.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
-        self._parents: dict[int, str] = {}
-        """The parent of each publication that was added, by its number."""
-
-    def add(self, request: Any, tokens: int, published: Publication) -> None:
-        """Remember the publication of the first `tokens` tokens of a request, if the request is a sample."""
-        parent = _CHILD.fullmatch(request.request_id)
-        if parent is not None and (contents := _contents(request, tokens)) is not None:
-            self._known[parent[1]] = _Known(contents, published)
-            self._parents[published.number] = parent[1]
-
-    def find(self, request: Any, tokens: int) -> Publication | None:
-        """Return the publication of a sibling with the same tokens; None: there is none."""
-        parent = _CHILD.fullmatch(request.request_id)
-        known = None if parent is None else self._known.get(parent[1])
-        if known is None or known.published.request_id == request.request_id:
-            return None
-        # Clients can choose request_ids of this form, so the contents are compared, too.
-        return known.published if known.contents == _contents(request, tokens) else None
-
-    def released(self, number: int) -> None:
-        parent = self._parents.pop(number, "")
-        known = self._known.get(parent)
-        # A request_id may be used again while the publication of the first request is held.
-        if known is not None and known.published.number == number:
-            del self._known[parent]
-
-
-def _contents(request: Any, tokens: int) -> tuple[object, ...] | None:
-    """Return everything that the cache of the first `tokens` tokens depends on; None: the request does not show it."""
-    if request.mm_features or request.prompt_embeds is not None:
-        return None
-    adapter = request.lora_request
-    return (
-        tuple(request.all_token_ids[:tokens]),
-        request.cache_salt,
-        None if adapter is None else (adapter.lora_int_id, adapter.lora_name),
-    )

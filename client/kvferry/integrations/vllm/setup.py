@@ -65,11 +65,12 @@ class Setup:
         role = settings.role_of(transfer.kv_role)
         tables = block_tables(vllm_config, kv_cache_config)
         groups = tuple(table.group for table in tables)
-        spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        identity = cache_identity(model.model, model, model.hf_config.to_dict(), cache.cache_dtype)
         return cls(
-            spec=spec,
+            spec=EngineSpec(transfer.engine_id, groups, parallel.world_size, identity),
             settings=settings,
-            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
+            caches_prefixes=bool(cache.enable_prefix_caching),
             tables=tables,
             # A drafter of several modules reads so many tokens ahead: decode must not take these from prefill.
             recomputed=max(1, lookahead_tokens(vllm_config) - 1),
@@ -132,15 +133,3 @@ def _names_inputs(vllm_config: Any) -> bool:
     # vllm/renderers/base.py, `_process_mm_uuids` (0.32.0).
     inputs = vllm_config.model_config.multimodal_config
     return inputs is None or bool(vllm_config.cache_config.enable_prefix_caching or inputs.mm_processor_cache_gb > 0)
-
-
-def _identity(vllm_config: Any) -> dict[str, str]:
-    model = vllm_config.model_config
-    return cache_identity(
-        model.model,
-        model.revision,
-        model.hf_config.to_dict(),
-        dtype=model.dtype,
-        cache_dtype=vllm_config.cache_config.cache_dtype,
-        quantization=model.quantization,
-    )

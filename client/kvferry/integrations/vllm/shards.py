@@ -49,17 +49,10 @@ class RankPlace:
 
 
 def holding(spec: Any, name: str, vllm_config: Any, place: RankPlace) -> Holding:
-    """Return a rank's part of a layer: its heads, or all heads if ranks are equal, and its tokens; of a state, its
-    heads, or its channels if the state has no heads.
+    """Return a rank's part of a layer with vLLM's spec and name: its heads, or all heads if ranks are equal, and its
+    tokens; of a state, its heads, or its channels if the state has no heads.
 
-    Args:
-        spec: vLLM's spec of the layer.
-        name: vLLM's name of the layer.
-        vllm_config: the engine's configuration.
-        place: the rank.
-
-    Raises:
-        InvalidField: the spec does not say how many heads the layer has on all ranks.
+    Raises `InvalidField`: the spec does not say how many heads the layer has on all ranks.
     """
     if isinstance(spec, MambaSpec):
         return _of_state(spec, place)

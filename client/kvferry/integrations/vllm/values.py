@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvferry.engine import Grant, GrantStep, WorkerOutput
-from kvferry.integrations.vllm.publishing import Summed
+from kvferry.geometry.blocks import Blocks
 
 
 class StepsDone(NamedTuple):
@@ -17,6 +17,14 @@ class StepsDone(NamedTuple):
 
     computed: int
     ended: int
+
+
+class Summed(NamedTuple):
+    """Published blocks for the sums of integrity mode: number of the publication, blocks, whether they are the last."""
+
+    publication: int
+    blocks: Mapping[str, Blocks]
+    last: bool = True
 
 
 @dataclass
@@ -36,7 +44,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         lost: ids of the blocks of failed reads, in an engine of one group.
         failed: requests whose reads have failed, in an engine of several groups.
         waits: the engine computes nothing, and workers may wait for the ends of their reads.
-        asks: the scheduler waits for the end of a step to publish a part of a prompt.
+        asks: the scheduler waits for the end of a step to publish blocks.
     """
 
     step: int = 0
@@ -57,9 +65,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     def orders(self) -> bool:
         """Whether the message has orders for the worker's port."""
         return bool(self.warms or self.starts or self.grant_steps or self.cancels or self.sums)
-
-    def __bool__(self) -> bool:
-        return bool(self.token or self.orders or self.sent or self.received)
 
     def anon_repr(self) -> str:
         """Return the text that vLLM logs when an engine dies (``vllm/logging_utils/dump_input.py``). Without this

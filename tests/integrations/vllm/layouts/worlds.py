@@ -8,7 +8,8 @@ must be what the destination's own kernels would have written, and nothing else 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +119,10 @@ class Rank:
         compilation = SimpleNamespace(static_forward_context=self.modules)
         config = {"cache_config": SimpleNamespace(cache_dtype="auto"), **self.model.config}
         vllm_config = SimpleNamespace(compilation_config=compilation, **config)
-        heads = Holding(units=self.held, axis_size=self.model.heads) if self.model.heads else Holding()
+        # As `shards.holding` says.
+        heads = Holding(tokens_per_state=Fraction(self.spec.tokens_per_state))
+        if self.model.heads:
+            heads = replace(heads, units=self.held, axis_size=self.model.heads)
         found = [
             plane
             for layer, cache in self.caches.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -55,14 +54,9 @@ class Layer:
         return {self.name: self.cache}
 
     @property
-    def by_head(self) -> Holding:
-        """The tensor's holding if each head is a unit."""
-        return replace(self.heads, tokens_per_state=Fraction(self.spec.tokens_per_state))
-
-    @property
     def for_all_heads(self) -> Holding:
         """The tensor's holding if it is the same on every rank."""
-        return replace(self.by_head, units=None, axis_size=None)
+        return replace(self.heads, units=None, axis_size=None)
 
 
 def backend_of(vllm_config: Any, layer: str) -> str:

@@ -23,7 +23,7 @@ Planes = tuple[Plane, ...]
 
 def packed(layer: Layer) -> Planes:
     """K, then V, in the content of each head and token."""
-    return formats.vllm_attention(layer.tensors, layer.group, layer.by_head, layer.spec.head_size)
+    return formats.vllm_attention(layer.tensors, layer.group, layer.heads, layer.spec.head_size)
 
 
 def cells(layer: Layer) -> Planes:
@@ -34,17 +34,17 @@ def cells(layer: Layer) -> Planes:
     if make_scales is not None:
         make_scales(layer.cache)
     named = f"vllm-{content_of(layer.spec).replace('_', '-')}"
-    return formats.vllm_cells(layer.tensors, layer.group, named, layer.by_head)
+    return formats.vllm_cells(layer.tensors, layer.group, named, layer.heads)
 
 
 def two_slots(layer: Layer) -> Planes:
     """K and V as two slots of all heads, in natural order."""
-    return formats.vllm_two_slots(layer.tensors, layer.group, layer.spec.num_kv_heads, layer.by_head)
+    return formats.vllm_two_slots(layer.tensors, layer.group, layer.spec.num_kv_heads, layer.heads)
 
 
 def tiles(layer: Layer, named: str) -> Planes:
     """K and V as two slots, permuted as kernels for AMD's GPUs read them: HIP's and AITER's each in its own way."""
-    return formats.vllm_tiles(layer.tensors, layer.group, layer.spec.num_kv_heads, named, layer.by_head)
+    return formats.vllm_tiles(layer.tensors, layer.group, layer.spec.num_kv_heads, named, layer.heads)
 
 
 def nvfp4_pages(layer: Layer) -> Planes:
@@ -52,7 +52,7 @@ def nvfp4_pages(layer: Layer) -> Planes:
     # Two kernels write these pages. Their orders of scales inside a head's page were not compared.
     writer = "flashinfer" if getattr(getattr(layer.module, "impl", None), "nvfp4_fa2", False) else "vllm"
     named = f"vllm-nvfp4-scales-{writer}"
-    return formats.vllm_nvfp4(layer.tensors, layer.group, layer.spec.num_kv_heads, named, layer.by_head)
+    return formats.vllm_nvfp4(layer.tensors, layer.group, layer.spec.num_kv_heads, named, layer.heads)
 
 
 def cpu_pages(layer: Layer) -> Planes:
@@ -64,7 +64,7 @@ def cpu_pages(layer: Layer) -> Planes:
     config = layer.vllm_config
     cache_dtype = config.cache_config.cache_dtype
     isa = _get_attn_isa(config.model_config.dtype, layer.cache.shape[2], layer.spec.head_size, cache_dtype)
-    return formats.vllm_cpu(layer.tensors, layer.group, isa, layer.by_head)
+    return formats.vllm_cpu(layer.tensors, layer.group, isa, layer.heads)
 
 
 def latent_and_rope(layer: Layer) -> Planes:
