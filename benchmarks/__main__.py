@@ -22,17 +22,15 @@ def main() -> None:
     unknown = sorted(set(given.topics) - set(TOPICS))
     if unknown:
         parser.error(f"no such topics: {', '.join(unknown)}")
-    found = {}
     for name in given.topics or TOPICS:
         if why := missing(name):
             print(f"{name}: left out, {why}\n", flush=True)
             continue
-        found[name] = measured(name, SMOKE if given.smoke else FULL)
-        print(f"{found[name].table().markdown()}\n{name}: {found[name].took} s, load {found[name].load}\n", flush=True)
-    if given.smoke:
-        return
-    known = Results.parse(RESULTS.read_text()) if RESULTS.exists() else Results(machine(), {})
-    RESULTS.write_text(known.with_topics(found).dump())
+        found = measured(name, SMOKE if given.smoke else FULL)
+        print(f"{found.table().markdown()}\n{name}: {found.took} s, load {found.load}\n", flush=True)
+        if not given.smoke:
+            known = Results.parse(RESULTS.read_text()) if RESULTS.exists() else Results(machine(), {})
+            RESULTS.write_text(known.with_topics({name: found}).dump())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.caches import ELEMENT, Ids, Layout
 from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
 from kvferry import Blocks, EngineGeometry, RankGeometry
+from kvferry._transport import nixl_binding
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
 from kvferry.planner.expansion import Expansion
@@ -162,6 +163,8 @@ class _Nixl:
     """Two NIXL agents in this process, below kvferry: one has memory registered, the other makes transfers."""
 
     def __init__(self, size: int) -> None:
+        # Before NIXL's own API, which loads the RDMA libraries in an order that ends the process with SIGSEGV.
+        nixl_binding.load()
         from nixl._api import nixl_agent, nixl_agent_config
 
         self.memory = mmap.mmap(-1, size), mmap.mmap(-1, size)
