@@ -39,7 +39,8 @@ class Cache(Closing):
         spec: the engine.
         rank: geometry of the rank.
         reuse_after: seconds, counted from the registration, during which the engine must not reuse blocks of memory
-            that survived a restart.
+            that survived a restart. The engine's home knows its own leases only: an engine that was at another home
+            before waits for the max_ttl of that home (30 s), counted from the end of its last session there.
     """
 
     def __init__(self, runtime: RankRuntime, session: EngineSession | None, reuse_after: float) -> None:
